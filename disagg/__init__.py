@@ -1,0 +1,1 @@
+"""disagg: large language models served with prefill and decode on separate workers, on Ray."""

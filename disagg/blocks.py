@@ -1,0 +1,52 @@
+"""Names of KV blocks: a digest of a block's tokens, chained on the digest of the block before it.
+
+Equal hash means equal tokens at equal positions under the same model and tenant, so equal KV.
+The chain has no seed of its own: every process computes the same names, which lets a router
+compare a prompt with what workers say they hold. The root of the chain binds the model, the
+block size and the tenant, so two tenants never share a block and cannot probe each other's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+BlockHash: TypeAlias = bytes
+HASH_NBYTES = 16
+
+
+def hash_root(model_fingerprint: str, block_size: int, tenant: str = "") -> BlockHash:
+    """The parent of a chain's first block: one per (model, block size, tenant)."""
+    parts = (model_fingerprint, str(block_size), tenant)
+    digest = hashlib.blake2b(digest_size=HASH_NBYTES, person=b"disagg-kv-root")
+    for part in parts:
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    return digest.digest()
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Name of the block that holds `token_ids` right after the block named `parent`."""
+    raw = array("I", token_ids)
+    if sys.byteorder != "little":
+        raw.byteswap()
+    return hashlib.blake2b(parent + raw.tobytes(), digest_size=HASH_NBYTES).digest()
+
+
+def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Names of the full blocks of `token_ids`; a partial block at the end has no name."""
+    raw = array("I", token_ids)
+    if sys.byteorder != "little":
+        raw.byteswap()
+    tokens = memoryview(raw.tobytes())
+    stride = block_size * raw.itemsize
+    hashes = []
+    for start in range(0, len(tokens) - stride + 1, stride):
+        parent = hashlib.blake2b(
+            parent + tokens[start : start + stride].tobytes(), digest_size=HASH_NBYTES
+        ).digest()
+        hashes.append(parent)
+    return hashes

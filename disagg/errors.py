@@ -1,0 +1,137 @@
+"""The exception tree. Every error knows its HTTP status and whether trying again can help.
+
+    DisaggError
+    ├── StartupError            a flag, a model directory or a machine that cannot work
+    │   ├── ModelError          a checkpoint that is missing, broken or unsupported
+    │   └── NotEnoughMemory     no room for one full-length sequence
+    ├── RequestError            the client's request is wrong (4xx, retrying cannot help)
+    │   ├── ContextLengthExceeded
+    │   ├── ModelNotFound
+    │   ├── Unauthorized
+    │   └── RequestTooLarge
+    ├── Overloaded              refused early; try again after `retry_after_s`
+    ├── Unavailable             nobody can serve this at the moment
+    ├── DeadlineExceeded        the request's time is over
+    ├── WorkerLost              a worker died or hung up; the request moves elsewhere
+    ├── TransferFailed          KV did not arrive intact; it is computed instead
+    └── EngineFailed            a bug or a device failure inside an engine
+
+Messages are sentences for the person who gets them: what happened, why, what to do.
+Errors cross processes as (code, message, param), see `messages.WireError`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DisaggError(Exception):
+    """Root of all errors of this package.
+
+    Args:
+        message: a sentence for the user.
+        param: the request parameter or flag at fault, if there is one.
+    """
+
+    http_status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "server_error"  # OpenAI's `error.type`
+    code: ClassVar[str] = "internal_error"  # OpenAI's `error.code`; unique per class
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class StartupError(DisaggError):
+    code = "startup_error"
+
+
+class ModelError(StartupError):
+    code = "model_error"
+
+
+class NotEnoughMemory(StartupError):
+    code = "not_enough_memory"
+
+
+class RequestError(DisaggError):
+    http_status = 400
+    error_type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    http_status = 404
+    code = "model_not_found"
+
+
+class Unauthorized(RequestError):
+    http_status = 401
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class RequestTooLarge(RequestError):
+    http_status = 413
+    code = "request_too_large"
+
+
+class Overloaded(DisaggError):
+    """Refused before any work was done. `retry_after_s` is the predicted wait in seconds."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "overloaded"
+    retryable = True
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(DisaggError):
+    http_status = 503
+    code = "unavailable"
+    retryable = True
+
+
+class DeadlineExceeded(DisaggError):
+    http_status = 504
+    error_type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class WorkerLost(DisaggError):
+    http_status = 503
+    code = "worker_lost"
+    retryable = True
+
+
+class TransferFailed(DisaggError):
+    http_status = 503
+    code = "transfer_failed"
+    retryable = True
+
+
+class EngineFailed(DisaggError):
+    code = "engine_failed"
+
+
+def error_from_code(code: str, message: str, param: str | None = None) -> DisaggError:
+    """Rebuild an error that crossed a process. An unknown code becomes a plain `DisaggError`."""
+    return _BY_CODE.get(code, DisaggError)(message, param=param)
+
+
+def _subclasses(cls: type[DisaggError]) -> list[type[DisaggError]]:
+    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _subclasses(sub))]
+
+
+_BY_CODE = {cls.code: cls for cls in _subclasses(DisaggError)}

@@ -1,0 +1,1 @@
+"""Moves numbered blocks between slabs. Knows no model, no torch, no Ray."""

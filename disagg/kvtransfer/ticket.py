@@ -1,0 +1,37 @@
+"""What two workers tell each other about KV: how to reach a slab, and a claim check for blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How others reach a worker's slab. A restarted worker is a new peer: same id, new epoch."""
+
+    worker_id: str
+    epoch: int  # unique per process start
+    transport: str  # "nixl" or "local"
+    layout: str  # fingerprint of everything that must match for the bytes to be interchangeable
+    num_blocks: int
+    block_nbytes: int
+    base_address: int  # of block 0; block i begins at base_address + i * block_nbytes
+    stamps_address: int  # of num_blocks 64-bit generations in host memory
+    device_id: int  # -1: host memory, otherwise the GPU's index
+    agent: bytes  # the transport's own connection record (NIXL agent metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class KVTicket:
+    """Claim check for finished KV: the first `num_tokens` tokens of a request lie in `block_ids`.
+
+    The blocks count only if, after they were copied, their generations still equal these.
+    """
+
+    ticket_id: str
+    source_id: str  # Peer.worker_id
+    epoch: int
+    layout: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]  # one per block

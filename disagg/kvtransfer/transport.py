@@ -1,0 +1,66 @@
+"""The seam between workers: register a slab, pull blocks into it, hear that a ticket was used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from disagg.kvtransfer.ticket import KVTicket, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """A pull ended. `error` is None when every block arrived and every stamp was unchanged.
+
+    After this event the transport does not touch the destination blocks any more.
+    """
+
+    pull_id: int
+    error: str | None
+    num_blocks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TicketReleased:
+    """A reader says that it needs `ticket_id`'s blocks no longer (it has them, or gave up)."""
+
+    ticket_id: str
+
+
+class Transport(Protocol):
+    """Owned by one engine thread; no method blocks for longer than it takes to post work."""
+
+    @property
+    def peer(self) -> Peer:
+        """How others reach the slab of this side."""
+        ...
+
+    def add_peer(self, peer: Peer) -> None:
+        """Make `peer` known. A new epoch of a known worker replaces the old one.
+
+        Raises:
+            TransferFailed: layouts differ (the message names both) or the handshake failed.
+        """
+        ...
+
+    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+        """Start copying `ticket.block_ids[first_block:]` into the local blocks `into`.
+
+        Returns a pull id that a later `poll` reports exactly once.
+
+        Raises:
+            TransferFailed: unknown peer, wrong epoch, layout or block id; nothing was started.
+        """
+        ...
+
+    def release(self, ticket: KVTicket) -> None:
+        """Tell the source that its blocks are not needed. Lost messages only cost memory there."""
+        ...
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        """What happened since the last call."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,260 @@
+"""Every message that crosses a process boundary inside disagg, in one file.
+
+Frozen `msgspec` structs over msgpack; unknown fields are refused, so a version mismatch shows as
+an error and never as a silently dropped option. Hot messages are arrays on the wire. What comes
+from outside (HTTP) has structs of its own in `api/openai.py`.
+
+    ingress -> worker   Hello, then Start | Cancel | Peers | Resync
+    worker -> ingress   Challenge, then Welcome | StepFrame | Snapshot
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from disagg.blocks import BlockHash
+from disagg.errors import DisaggError, error_from_code
+from disagg.kvtransfer.ticket import KVTicket, Peer
+
+WIRE_VERSION = 1
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Role: TypeAlias = Literal["prefill", "decode"]
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """How to choose tokens. Checked by `api/` before it gets here; `seed` is always concrete."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    seed: int = 0  # 64 bits; randomness is a function of (seed, position) only
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones'
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
+    ignore_eos: bool = False
+
+
+class GenerateRequest(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What a user asked, as the engines see it.
+
+    `token_ids` is the prompt followed by what was already generated when the request moved here
+    from another worker; `num_prompt_tokens` says where the prompt ends.
+    """
+
+    request_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    hash_root: BlockHash
+    block_hashes: tuple[BlockHash, ...]  # of the full blocks of `token_ids`
+    sampling: SamplingParams
+    deadline_unix_s: float
+    tenant: str = ""
+    traceparent: str = ""
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """A `DisaggError` on the wire."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: DisaggError) -> WireError:
+        return cls(error.code, error.message, error.param)
+
+    def to_error(self) -> DisaggError:
+        return error_from_code(self.code, self.message, self.param)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token's, and the most likely ones'."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """One item of an answer: what a sequence gained in one engine step.
+
+    The last delta of a stream has exactly one of `finish_reason`, `error` and `ticket` (the last
+    when the sequence left a prefill worker and goes on elsewhere).
+    """
+
+    stream_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token when asked for
+    num_cached_tokens: int = 0  # prompt tokens that were not computed here; in the first delta
+    ticket: KVTicket | None = None
+    error: WireError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return not (self.finish_reason is None and self.ticket is None and self.error is None)
+
+
+class KVEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks became findable on a worker, or stopped being so. "cleared" names no blocks."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    block_hashes: tuple[BlockHash, ...] = ()
+
+
+class StepCosts(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's fitted `time_model.StepTimeModel`: seconds per unit of each feature."""
+
+    coefficients: tuple[float, ...]
+    num_observed: int
+    median_error: float  # of recent predictions, as a fraction
+
+
+class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
+    """What a decode worker measured when it pulled from one source."""
+
+    source_id: str
+    latency_s: float
+    bytes_per_s: float
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's load after a step. The router predicts seconds from it."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0  # prompt tokens of running and waiting sequences still to do
+    num_context_tokens: int = 0  # tokens with KV of all running sequences
+    num_free_blocks: int = 0  # free or idle (evictable)
+    num_blocks: int = 0
+    num_holds: int = 0
+    accepting: bool = True  # False: draining
+    step_costs: StepCosts | None = None
+    transfers: tuple[TransferFigure, ...] = ()
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker publishes once about itself: who it is and how to reach it."""
+
+    worker_id: str
+    role: Role
+    model: str  # the tier's served name
+    host: str
+    port: int
+    epoch: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    peer: Peer
+    pid: int
+
+
+# Hot or small control messages, tagged so that one decoder serves a direction of a link.
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge", array_like=True):
+    """First frame on a link, from the worker: prove that you know the cluster's key."""
+
+    version: int
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+    """The ingress answers with HMAC(key, nonce) and a nonce for the worker to prove the same."""
+
+    version: int
+    ingress_id: str
+    proof: bytes
+    nonce: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
+    proof: bytes
+    worker: WorkerRecord
+
+
+class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
+    """Run a request on this worker.
+
+    hand_over: leave after one token, with a ticket (the prefill door).
+    ticket: the KV of the first tokens lies on another worker (the decode door).
+    """
+
+    stream_id: int  # chosen by the ingress, unique on its link
+    request: GenerateRequest
+    hand_over: bool = False
+    ticket: KVTicket | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
+    stream_id: int
+
+
+class Peers(msgspec.Struct, frozen=True, tag="peers", array_like=True):
+    """Workers whose KV may be pulled, so that handshakes happen before requests need them."""
+
+    peers: tuple[Peer, ...]
+
+
+class Resync(msgspec.Struct, frozen=True, tag="resync", array_like=True):
+    """The ingress missed frames: send a snapshot of what the cache holds."""
+
+
+class StepFrame(msgspec.Struct, frozen=True, tag="step", array_like=True):
+    """What one engine step did: tokens of this ingress's streams, cache changes, load."""
+
+    sequence_number: int  # per link, from 1, without gaps
+    deltas: tuple[TokenDelta, ...]
+    kv_events: tuple[KVEvent, ...]
+    status: WorkerStatus
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
+    """All findable blocks of a worker as of `sequence_number`."""
+
+    sequence_number: int
+    block_hashes: tuple[BlockHash, ...]
+    status: WorkerStatus
+
+
+ToWorker: TypeAlias = Hello | Start | Cancel | Peers | Resync
+ToIngress: TypeAlias = Challenge | Welcome | StepFrame | Snapshot
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
+    Hello | Start | Cancel | Peers | Resync
+)
+_to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
+    Challenge | Welcome | StepFrame | Snapshot
+)
+_worker_record = msgspec.msgpack.Decoder(WorkerRecord)
+
+
+def encode(message: ToWorker | ToIngress | WorkerRecord) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Raises `msgspec.ValidationError` on anything that is not a message of this version."""
+    return _to_worker.decode(frame)
+
+
+def decode_to_ingress(frame: bytes) -> ToIngress:
+    """Raises `msgspec.ValidationError` on anything that is not a message of this version."""
+    return _to_ingress.decode(frame)
+
+
+def decode_worker_record(raw: bytes) -> WorkerRecord:
+    return _worker_record.decode(raw)

@@ -1,0 +1,30 @@
+"""The tensors that one forward pass needs, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step of some sequences, tokens packed back to back.
+
+    Sequence i has rows [query_start[i], query_start[i+1]) of the token tensors; they are its last
+    tokens: positions context_lens[i] - num_query_tokens .. context_lens[i] - 1. Decoding sequences
+    (one token each) come first, then chunks of prompts.
+    """
+
+    token_ids: torch.Tensor  # int64 [num_tokens]
+    positions: torch.Tensor  # int64 [num_tokens]
+    slots: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset, where K and V go
+    query_start: torch.Tensor  # int32 [num_seqs + 1]
+    context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV once this step is done
+    block_tables: torch.Tensor  # int32 [num_seqs, max_num_blocks], padded with 0
+    logits_rows: torch.Tensor  # int64 [num_logits]: token rows whose logits are wanted
+    num_decodes: int  # the first `num_decodes` sequences have exactly one token
+    max_query_len: int
+    max_context_len: int
+    query_lens: tuple[int, ...]  # host copy, for code that loops over sequences
+    context_lens_host: tuple[int, ...]

