@@ -1,0 +1,393 @@
+"""Traces (OpenTelemetry) and metrics (Prometheus): the only place that knows either library.
+
+Tracing is off, and then nearly free, unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT or
+OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set when `setup` runs; the SDK reads the other OTEL_*
+variables itself. A span's parent is a W3C `traceparent` that travels in our messages: requests
+cross threads and processes that share no context variable. Nothing here blocks a caller or ends a
+request: a bad header starts a new trace, a collector that is away costs spans, never time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import SpanContext, Tracer
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+Value: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+Attributes: TypeAlias = Mapping[str, Value]
+Kind: TypeAlias = Literal["internal", "server", "client"]
+
+_log = logging.getLogger(__name__)
+_EXIT_TIMEOUT_S = 2.0
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT_LEN = 55
+_MAX_HEADER_LEN = 512
+_SAMPLED = 0x01
+
+
+class TraceParent(NamedTuple):
+    """A valid `traceparent` header, W3C Trace Context level 1."""
+
+    trace_id: int  # 128 bits, not 0
+    span_id: int  # 64 bits, not 0
+    sampled: bool
+
+
+def parse_traceparent(header: str) -> TraceParent | None:
+    """The header's parts, or None when it is not valid (https://www.w3.org/TR/trace-context/)."""
+    if len(header) > _MAX_HEADER_LEN:
+        return None
+    match = _TRACEPARENT.fullmatch(header)
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest is not None):
+        return None
+    parent = TraceParent(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & _SAMPLED))
+    return parent if parent.trace_id and parent.span_id else None
+
+
+class _Tracing:
+    """What exists only while tracing is on."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import trace
+        from opentelemetry.context import Context
+
+        self.provider = provider
+        self.tracer: Tracer = provider.get_tracer("disagg")
+        self._trace = trace
+        self._new_trace = Context()
+        self._kinds = {
+            "internal": trace.SpanKind.INTERNAL,
+            "server": trace.SpanKind.SERVER,
+            "client": trace.SpanKind.CLIENT,
+        }
+
+    def start(
+        self,
+        name: str,
+        parent: str,
+        attributes: Attributes | None,
+        kind: Kind,
+        start_ns: int | None,
+    ) -> OtelSpan:
+        trace, under = self._trace, self._new_trace
+        parsed = parse_traceparent(parent) if parent else None
+        if parsed is not None:
+            flags = trace.TraceFlags(_SAMPLED if parsed.sampled else 0)
+            remote = trace.SpanContext(parsed.trace_id, parsed.span_id, True, flags)
+            under = trace.set_span_in_context(trace.NonRecordingSpan(remote), under)
+        return self.tracer.start_span(
+            name, under, self._kinds[kind], attributes, start_time=start_ns
+        )
+
+    def fail(self, span: OtelSpan, error: BaseException | str) -> None:
+        if isinstance(error, BaseException):
+            span.record_exception(error)
+            span.set_attribute("error.type", type(error).__qualname__)
+        span.set_status(self._trace.StatusCode.ERROR, str(error))
+
+
+_tracing: _Tracing | None = None
+
+
+class Span:
+    """A piece of work under way; ends with its `with` block. `traceparent` is for its children."""
+
+    __slots__ = ("_span", "_tracing", "traceparent")
+
+    def __init__(self, tracing: _Tracing | None, span: OtelSpan | None, traceparent: str) -> None:
+        self._tracing = tracing
+        self._span = span
+        self.traceparent = traceparent
+
+    def set(self, key: str, value: Value) -> None:
+        if self._span is not None:
+            self._span.set_attribute(key, value)
+
+    def fail(self, error: BaseException | str) -> None:
+        """Mark the work as failed. An `Exception` that leaves the `with` block does it as well."""
+        if self._tracing is not None and self._span is not None:
+            self._tracing.fail(self._span, error)
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._span is None:
+            return
+        if isinstance(error, Exception):
+            self.fail(error)
+        elif error is not None:  # a cancelled task or a closed generator: the client went away
+            self.set("cancelled", True)
+        self._span.end()
+
+
+def span(
+    name: str, parent: str = "", attributes: Attributes | None = None, kind: Kind = "internal"
+) -> Span:
+    """Start a span; use it as `with span(...) as work:` in one function.
+
+    Args:
+        parent: a traceparent; "" or an invalid one starts a new trace. Whether the span is
+            sampled follows the parent's flag (unless OTEL_TRACES_SAMPLER says otherwise).
+    """
+    tracing = _tracing
+    if tracing is None:  # hand the caller's trace on, whoever else may record it
+        return Span(None, None, parent if len(parent) == _TRACEPARENT_LEN else "")
+    started = tracing.start(name, parent, attributes, kind, None)
+    return Span(tracing, started, _format(started.get_span_context()))
+
+
+def record_span(
+    name: str,
+    parent: str,
+    start_unix_s: float,
+    end_unix_s: float,
+    attributes: Attributes | None = None,
+    error: BaseException | str | None = None,
+) -> str:
+    """Record work that is over and was timed elsewhere; from any thread, without blocking.
+
+    Returns the span's traceparent, for spans beneath it.
+    """
+    tracing = _tracing
+    if tracing is None:
+        return parent if len(parent) == _TRACEPARENT_LEN else ""
+    done = tracing.start(name, parent, attributes, "internal", int(start_unix_s * 1e9))
+    if error is not None:
+        tracing.fail(done, error)
+    done.end(int(max(start_unix_s, end_unix_s) * 1e9))
+    return _format(done.get_span_context())
+
+
+def setup(service_name: str, attributes: Attributes | None = None) -> bool:
+    """Turn tracing on if the environment asks for it. Once per process; later calls do nothing.
+
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over the arguments. Returns whether
+    tracing is on.
+    """
+    global _tracing
+    if _tracing is None and _wanted():
+        _tracing = _Tracing(_provider({"service.name": service_name, **(attributes or {})}))
+        atexit.register(shutdown)
+    return _tracing is not None
+
+
+def enabled() -> bool:
+    """Whether spans go anywhere; for callers whose attributes are costly to compute."""
+    return _tracing is not None
+
+
+def flush(timeout_s: float = _EXIT_TIMEOUT_S) -> bool:
+    """Send what is queued. False when that took longer than `timeout_s` (it goes on behind)."""
+    tracing = _tracing
+    return tracing is None or _bounded(tracing.provider.force_flush, timeout_s)
+
+
+def shutdown(timeout_s: float = _EXIT_TIMEOUT_S) -> bool:
+    """Send what is queued and turn tracing off, within `timeout_s`. `setup` may run again."""
+    global _tracing
+    tracing, _tracing = _tracing, None
+    if tracing is None:
+        return True
+    atexit.unregister(shutdown)
+    return _bounded(tracing.provider.shutdown, timeout_s)
+
+
+def _wanted() -> bool:
+    environment = os.environ
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    if not any(environment.get(name, "").strip() for name in _ENDPOINT_VARIABLES):
+        return False
+    exporters = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if "otlp" not in exporters.split(","):
+        if exporters != "none":
+            _log.warning("OTEL_TRACES_EXPORTER=%s: only otlp and none are supported.", exporters)
+        return False
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if environment.get(name, "http/protobuf") != "http/protobuf":
+            _log.warning(
+                "%s=%s is not supported: spans go out as http/protobuf; point the endpoint at the"
+                " collector's OTLP/HTTP port (usually 4318).",
+                name,
+                environment[name],
+            )
+    return True
+
+
+def _provider(attributes: Attributes) -> TracerProvider:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create(attributes).merge(OTELResourceDetector().detect())
+    # The SDK's own exit hook may wait for half a minute; ours is bounded.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _format(of: SpanContext) -> str:
+    return f"00-{of.trace_id:032x}-{of.span_id:016x}-{int(of.trace_flags) & _SAMPLED:02x}"
+
+
+def _bounded(call: Callable[[], object], timeout_s: float) -> bool:
+    """Run `call` beside; the SDK's own time limits do not cover an export in flight."""
+    thread = threading.Thread(target=call, name="telemetry-flush", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+# Upper bounds in seconds; spread for a first token of milliseconds on a GPU to minutes in a queue.
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.25, 2.5, 5, 10, 30, 80, 160)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
+_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Metrics:
+    """What `GET /metrics` shows, from one ingress's point of view. Names follow vLLM's.
+
+    Labels are bounded by the configuration (tiers), the error tree and the membership:
+    `forget_worker` drops the series of a worker that has left.
+    """
+
+    def __init__(self) -> None:
+        import prometheus_client as prometheus
+
+        self._registry: CollectorRegistry = prometheus.CollectorRegistry()
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        model, worker = ("model_name",), ("model_name", "role", "worker_id")
+        self._requests = counter("requests", "Requests that ended", *model, "finished_reason")
+        self._errors = counter("request_errors", "Requests that failed", *model, "code")
+        self._moves = counter("request_moves", "Requests routed again midway", *model)
+        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests", *model)
+        self._generated = counter("generation_tokens", "Tokens sent to clients", *model)
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up", *model)
+        self._hits = counter("prefix_cache_hits", "Prompt tokens not computed again", *model)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", _TTFT_S)
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens", _INTER_TOKEN_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token", _E2E_S)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt sizes", _TOKENS)
+        self._output_sizes = histogram("request_generation_tokens", "Output sizes", _TOKENS)
+        self._running = gauge("num_requests_running", "Sequences in the running batch", *worker)
+        self._waiting = gauge("num_requests_waiting", "Sequences in the queue", *worker)
+        self._kv_usage = gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", *worker)
+        self._holds = gauge("kv_holds", "Tickets whose blocks wait to be pulled", *worker)
+        self._rate = gauge("kv_transfer_bytes_per_second", "Measured", "source_id", "worker_id")
+        self._latency = gauge("kv_transfer_latency_seconds", "Measured", "source_id", "worker_id")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        from prometheus_client import Counter
+
+        return Counter(f"disagg_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        from prometheus_client import Gauge
+
+        return Gauge(f"disagg_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        from prometheus_client import Histogram
+
+        return Histogram(
+            f"disagg_{name}", text, ("model_name",), buckets=bounds, registry=self._registry
+        )
+
+    def first_token(self, model: str, since_arrival_s: float) -> None:
+        self._ttft.labels(model).observe(since_arrival_s)
+
+    def next_tokens(self, model: str, num_tokens: int, since_last_s: float) -> None:
+        """`num_tokens` came together, `since_last_s` after the ones before: one interval each."""
+        observe = self._itl.labels(model).observe
+        for _ in range(num_tokens):
+            observe(since_last_s / num_tokens)
+
+    def request_ended(
+        self,
+        model: str,
+        finished_reason: Literal["stop", "length", "abort", "error"],
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_output_tokens: int,
+        since_arrival_s: float,
+        error_code: str = "",
+    ) -> None:
+        """Every accepted request, once. `error_code` is a `DisaggError.code`."""
+        self._requests.labels(model, finished_reason).inc()
+        if error_code:
+            self._errors.labels(model, error_code).inc()
+        self._prompt.labels(model).inc(num_prompt_tokens)
+        self._queries.labels(model).inc(num_prompt_tokens)
+        self._hits.labels(model).inc(num_cached_tokens)
+        self._generated.labels(model).inc(num_output_tokens)
+        self._prompt_sizes.labels(model).observe(num_prompt_tokens)
+        self._output_sizes.labels(model).observe(num_output_tokens)
+        self._e2e.labels(model).observe(since_arrival_s)
+
+    def request_refused(self, model: str, error_code: str) -> None:
+        """Not accepted: overload, a draining fleet."""
+        self._errors.labels(model, error_code).inc()
+
+    def request_moved(self, model: str) -> None:
+        self._moves.labels(model).inc()
+
+    def worker(
+        self,
+        model: str,
+        role: str,
+        worker_id: str,
+        *,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        num_holds: int,
+    ) -> None:
+        """A worker's load as of its last step. `kv_usage` is a fraction."""
+        self._running.labels(model, role, worker_id).set(num_running)
+        self._waiting.labels(model, role, worker_id).set(num_waiting)
+        self._kv_usage.labels(model, role, worker_id).set(kv_usage)
+        self._holds.labels(model, role, worker_id).set(num_holds)
+
+    def transfer(
+        self, source_id: str, worker_id: str, *, latency_s: float, bytes_per_s: float
+    ) -> None:
+        """What a worker measured when it pulled from a source."""
+        self._rate.labels(source_id, worker_id).set(bytes_per_s)
+        self._latency.labels(source_id, worker_id).set(latency_s)
+
+    def forget_worker(self, worker_id: str) -> None:
+        for gauge in (self._running, self._waiting, self._kv_usage, self._holds):
+            gauge.remove_by_labels({"worker_id": worker_id})
+        for gauge in (self._rate, self._latency):
+            gauge.remove_by_labels({"worker_id": worker_id})
+            gauge.remove_by_labels({"source_id": worker_id})
+
+    def render(self) -> tuple[bytes, str]:
+        """The body of `GET /metrics` and its content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
