@@ -1,0 +1,145 @@
+"""The twin of `nixl_transport` for workers in one process: same checks, same events, memmove.
+
+For tests, the simulator and `disagg.LLM`. Every side is given the same `LocalFleet`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+from disagg.errors import StartupError
+from disagg.kvtransfer.pulls import Pull, PullBook
+from disagg.kvtransfer.slab import HOST, Slab
+from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+
+TRANSPORT = "local"
+
+
+class LocalFleet:
+    """The open sides of one process, by (worker id, epoch)."""
+
+    def __init__(self) -> None:
+        self.sides: dict[tuple[str, int], LocalTransport] = {}
+
+
+class LocalTransport:
+    """One worker's side. A pull is carried out by the next `poll`.
+
+    Args:
+        fleet: shared by all sides that should reach each other.
+        stamps: the generations of `slab`, bumped by its owner.
+        clock: seconds, for `PullDone.seconds`.
+
+    Raises:
+        StartupError: the slab is not in host memory, or this worker's epoch is open already.
+    """
+
+    def __init__(
+        self,
+        fleet: LocalFleet,
+        worker_id: str,
+        epoch: int,
+        slab: Slab,
+        stamps: Stamps,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        if slab.device_id != HOST:
+            raise StartupError("the local transport copies host memory only; use nixl for a GPU")
+        if (worker_id, epoch) in fleet.sides:
+            raise StartupError(f"worker {worker_id} of epoch {epoch} has a local side already")
+        self._fleet = fleet
+        self._slab = slab
+        self._stamps = stamps
+        self._clock = clock
+        self._book = PullBook(slab, TRANSPORT)
+        self._pulls: list[Pull] = []
+        self._scratch = array("Q", bytes(slab.num_blocks * GENERATION_NBYTES))
+        self._inbox: deque[str] = deque()  # other sides' threads append
+        self._peer = Peer(
+            worker_id=worker_id,
+            epoch=epoch,
+            transport=TRANSPORT,
+            layout=slab.layout,
+            num_blocks=slab.num_blocks,
+            block_nbytes=slab.block_nbytes,
+            base_address=slab.base_address,
+            stamps_address=stamps.address,
+            device_id=slab.device_id,
+            agent=b"",
+        )
+        fleet.sides[worker_id, epoch] = self
+
+    @property
+    def peer(self) -> Peer:
+        return self._peer
+
+    def add_peer(self, peer: Peer) -> None:
+        self._book.add_peer(peer)
+
+    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+        pull = self._book.begin(ticket, first_block, into, self._clock())
+        self._pulls.append(pull)
+        return pull.pull_id
+
+    def release(self, ticket: KVTicket) -> None:
+        self._book.mark_used(ticket)
+        peer = self._book.peer_of(ticket)
+        if peer is not None:
+            self._notify(peer, ticket.ticket_id)
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        events: list[PullDone | TicketReleased] = []
+        while self._inbox:
+            events.append(TicketReleased(self._inbox.popleft()))
+        pulls, self._pulls = self._pulls, []
+        for pull in pulls:
+            error = self._carry_out(pull)
+            self._book.end(pull)
+            self._notify(pull.peer, pull.ticket.ticket_id)
+            seconds = self._clock() - pull.started_at
+            events.append(PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, seconds))
+        return events
+
+    def close(self) -> None:
+        self._fleet.sides.pop((self._peer.worker_id, self._peer.epoch), None)
+        for pull in self._pulls:
+            self._book.end(pull)
+        self._pulls.clear()
+
+    def _carry_out(self, pull: Pull) -> str | None:
+        """Copy, then look at the stamps; returns what went wrong."""
+        source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
+        if source is None or source.peer != pull.peer:
+            return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone"
+        self._copy_blocks(pull, source)
+        self._copy_generations(pull, source)
+        if not pull.is_unchanged(self._scratch):
+            return f"worker {pull.peer.worker_id} used the blocks again while they were copied"
+        return None
+
+    def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
+        nbytes = self._slab.block_nbytes
+        for run in pull.runs:
+            ctypes.memmove(
+                self._slab.address(run.local_block),
+                source._slab.address(run.source_block),
+                run.num_blocks * nbytes,
+            )
+
+    def _copy_generations(self, pull: Pull, source: LocalTransport) -> None:
+        for run in pull.runs:
+            end = run.source_block + run.num_blocks
+            self._scratch[run.local_block : run.local_block + run.num_blocks] = (
+                source._stamps.generations[run.source_block : end]
+            )
+
+    def _notify(self, peer: Peer, ticket_id: str) -> None:
+        source = self._fleet.sides.get((peer.worker_id, peer.epoch))
+        if source is not None:
+            source._inbox.append(ticket_id)

@@ -1,0 +1,189 @@
+"""The reader's book: which peers are known, which tickets were used, which blocks are being filled.
+
+Decides whether a pull may start, before any descriptor is built; every transport shares it. Must
+not know how bytes move.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.errors import TransferFailed
+from disagg.kvtransfer.holds import check_block_ids
+from disagg.kvtransfer.runs import Run, merge_runs
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import GENERATION_NBYTES
+from disagg.kvtransfer.ticket import KVTicket, Peer
+
+MAX_PEERS = 1024
+MAX_USED_TICKETS = 16_384  # forgetting one is harmless: the stamps still decide
+MAX_TICKET_ID_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A pull that passed every check."""
+
+    pull_id: int
+    ticket: KVTicket
+    peer: Peer
+    runs: tuple[Run, ...]
+    local_blocks: tuple[int, ...]
+    generations: tuple[int, ...]  # what the source's stamps must be, one per local block
+    started_at: float
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.local_blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.peer.block_nbytes
+
+    def is_unchanged(self, generations: Sequence[int]) -> bool:
+        """Whether the stamps read after the copy, indexed by local block, equal the ticket's."""
+        blocks, expected = self.local_blocks, self.generations
+        return all(generations[b] == e for b, e in zip(blocks, expected, strict=True))
+
+
+class PullBook:
+    """Checks and remembers what one reader pulls into one slab. Bounded.
+
+    Args:
+        transport: the name that peers must have in `Peer.transport`.
+        max_peers: one more forgets the peer that was used least recently.
+        max_used_tickets: how many ticket ids are remembered as used.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        transport: str,
+        *,
+        max_peers: int = MAX_PEERS,
+        max_used_tickets: int = MAX_USED_TICKETS,
+    ) -> None:
+        self._slab = slab
+        self._transport = transport
+        self._max_peers = max_peers
+        self._max_used_tickets = max_used_tickets
+        self._peers: dict[str, Peer] = {}  # least recently used first
+        self._used: dict[str, None] = {}  # oldest first
+        self._filling: set[int] = set()  # local blocks that a transport may still write
+        self._pull_ids = itertools.count(1)
+
+    @property
+    def num_blocks_filling(self) -> int:
+        return len(self._filling)
+
+    def add_peer(self, peer: Peer) -> list[Peer]:
+        """Make `peer` known; returns the peers that are not known any more because of it.
+
+        A peer that is known already, unchanged, changes nothing.
+
+        Raises:
+            TransferFailed: the peer cannot be pulled from; the message says why.
+        """
+        self._check_peer(peer)
+        known = self._peers.pop(peer.worker_id, None)
+        self._peers[peer.worker_id] = peer
+        gone = [] if known is None or known == peer else [known]
+        while len(self._peers) > self._max_peers:
+            gone.append(self._peers.pop(next(iter(self._peers))))
+        return gone
+
+    def peer_of(self, ticket: KVTicket) -> Peer | None:
+        """The source of a ticket, if it is known and still the process that issued it."""
+        peer = self._peers.get(ticket.source_id)
+        return peer if peer is not None and peer.epoch == ticket.epoch else None
+
+    def begin(self, ticket: KVTicket, first_block: int, into: Sequence[int], now: float) -> Pull:
+        """Check a pull of `ticket.block_ids[first_block:]` into the local blocks `into`.
+
+        From here to `end` the blocks `into` belong to the transport, and the ticket is used.
+
+        Raises:
+            TransferFailed: something does not fit; nothing changed.
+        """
+        peer = self._check_ticket(ticket)
+        source_blocks = ticket.block_ids[first_block:]
+        if not 0 <= first_block <= len(ticket.block_ids) or len(source_blocks) != len(into):
+            raise TransferFailed(
+                f"ticket {ticket.ticket_id} names {len(ticket.block_ids)} blocks; from block"
+                f" {first_block} on they do not match {len(into)} blocks here"
+            )
+        check_block_ids(into, self._slab.num_blocks, "the slab here")
+        check_block_ids(source_blocks, peer.num_blocks, f"the slab of {peer.worker_id}")
+        if not self._filling.isdisjoint(into):
+            raise TransferFailed("a block here is still being filled by another pull")
+        self._filling.update(into)
+        self.mark_used(ticket)
+        self._peers[peer.worker_id] = self._peers.pop(peer.worker_id)
+        return Pull(
+            pull_id=next(self._pull_ids),
+            ticket=ticket,
+            peer=peer,
+            runs=tuple(merge_runs(zip(source_blocks, into, strict=True))),
+            local_blocks=tuple(into),
+            generations=ticket.generations[first_block:],
+            started_at=now,
+        )
+
+    def end(self, pull: Pull) -> None:
+        """No transport touches the pull's local blocks any more."""
+        self._filling.difference_update(pull.local_blocks)
+
+    def mark_used(self, ticket: KVTicket) -> None:
+        self._used[ticket.ticket_id] = None
+        while len(self._used) > self._max_used_tickets:
+            del self._used[next(iter(self._used))]
+
+    def _check_peer(self, peer: Peer) -> None:
+        slab, name = self._slab, f"worker {peer.worker_id}"
+        if peer.transport != self._transport:
+            raise TransferFailed(
+                f"{name} moves KV with {peer.transport!r}, this worker with {self._transport!r};"
+                " give both the same transport"
+            )
+        if (peer.layout, peer.block_nbytes) != (slab.layout, slab.block_nbytes):
+            raise TransferFailed(
+                f"{name} stores KV as {peer.layout!r} in blocks of {peer.block_nbytes} bytes, this"
+                f" worker as {slab.layout!r} in blocks of {slab.block_nbytes} bytes; both must run"
+                " the same model, dtype, block size and version"
+            )
+        table_end = peer.stamps_address + peer.num_blocks * GENERATION_NBYTES
+        slab_end = peer.base_address + peer.num_blocks * peer.block_nbytes
+        if (
+            not peer.worker_id
+            or min(peer.num_blocks, peer.base_address, peer.stamps_address) <= 0
+            or max(table_end, slab_end) >= 1 << 64
+            or peer.stamps_address % GENERATION_NBYTES != 0
+        ):
+            raise TransferFailed(f"{name} describes its slab in numbers that cannot be: {peer}")
+
+    def _check_ticket(self, ticket: KVTicket) -> Peer:
+        peer = self._peers.get(ticket.source_id)
+        if peer is None:
+            raise TransferFailed(f"worker {ticket.source_id} is not known here; add it as a peer")
+        if ticket.epoch != peer.epoch:
+            raise TransferFailed(
+                f"ticket {ticket.ticket_id} is of epoch {ticket.epoch} of worker"
+                f" {ticket.source_id}, which is in epoch {peer.epoch} now"
+            )
+        if ticket.layout != peer.layout:
+            raise TransferFailed(
+                f"ticket {ticket.ticket_id} is for layout {ticket.layout!r}, worker"
+                f" {ticket.source_id} has {peer.layout!r}"
+            )
+        if len(ticket.generations) != len(ticket.block_ids):
+            raise TransferFailed(
+                f"ticket {ticket.ticket_id} names {len(ticket.block_ids)} blocks but"
+                f" {len(ticket.generations)} generations"
+            )
+        if not 0 < len(ticket.ticket_id) <= MAX_TICKET_ID_LENGTH:
+            raise TransferFailed(f"ticket ids have 1 to {MAX_TICKET_ID_LENGTH} characters")
+        if ticket.ticket_id in self._used:
+            raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
+        return peer

@@ -1,0 +1,121 @@
+"""What only the local twin can show: faults planted at exact moments of a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.errors import StartupError
+from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.pulls import Pull
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+from tests.kvtransfer.memory import Memory
+
+
+def open_side(fleet: LocalFleet, memory: Memory) -> LocalTransport:
+    return LocalTransport(
+        fleet,
+        memory.worker_id,
+        memory.epoch,
+        memory.slab,
+        memory.stamps,
+        clock=time.monotonic,
+    )
+
+
+class Torn(LocalTransport):
+    """Calls back at the three moments that matter."""
+
+    def __init__(self, fleet: LocalFleet, memory: Memory) -> None:
+        super().__init__(
+            fleet, memory.worker_id, 1, memory.slab, memory.stamps, clock=time.monotonic
+        )
+        self.before_copy: Callable[[], None] = lambda: None
+        self.before_stamps: Callable[[], None] = lambda: None
+        self.after_stamps: Callable[[], None] = lambda: None
+
+    def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
+        self.before_copy()
+        super()._copy_blocks(pull, source)
+
+    def _copy_generations(self, pull: Pull, source: LocalTransport) -> None:
+        self.before_stamps()
+        super()._copy_generations(pull, source)
+        self.after_stamps()
+
+
+class Deaf(LocalTransport):
+    """Loses every notification."""
+
+    def _notify(self, peer: Peer, ticket_id: str) -> None:
+        pass
+
+
+BLOCKS = st.permutations(range(32)).flatmap(lambda ids: st.integers(1, 8).map(lambda n: ids[:n]))
+
+
+@given(BLOCKS, BLOCKS, st.sampled_from(["before", "during", "after"]), st.integers(0, 31))
+def test_a_pull_is_accepted_exactly_when_its_blocks_were_not_used_again(
+    block_ids: list[int], into: list[int], when: str, reused: int
+) -> None:
+    num = min(len(block_ids), len(into))
+    block_ids, into = block_ids[:num], into[:num]
+    fleet, source, reader = LocalFleet(), Memory("source"), Memory("reader")
+    serving, side = open_side(fleet, source), Torn(fleet, reader)
+    side.add_peer(serving.peer)
+    ticket = source.ticket("t", block_ids)
+
+    def reuse() -> None:
+        source.reuse(reused)
+
+    moments = {"before": "before_copy", "during": "before_stamps", "after": "after_stamps"}
+    setattr(side, moments[when], reuse)
+    side.pull(ticket, 0, into)
+    (done,) = side.poll()
+    assert isinstance(done, PullDone)
+    assert (done.error is None) == (when == "after" or reused not in block_ids)
+    if done.error is None:
+        assert reader.holds_copy(source, ticket, into)
+
+
+def test_a_lost_notification_costs_only_the_hold() -> None:
+    fleet, source, reader = LocalFleet(), Memory("source"), Memory("reader")
+    serving = open_side(fleet, source)
+    side = Deaf(fleet, "reader", 1, reader.slab, reader.stamps, clock=time.monotonic)
+    side.add_peer(serving.peer)
+    side.pull(source.ticket("t", [1]), 0, [2])
+    (done,) = side.poll()
+    assert isinstance(done, PullDone) and done.error is None
+    assert serving.poll() == []
+
+
+def test_a_failed_pull_releases_the_ticket_too() -> None:
+    fleet, source, reader = LocalFleet(), Memory("source"), Memory("reader")
+    serving, side = open_side(fleet, source), open_side(fleet, reader)
+    side.add_peer(serving.peer)
+    ticket = source.ticket("t", [1])
+    source.reuse(1)
+    side.pull(ticket, 0, [2])
+    (done,) = side.poll()
+    assert isinstance(done, PullDone) and done.error is not None
+    assert serving.poll() == [TicketReleased("t")]
+
+
+def test_device_memory_is_refused() -> None:
+    slab = Slab(4096, 1, 64, "l", device_id=0)
+    with pytest.raises(StartupError, match="host memory"):
+        LocalTransport(LocalFleet(), "w", 1, slab, Stamps(1, "w", 1), clock=time.monotonic)
+
+
+def test_a_process_opens_once() -> None:
+    fleet, memory = LocalFleet(), Memory("w")
+    open_side(fleet, memory)
+    with pytest.raises(StartupError, match="already"):
+        open_side(fleet, memory)
