@@ -1,0 +1,149 @@
+"""Advances sequences. Knows nothing of requests, workers, transfers or threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+
+from disagg.blocks import BlockHash
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import Runner, StepPlan, TokenEvent
+from disagg.errors import DeadlineExceeded, DisaggError
+from disagg.messages import WorkerStatus
+
+_IDLE = StepPlan((), 0, 0, 0, 0)
+SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
+
+
+class Engine:
+    """A scheduler and the runner that carries out its plans; owned by one thread.
+
+    Args:
+        scheduler: decides.
+        runner: computes.
+        save_evicted: called with findable blocks that were given up, while their bytes are still
+            intact; the cold tier reads them here.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, save_evicted: SaveEvicted | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.save_evicted = save_evicted
+        self.last_plan = _IDLE
+        self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
+        self._earliest_deadline_s = math.inf  # or earlier: it is not raised when a sequence ends
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._ended)
+
+    @property
+    def is_short(self) -> bool:
+        """A waiting sequence found too few blocks: holds kept for convenience should go."""
+        return self.scheduler.is_short
+
+    def step(self) -> list[TokenEvent]:
+        """Advance every sequence that the plan picks. Empty when there is nothing to report."""
+        ended, self._ended = self._ended, []
+        self.last_plan = plan = self.scheduler.plan()
+        self._give_up_evicted()
+        if not plan.work:
+            return ended
+        return ended + self.scheduler.apply(plan, self.runner.run(plan))
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence to be computed here from its first token on.
+
+        Raises:
+            RequestError: it can never fit, or it contradicts itself.
+        """
+        self.scheduler.submit(sequence)
+        self._watch(sequence)
+
+    def join(self, sequence: Sequence) -> None:
+        """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
+
+        Raises:
+            RequestError: as `submit`; the blocks stay the caller's.
+        """
+        self.scheduler.join(sequence)
+        self._watch(sequence)
+
+    def reserve(self, num_blocks: int, arrival: int | None = None) -> list[int] | None:
+        """Blocks for KV that arrives from elsewhere; None while they are better kept.
+
+        See `Scheduler.reserve` for when that is. The blocks may be written at once.
+        """
+        block_ids = self.scheduler.reserve(num_blocks, arrival)
+        self._give_up_evicted()
+        return block_ids
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a sequence and release its blocks; no event follows. None if it is not here."""
+        return self.scheduler.remove(request_id)
+
+    def end(self, sequence: Sequence, error: DisaggError) -> None:
+        """Report an error as the last event of a sequence; if it is in the engine, it leaves."""
+        self.scheduler.remove(sequence.request_id)
+        self._ended.append(TokenEvent(sequence, error=error))
+
+    def end_all(self, error: DisaggError) -> None:
+        for sequence in self.scheduler.sequences():
+            self.end(sequence, error)
+
+    def abandon(self, error: DisaggError) -> list[TokenEvent]:
+        """The last events of all sequences, of an engine that broke in the middle of a step.
+
+        Unlike `end_all` it trusts no state: blocks are not given back.
+        """
+        events = self._ended + [
+            TokenEvent(sequence, error=error) for sequence in self.scheduler.abandon()
+        ]
+        self._ended = []
+        return events
+
+    def expire(self, now: float) -> None:
+        """End the sequences whose deadline, in Unix seconds, has passed."""
+        if now < self._earliest_deadline_s:
+            return
+        self._earliest_deadline_s = math.inf
+        for sequence in self.scheduler.sequences():
+            if now < sequence.deadline_unix_s:
+                self._watch(sequence)
+                continue
+            late_s = now - sequence.deadline_unix_s
+            message = (
+                f"The request's deadline passed {late_s:.3f} s ago, after"
+                f" {sequence.num_output_tokens} of at most {sequence.sampling.max_tokens} tokens."
+            )
+            self.end(sequence, DeadlineExceeded(message))
+
+    def status(self) -> WorkerStatus:
+        return self.scheduler.status()
+
+    def check(self, holders: Iterable[SequenceOf[int]] = ()) -> None:
+        """Recount every block and sequence. `holders`: who else holds blocks, and which.
+
+        Raises:
+            AssertionError: names the first difference.
+        """
+        self.scheduler.check()
+        owned = [sequence.block_ids for sequence in self.scheduler.sequences()]
+        self.pool.check([*owned, *holders])
+
+    def _watch(self, sequence: Sequence) -> None:
+        self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_unix_s)
+
+    def _give_up_evicted(self) -> None:
+        evicted = self.pool.take_evicted()
+        if evicted and self.save_evicted is not None:
+            self.save_evicted(evicted)

@@ -1,0 +1,193 @@
+"""The one thread that owns an engine, and the only bridge between it and an asyncio loop.
+
+Everyone else posts messages; results leave through `publish`, once for each turn that has any. A
+failure inside ends every sequence with an error that reaches its caller; the thread then stays to
+refuse what still comes in, so that nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import TokenEvent
+from disagg.errors import DisaggError, EngineFailed, WorkerLost
+from disagg.messages import KVEvent, WorkerStatus
+
+IN_FLIGHT_WAIT_S = 0.0005  # a transfer is under way: how soon to look again
+STALLED_WAIT_S = 0.005  # sequences wait for blocks that someone else holds
+IDLE_WAIT_S = 0.25  # nothing to do; bounds the age of the heartbeat
+
+Message = Callable[[], None]
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What one turn of the thread has to tell, and what its step cost (for the time model).
+
+    The features are those of `StepPlan`; a turn without a step has num_seqs == 0.
+    failure: the engine is broken; whatever waits for it, also outside of it, has to end.
+    """
+
+    events: tuple[TokenEvent, ...]
+    kv_events: tuple[KVEvent, ...]
+    status: WorkerStatus
+    num_seqs: int = 0
+    num_decodes: int = 0
+    num_new_tokens: int = 0
+    num_context_tokens: int = 0
+    num_attended: int = 0
+    seconds: float = 0.0
+    failure: EngineFailed | None = None
+
+
+class EngineThread:
+    """Runs an engine until stopped.
+
+    Args:
+        engine: nobody else may touch it after `start`, except from a posted message.
+        publish: takes each result, in the engine's thread; it must not block.
+        clock: Unix seconds, for deadlines.
+        timer: monotonic seconds, for durations and the heartbeat.
+        between_steps: the worker's one job between steps, given the time of the clock; tells
+            whether it has work in flight that deserves another look soon.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        publish: Callable[[StepResult], None],
+        clock: Callable[[], float],
+        timer: Callable[[], float],
+        between_steps: Callable[[float], bool] | None = None,
+        name: str = "engine",
+    ) -> None:
+        self.engine = engine
+        self.failed: BaseException | None = None
+        self._publish = publish
+        self._clock = clock
+        self._timer = timer
+        self._between_steps = between_steps
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stopping = False
+        self._wait_s = 0.0
+        self._last_turn_s = timer()
+        self._last_status = WorkerStatus()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the last turn began; grows when a step hangs. Any thread may ask."""
+        return self._timer() - self._last_turn_s
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self.failed is None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Have `message()` called in the engine's thread before its next step. Thread-safe."""
+        self._messages.put(message)
+
+    def submit(self, sequence: Sequence) -> None:
+        """`Engine.submit` from any thread; a refusal becomes the sequence's only event."""
+        self.post(lambda: self._enter(sequence, self.engine.submit))
+
+    def abort(self, request_id: str) -> None:
+        self.post(lambda: self._abort(request_id))
+
+    def stop(self, timeout: float) -> bool:
+        """End all sequences with `WorkerLost` and leave the thread; False if it does not end."""
+        self.post(self._stop)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _enter(self, sequence: Sequence, enter: Callable[[Sequence], None]) -> None:
+        try:
+            enter(sequence)
+        except DisaggError as error:
+            self.engine.end(sequence, error)
+
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._take_messages(0.0)
+            self.engine.end_all(WorkerLost("The worker stopped before the request was done."))
+            self._tell(self.engine.step(), 0.0)
+        except Exception as error:
+            self.failed = error
+            self._refuse_all(error)
+
+    def _turn(self) -> None:
+        self._take_messages(self._wait_s)
+        self._last_turn_s = self._timer()
+        now = self._clock()
+        in_flight = self._between_steps is not None and self._between_steps(now)
+        engine = self.engine
+        engine.expire(now)
+        began_s = self._timer()
+        events = engine.step()
+        self._tell(events, self._timer() - began_s)
+        if engine.last_plan.work:
+            self._wait_s = 0.0
+        elif in_flight:
+            self._wait_s = IN_FLIGHT_WAIT_S
+        else:
+            self._wait_s = STALLED_WAIT_S if engine.has_work else IDLE_WAIT_S
+
+    def _take_messages(self, wait_s: float) -> None:
+        """Call every message that is there; wait up to `wait_s` for the first."""
+        while True:
+            try:
+                message = self._messages.get(block=wait_s > 0, timeout=wait_s)
+            except queue.Empty:
+                return
+            message()
+            wait_s = 0.0
+
+    def _tell(self, events: list[TokenEvent], seconds: float) -> None:
+        plan = self.engine.last_plan
+        kv_events = self.engine.pool.take_events()
+        status = self.engine.status()
+        if not (plan.work or events or kv_events) and status == self._last_status:
+            return
+        self._last_status = status
+        result = StepResult(
+            tuple(events),
+            kv_events,
+            status,
+            len(plan.work),
+            plan.num_decodes,
+            plan.num_new_tokens,
+            plan.num_context_tokens,
+            plan.num_attended,
+            seconds,
+        )
+        self._publish(result)
+
+    def _refuse_all(self, cause: Exception) -> None:
+        """The engine is broken: answer everything, now and until `stop`, with the cause."""
+        error = EngineFailed(f"The engine failed and its worker must restart: {cause!r}")
+        error.__cause__ = cause
+        while True:
+            events = tuple(self.engine.abandon(error))
+            self._publish(StepResult(events, (), self._last_status, failure=error))
+            if self._stopping:
+                return
+            with contextlib.suppress(Exception):  # the first failure is the one to report
+                self._messages.get()()

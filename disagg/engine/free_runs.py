@@ -1,0 +1,80 @@
+"""A set of integers below a bound that hands out neighbours together.
+
+Free blocks are kept as maximal runs, indexed by both ends (so that a returned block finds its
+neighbours) and by the power of two of their length (so that a run long enough is found without a
+search). Knows nothing of what a block is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class FreeRuns:
+    """Each operation is O(1) for each run that it touches; `num_free` counts the members."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_free = 0
+        self._end_of: dict[int, int] = {}  # first member of a run -> one past its last
+        self._start_of: dict[int, int] = {}  # the inverse
+        # OrderedDict, not dict: a dict used as a queue scans the holes that deletions left.
+        self._by_size: list[OrderedDict[int, None]] = [
+            OrderedDict() for _ in range(num_blocks.bit_length() + 1)
+        ]
+        if num_blocks:
+            self._insert(0, num_blocks)
+            self.num_free = num_blocks
+
+    def add(self, block_id: int) -> None:
+        start, end = block_id, block_id + 1
+        left = self._start_of.get(start)
+        if left is not None:
+            self._remove(left)
+            start = left
+        if end in self._end_of:
+            end = self._remove(end)
+        self._insert(start, end)
+        self.num_free += 1
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Remove and return `num_blocks` members, in as few runs as is cheap to find.
+
+        There must be that many. The smallest sufficient class of runs is used, so that single
+        blocks do not chop up the long runs that prompts want.
+        """
+        taken: list[int] = []
+        while len(taken) < num_blocks:
+            missing = num_blocks - len(taken)
+            start = self._find(missing)
+            end = self._remove(start)
+            stop = min(end, start + missing)
+            taken.extend(range(start, stop))
+            if stop < end:
+                self._insert(stop, end)
+        self.num_free -= num_blocks
+        return taken
+
+    def runs(self) -> list[tuple[int, int]]:
+        """All runs as [start, end), in order; for checks."""
+        return sorted(self._end_of.items())
+
+    def _find(self, num_blocks: int) -> int:
+        sufficient = (num_blocks - 1).bit_length()  # runs of this class have >= num_blocks
+        for runs in self._by_size[sufficient:]:
+            if runs:
+                return next(iter(runs))
+        for runs in reversed(self._by_size[:sufficient]):
+            if runs:
+                return next(iter(runs))
+        raise ValueError("more blocks were asked for than are free")
+
+    def _insert(self, start: int, end: int) -> None:
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._by_size[(end - start).bit_length() - 1][start] = None
+
+    def _remove(self, start: int) -> int:
+        end = self._end_of.pop(start)
+        del self._start_of[end]
+        del self._by_size[(end - start).bit_length() - 1][start]
+        return end

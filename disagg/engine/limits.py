@@ -1,0 +1,44 @@
+"""Whether a sequence can ever be computed here; if not, the reason in numbers."""
+
+from __future__ import annotations
+
+from disagg.engine.sequence import Sequence
+from disagg.errors import ContextLengthExceeded, RequestError
+
+
+def token_limit(sequence: Sequence, *, max_model_len: int, num_blocks: int, block_size: int) -> int:
+    """The number of tokens, prompt and output, at which the sequence ends.
+
+    Raises:
+        ContextLengthExceeded: there is no room for a single new token.
+        RequestError: nothing is left to generate, the whole pool is too small, or the block names
+            were made for another block size.
+    """
+    num_tokens = len(sequence.tokens)
+    max_tokens = sequence.sampling.max_tokens
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"The request has {num_tokens} tokens already; with one new token that is more than"
+            f" the limit of {max_model_len} here. Shorten the prompt."
+        )
+    limit = min(sequence.num_prompt_tokens + max_tokens, max_model_len)
+    if num_tokens >= limit:
+        raise RequestError(
+            f"max_tokens is {max_tokens}, and {sequence.num_output_tokens} tokens were generated"
+            " already; raise max_tokens.",
+            param="max_tokens",
+        )
+    num_needed = -(-(limit - 1) // block_size)  # the last token never needs KV
+    if num_needed > num_blocks:
+        raise RequestError(
+            f"{sequence.num_prompt_tokens} prompt tokens and max_tokens = {max_tokens} need"
+            f" {num_needed} KV blocks of {block_size} tokens; this worker has {num_blocks}."
+            " Lower max_tokens or shorten the prompt.",
+            param="max_tokens",
+        )
+    if len(sequence.block_hashes) > num_tokens // block_size:
+        raise RequestError(
+            f"{len(sequence.block_hashes)} block names for {num_tokens} tokens do not go with"
+            f" blocks of {block_size} tokens; all parts of a tier must share block_size."
+        )
+    return limit

@@ -1,0 +1,394 @@
+"""Which sequences compute how many tokens in the next step, and what follows from the result.
+
+`plan` decides; `apply` is the only place where a sequence advances. Between them a runner turns the
+plan into tokens. Decodes go first, the rest of the token budget goes to chunks of prompts, oldest
+first. Must not know devices, workers, transfers or a clock.
+
+Two queues wait: `waiting` sequences own no blocks; `arrived` ones brought their KV along (they are
+admitted even while an older waiting sequence is short of blocks, because the blocks that they hold
+come back no other way). Memory is taken back from the latest arrival, by recomputation: its
+`num_computed` falls to 0, which is where every sequence starts.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.limits import token_limit
+from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan, TokenEvent, Work
+from disagg.errors import RequestError, StartupError
+from disagg.messages import FinishReason, WorkerStatus
+
+_NEVER = 1 << 62
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class Scheduler:
+    """Continuous batching over one block pool.
+
+    Args:
+        pool: where KV goes; other holders (arrivals, holds of tickets) may share it.
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        max_model_len: tokens of one sequence, prompt and output.
+        enable_prefix_caching: find and publish full blocks by name.
+        eos_token_ids: the model's own end-of-sequence tokens, for requests with `ignore_eos`.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise StartupError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences"
+                " may decode in one step; raise it, or lower max_num_seqs.",
+                param="max_num_batched_tokens",
+            )
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.enable_prefix_caching = enable_prefix_caching
+        self.eos_token_ids = eos_token_ids
+        self.running: list[Sequence] = []  # all three lists are ordered by arrival
+        self.arrived: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self.num_preempted = 0  # ever
+        self._next_arrival = 0
+        self._short: Sequence | None = None  # oldest waiting one that found too few blocks
+        self._num_queued_tokens = 0  # uncomputed tokens of arrived and waiting sequences
+
+    # Entering and leaving.
+
+    def number(self, sequence: Sequence) -> None:
+        """Give a sequence its place in the queue, before it is ready to be submitted or joined."""
+        if sequence.arrival < 0:
+            sequence.arrival = self._next_arrival
+            self._next_arrival += 1
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence that owns no blocks.
+
+        Raises:
+            RequestError: it can never fit, or it contradicts itself; the message has the numbers.
+        """
+        if sequence.block_ids or sequence.num_computed:
+            raise ValueError(f"{sequence} owns blocks: join it instead")
+        self._accept(sequence)
+        self._queue(sequence, self.waiting)
+
+    def join(self, sequence: Sequence) -> None:
+        """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
+
+        Its full blocks become findable at once, since others may share the prefix.
+
+        Raises:
+            RequestError: as `submit`; the blocks stay the caller's.
+        """
+        block_size = self.pool.block_size
+        num_slots = len(sequence.block_ids) * block_size
+        if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
+            raise ValueError(f"{sequence} cannot join with {num_slots} slots")
+        self._accept(sequence)
+        sequence.num_slots = num_slots
+        sequence.was_admitted = True
+        sequence.num_published = 0
+        self._watch_blocks(sequence)
+        if sequence.num_computed >= sequence.publish_at:
+            publish(self.pool, sequence)
+        self._queue(sequence, self.arrived)
+
+    def reserve(self, num_blocks: int, arrival: int | None = None) -> list[int] | None:
+        """Blocks for KV that arrives from elsewhere, or None if they are better kept.
+
+        Running sequences grow by one block each `block_size` steps. If arrivals took the last
+        blocks, the next step would have to preempt, and recomputing costs more than waiting: so
+        one block for each running sequence is left. Nor does an arrival overtake an older waiting
+        sequence that is short of blocks (`arrival` is the place that `number` gave, None counts as
+        the latest), or a stream of arrivals could starve it.
+        """
+        short = self._short
+        if short is not None and (arrival is None or short.arrival < arrival):
+            return None
+        if not self._leaves_room(num_blocks):
+            return None
+        return self.pool.allocate(num_blocks)
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._forget(sequence)
+            give_back(self.pool, sequence)
+        return sequence
+
+    def abandon(self) -> list[Sequence]:
+        """Forget all sequences without giving back their blocks; for a broken engine."""
+        sequences = self.sequences()
+        for queue in (self.running, self.arrived, self.waiting, self._by_id):
+            queue.clear()
+        self._short, self._num_queued_tokens = None, 0
+        return sequences
+
+    def check(self) -> None:
+        """Recount the queues and each sequence's relation to its blocks.
+
+        Raises:
+            AssertionError: names the first difference.
+        """
+        queued = [*self.arrived, *self.waiting]
+        num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
+        _require(num_queued_tokens == self._num_queued_tokens, "queued tokens are miscounted")
+        _require(len(self.running) <= self.max_num_seqs, "too many sequences run")
+        everyone = [*self.running, *queued]
+        _require(sorted(map(id, everyone)) == sorted(map(id, self.sequences())), "lost sequences")
+        for queue in (self.running, self.arrived, self.waiting):
+            arrivals = [sequence.arrival for sequence in queue]
+            _require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
+        for sequence in everyone:
+            num_slots = len(sequence.block_ids) * self.pool.block_size
+            _require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
+            _require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
+            _require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
+        for sequence in self.waiting:
+            _require(not sequence.block_ids, f"{sequence} waits and holds blocks")
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._by_id.values())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def is_short(self) -> bool:
+        """A waiting sequence found too few blocks in the last plan."""
+        return self._short is not None
+
+    def status(self) -> WorkerStatus:
+        """Load as of now. Transfers, holds and step costs are for the worker to add."""
+        num_uncomputed, num_context = self._num_queued_tokens, 0
+        for sequence in self.running:
+            num_computed = sequence.num_computed
+            num_context += num_computed
+            left = len(sequence.tokens) - num_computed
+            if left > 1:
+                num_uncomputed += left
+        return WorkerStatus(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self.arrived),
+            num_uncomputed_tokens=num_uncomputed,
+            num_context_tokens=num_context,
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+        )
+
+    # Deciding.
+
+    def plan(self) -> StepPlan:
+        """The next step. Gives and takes blocks, but advances nobody.
+
+        A sequence's `num_computed` follows its blocks: a prefix hit raises it on admission, and
+        preemption sets it to 0.
+        """
+        decodes: list[Work] = []
+        prefills: list[Sequence] = []
+        num_context = 0
+        num_preempted = self.num_preempted
+        for sequence in self.running:  # oldest first; preemption shortens the list at its end
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed != 1:
+                prefills.append(sequence)
+            elif num_tokens <= sequence.num_slots or self._grow(sequence):
+                decodes.append(Work(sequence, 1))
+                num_context += num_tokens
+        num_attended = num_context
+        budget = self.max_num_batched_tokens - len(decodes)
+        chunks: list[Work] = []
+        admitted = self._admit(budget, prefills) if num_preempted == self.num_preempted else []
+        for sequence in [*prefills, *admitted]:
+            num_tokens = min(budget, len(sequence.tokens) - sequence.num_computed)
+            if not num_tokens:
+                break
+            budget -= num_tokens
+            (decodes if num_tokens == 1 else chunks).append(Work(sequence, num_tokens))
+            num_after = sequence.num_computed + num_tokens
+            num_context += num_after
+            num_attended += num_tokens * num_after
+        return StepPlan(
+            (*decodes, *chunks),
+            len(decodes),
+            self.max_num_batched_tokens - budget,
+            num_context,
+            num_attended,
+        )
+
+    def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
+        """Move sequences from the queues to `running` while tokens, places and blocks last."""
+        budget -= sum(sequence.num_uncomputed for sequence in prefills)
+        admitted: list[Sequence] = []
+        self._short = None
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            queue = self._next_queue()
+            if not queue:
+                break
+            sequence = queue[0]
+            num_queued_tokens = sequence.num_uncomputed
+            if not self._give_blocks(sequence):
+                if queue is self.arrived:
+                    break
+                self._short = sequence
+                continue
+            del queue[0]
+            self._num_queued_tokens -= num_queued_tokens
+            insort(self.running, sequence, key=_by_arrival)
+            admitted.append(sequence)
+            budget -= sequence.num_uncomputed
+        if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
+            self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
+        return admitted
+
+    def _next_queue(self) -> list[Sequence]:
+        """The queue whose head is the oldest sequence that may be admitted."""
+        if self._short is not None or not self.waiting:
+            return self.arrived
+        if self.arrived and self.arrived[0].arrival < self.waiting[0].arrival:
+            return self.arrived
+        return self.waiting
+
+    def _leaves_room(self, num_blocks: int) -> bool:
+        """Whether every running sequence could still begin one more block afterwards."""
+        return self.pool.num_free - num_blocks >= len(self.running)
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens that a sequence has, found by name or new; False if too few.
+
+        All at once, so that two half-computed prompts never wait for each other's blocks.
+        """
+        pool = self.pool
+        num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
+        if sequence.block_ids:
+            fits = num_needed <= 0 or self._leaves_room(num_needed)
+            return fits and extend(pool, sequence, max(0, num_needed))
+        found = find_prefix(pool, sequence) if self.enable_prefix_caching else []
+        num_new = num_needed - len(found)
+        if not self._leaves_room(num_new):
+            return False
+        pool.acquire(found)  # now, or `allocate` might evict them
+        new = pool.allocate(num_new) if self._leaves_room(num_new) else None
+        if new is None:
+            pool.release(found)
+            return False
+        adopt(pool, sequence, found, new)
+        self._watch_blocks(sequence)
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        return True
+
+    def _watch_blocks(self, sequence: Sequence) -> None:
+        """Publish from the block after `num_published` on, as blocks fill up."""
+        if self.enable_prefix_caching:
+            sequence.publish_at = (sequence.num_published + 1) * self.pool.block_size
+        else:
+            sequence.publish_at = _NEVER
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block for a running sequence; the latest arrival gives way, maybe itself."""
+        while not extend(self.pool, sequence, 1):
+            if self._preempt_latest() is sequence:
+                return False
+        return True
+
+    def _preempt_latest(self) -> Sequence:
+        """Send the latest arrival that owns blocks back to `waiting`, without them."""
+        running, arrived = self.running, self.arrived
+        if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
+            victim = running.pop()
+        else:
+            victim = arrived.pop()
+            self._num_queued_tokens -= victim.num_uncomputed
+        self.num_preempted += 1
+        give_back(self.pool, victim)
+        self._queue(victim, self.waiting)
+        return victim
+
+    # Advancing.
+
+    def apply(self, plan: StepPlan, sampled: SequenceOf[SampledToken | None]) -> list[TokenEvent]:
+        """Advance every sequence of the plan by what was computed and sampled."""
+        events: list[TokenEvent] = []
+        for work, token in zip(plan.work, sampled, strict=True):
+            sequence = work.sequence
+            sequence.num_computed = num_computed = sequence.num_computed + work.num_tokens
+            if num_computed >= sequence.publish_at:
+                publish(self.pool, sequence)
+            if token is None:
+                continue
+            tokens, token_id = sequence.tokens, token.token_id
+            tokens.append(token_id)
+            num_tokens = len(tokens)
+            reason: FinishReason | None = None
+            if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+                reason = "stop"
+            elif num_tokens >= sequence.max_num_tokens:
+                reason = "length"
+            logprobs = None if token.logprobs is None else (token.logprobs,)
+            left = reason is None and sequence.hand_over
+            events.append(TokenEvent(sequence, (token_id,), logprobs, reason, None, left))
+            if left or reason is not None:
+                self._forget(sequence)
+                if not left:
+                    give_back(self.pool, sequence)
+        return events
+
+    # Bookkeeping.
+
+    def _accept(self, sequence: Sequence) -> None:
+        if sequence.request_id in self._by_id:
+            raise RequestError(f"Request {sequence.request_id!r} is already running here.")
+        sequence.max_num_tokens = token_limit(
+            sequence,
+            max_model_len=self.max_model_len,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        if sequence.sampling.ignore_eos:
+            sequence.stop_ids -= self.eos_token_ids
+        self.number(sequence)
+        self._by_id[sequence.request_id] = sequence
+
+    def _queue(self, sequence: Sequence, queue: list[Sequence]) -> None:
+        insort(queue, sequence, key=_by_arrival)
+        self._num_queued_tokens += sequence.num_uncomputed
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._by_id[sequence.request_id]
+        if self._short is sequence:
+            self._short = None
+        for queue in (self.running, self.arrived, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                if queue is not self.running:
+                    self._num_queued_tokens -= sequence.num_uncomputed
+                return
+
+
+def _require(holds: bool, difference: str) -> None:
+    if not holds:
+        raise AssertionError(difference)

@@ -1,0 +1,63 @@
+"""The values of one engine step: what was planned, what the device sampled, who gained what."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from disagg.engine.sequence import Sequence
+from disagg.errors import DisaggError
+from disagg.messages import FinishReason, TokenLogprobs
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step's decisions, with the features from which the step's time is predicted.
+
+    The first `num_decodes` items have one token each.
+    """
+
+    work: tuple[Work, ...]
+    num_decodes: int
+    num_new_tokens: int
+    num_context_tokens: int  # sum over the items of the tokens that have KV after the step
+    num_attended: int  # sum over the items of new tokens * context tokens
+
+
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """What a sequence gained in a step, or how it ended.
+
+    The last event of a sequence has a finish reason, an error, or `left`: it was asked to hand
+    over, and its blocks are now the receiver's to release.
+    """
+
+    sequence: Sequence
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: DisaggError | None = None
+    left: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.left or self.finish_reason is not None or self.error is not None
+
+
+class Runner(Protocol):
+    """Whatever computes a plan: a model on a device, a fake in tests, a clock in a simulator."""
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        """One result for each item; None where the chunk ends before the sequence's tokens do."""
+        ...
