@@ -5,7 +5,7 @@ an error and never as a silently dropped option. Hot messages are arrays on the 
 from outside (HTTP) has structs of its own in `api/openai.py`.
 
     ingress -> worker   Hello, then Start | Cancel | Peers | Resync
-    worker -> ingress   Challenge, then Welcome | StepFrame | Snapshot
+    worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
 """
 
 from __future__ import annotations
@@ -185,6 +185,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     worker: WorkerRecord
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """The worker's last frame when the handshake fails: a sentence for the operator."""
+
+    reason: str
+
+
 class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     """Run a request on this worker.
 
@@ -230,14 +236,14 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
 
 
 ToWorker: TypeAlias = Hello | Start | Cancel | Peers | Resync
-ToIngress: TypeAlias = Challenge | Welcome | StepFrame | Snapshot
+ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
     Hello | Start | Cancel | Peers | Resync
 )
 _to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
-    Challenge | Welcome | StepFrame | Snapshot
+    Challenge | Welcome | Refused | StepFrame | Snapshot
 )
 _worker_record = msgspec.msgpack.Decoder(WorkerRecord)
 

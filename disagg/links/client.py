@@ -1,0 +1,377 @@
+"""The ingress's side of a link to one worker: many streams over one connection.
+
+A link stays with its worker for as long as membership says that the worker exists: it connects,
+connects again after a loss, and asks for a snapshot when frames are missing. The end of the
+connection ends every stream at once with `WorkerLost`; who reads the stream decides where to go
+on. What arrives while a reader is busy is handed over together, so a slow reader costs less per
+token instead of more.
+
+This file knows no routing: what a worker's cache and load look like goes to a `LinkObserver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import count
+from typing import Protocol
+
+from disagg.blocks import BlockHash
+from disagg.errors import DisaggError, Unavailable, WorkerLost
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
+from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
+from disagg.messages import (
+    WIRE_VERSION,
+    Cancel,
+    Challenge,
+    GenerateRequest,
+    Hello,
+    KVEvent,
+    Peers,
+    Refused,
+    Resync,
+    Snapshot,
+    Start,
+    StepFrame,
+    ToIngress,
+    TokenDelta,
+    Welcome,
+    WorkerRecord,
+    WorkerStatus,
+    decode_to_ingress,
+)
+
+FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
+LONGEST_PAUSE_S = 2.0
+
+
+class LinkObserver(Protocol):
+    """Told about workers, in the order in which things happened on each link."""
+
+    def link_up(self, record: WorkerRecord) -> None:
+        """The worker takes messages. It is not routable yet."""
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        """All the worker holds. From now on it is routable, and its events are complete."""
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+    ) -> None: ...
+
+    def worker_lost(self, worker_id: str) -> None:
+        """Nothing known about the worker holds any more; it is not routable. May be repeated."""
+
+
+class Link:
+    """One worker, seen from one ingress. Everything runs on the loop that called `open`.
+
+    Args:
+        record: the worker as membership has it.
+        key: the cluster's secret.
+        rng: spreads the reconnects of many ingresses.
+        silence_s: a worker that sends nothing for so long, not even a heartbeat, counts as lost.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        key: bytes,
+        ingress_id: str,
+        observer: LinkObserver,
+        rng: random.Random,
+        handshake_timeout_s: float = 5.0,
+        silence_s: float = 10.0,
+        max_buffer_nbytes: int = MAX_BUFFER_NBYTES,
+    ) -> None:
+        self.record = record
+        self.key = key
+        self.ingress_id = ingress_id
+        self.observer = observer
+        self.silence_s = silence_s
+        self.max_buffer_nbytes = max_buffer_nbytes
+        self.last_error = "not connected yet"  # for people: why the link is not up
+        self._rng = rng
+        self._handshake_timeout_s = handshake_timeout_s
+        self._connection: _WorkerConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._connection is not None and self._connection.is_up
+
+    def open(self) -> None:
+        """Connect in the background, and again after every loss, until `close`."""
+        self._task = asyncio.create_task(self._keep_connected())
+
+    def close(self) -> None:
+        """End the link at once and, with `WorkerLost`, its streams. The observer hears it now."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.end("the ingress closed the link", flush=True)
+            self._connection.lost()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of the link is left, after `close`."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def send_peers(self, peers: Iterable[Peer]) -> None:
+        """Lost when the link is down: `link_up` is the place to send them all."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.send(Peers(tuple(peers)))
+
+    async def stream(
+        self,
+        request: GenerateRequest,
+        *,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncIterator[TokenDelta]:
+        """Run a request on this worker. Ends after the delta whose `is_last` is true.
+
+        Closing the iterator early cancels the request on the worker.
+
+        Raises:
+            WorkerLost: the link is down or went down; all that had arrived was handed over.
+            BadFrame: the request is too long for a frame.
+        """
+        connection = self._connection
+        if connection is None or not connection.is_up:
+            raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
+        stream_id, stream = connection.start(request, hand_over, ticket)
+        is_ended = False
+        try:
+            while not is_ended:
+                delta = await stream.next()
+                is_ended = delta.is_last
+                yield delta
+        finally:
+            connection.forget(stream_id, cancel=not is_ended)
+
+    async def _keep_connected(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            connection = self._connection = _WorkerConnection(self)
+            try:
+                await self._connect(connection)
+                pause_s = FIRST_PAUSE_S
+                await asyncio.wait([connection.ended])
+                self.last_error = connection.reason
+            except (OSError, TimeoutError, Unavailable) as error:
+                self.last_error = str(error) or "no answer in time"
+            finally:
+                connection.abort()
+                self._connection = None
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _connect(self, connection: _WorkerConnection) -> None:
+        """Raises `OSError`, `TimeoutError`, or `Unavailable` when one side refused the other."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._handshake_timeout_s):
+            await loop.create_connection(lambda: connection, self.record.host, self.record.port)
+            await connection.welcomed
+
+
+class _Stream:
+    """Deltas on their way to one reader."""
+
+    __slots__ = ("_deltas", "_error", "_waiter")
+
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+        self._error: DisaggError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        self._deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: DisaggError) -> None:
+        self._error = error
+        self._wake()
+
+    async def next(self) -> TokenDelta:
+        """All that arrived since the last call, as one delta."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas, self._deltas = self._deltas, []
+        return deltas[0] if len(deltas) == 1 else merge(deltas)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one stream as one."""
+    first, last = deltas[0], deltas[-1]
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
+    return TokenDelta(
+        stream_id=first.stream_id,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        ticket=last.ticket,
+        error=last.error,
+    )
+
+
+class _WorkerConnection(Connection):
+    """One TCP connection of a `Link`."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link.max_buffer_nbytes)
+        self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_up = False
+        self._link = link
+        self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
+        self._streams: dict[int, _Stream] = {}
+        self._stream_ids = count(1)
+        self._num_received = 0  # the last step frame's number
+        self._is_synced = False
+        self._was_heard = True  # since the last look
+        self._watch: asyncio.TimerHandle | None = None
+
+    def start(
+        self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
+    ) -> tuple[int, _Stream]:
+        stream_id = next(self._stream_ids)
+        self.send(Start(stream_id, request, hand_over, ticket))
+        if not self.is_open:  # its buffer ran over with this
+            raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
+        stream = self._streams[stream_id] = _Stream()
+        return stream_id, stream
+
+    def forget(self, stream_id: int, *, cancel: bool) -> None:
+        if self._streams.pop(stream_id, None) is not None and cancel:
+            self.send(Cancel(stream_id))
+
+    # Connection
+
+    def opened(self) -> None:
+        self._look()
+
+    def closed(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._reject(f"The handshake failed: {self.reason}.")
+        self.lost()
+
+    def lost(self) -> None:
+        """End all streams and tell the observer, once."""
+        if self.is_up:
+            self.is_up = False
+            self._fail_streams(f"was lost: {self.reason}")
+            self._link.observer.worker_lost(self._link.record.worker_id)
+
+    def received(self, payload: bytes) -> None:
+        self._was_heard = True
+        message = decode_to_ingress(payload)
+        if not self.welcomed.done():
+            self._shake_hands(message)
+        elif isinstance(message, StepFrame):
+            self._stepped(message)
+        elif isinstance(message, Snapshot):
+            self._num_received = message.sequence_number
+            self._is_synced = True
+            self._link.observer.worker_synced(
+                self._link.record, message.block_hashes, message.status
+            )
+        else:
+            raise BadFrame(f"{type(message).__name__} came after the handshake")
+
+    def _shake_hands(self, message: ToIngress) -> None:
+        link = self._link
+        if isinstance(message, Refused):
+            self._refuse(f"The worker refused the link. {message.reason}")
+        elif isinstance(message, Challenge) and self._hello is None:
+            if message.version != WIRE_VERSION:
+                self._refuse(
+                    f"The worker speaks link version {message.version}, this ingress"
+                    f" {WIRE_VERSION}; run the same release of disagg everywhere."
+                )
+                return
+            nonce = fresh_nonce()
+            self._hello = (message.nonce, nonce)
+            proof = ingress_proof(link.key, message.nonce, nonce, link.ingress_id)
+            self.send(Hello(WIRE_VERSION, link.ingress_id, proof, nonce))
+        elif isinstance(message, Welcome) and self._hello is not None:
+            if not proofs_equal(
+                worker_proof(link.key, *self._hello, message.worker), message.proof
+            ):
+                self._refuse("The worker does not know this cluster's key.")
+            elif message.worker != link.record:
+                self._refuse(
+                    f"Worker {message.worker.worker_id} of epoch {message.worker.epoch} answers"
+                    f" where {link.record.worker_id} of epoch {link.record.epoch} should be."
+                )
+            else:
+                self.trust()
+                self.is_up = True
+                self.welcomed.set_result(None)
+                link.observer.link_up(link.record)
+        else:
+            raise BadFrame(f"{type(message).__name__} came in the middle of the handshake")
+
+    def _refuse(self, reason: str) -> None:
+        self._reject(reason)
+        self.end(reason)
+
+    def _reject(self, reason: str) -> None:
+        if not self.welcomed.done():
+            self.welcomed.set_exception(Unavailable(reason))
+            self.welcomed.exception()  # the one who waited may be gone
+
+    def _stepped(self, step: StepFrame) -> None:
+        self._num_received += 1
+        if step.sequence_number != self._num_received:
+            self._resync(step.sequence_number)
+            return
+        streams = self._streams
+        for delta in step.deltas:
+            stream = streams.get(delta.stream_id)
+            if stream is not None:  # else cancelled while the delta was on its way
+                stream.put(delta)
+        if self._is_synced:
+            self._link.observer.worker_stepped(
+                self._link.record.worker_id, step.kv_events, step.status
+            )
+
+    def _resync(self, sequence_number: int) -> None:
+        """Frames are missing: tokens may be, so no stream can go on; cache events may be."""
+        for stream_id in list(self._streams):
+            self.send(Cancel(stream_id))
+        self._fail_streams(f"lost frames before number {sequence_number}")
+        self._num_received = sequence_number
+        if self._is_synced:
+            self._is_synced = False
+            self._link.observer.worker_lost(self._link.record.worker_id)
+        self.send(Resync())
+
+    def _fail_streams(self, what: str) -> None:
+        error = WorkerLost(f"Worker {self._link.record.worker_id} {what}.")
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+
+    def _look(self) -> None:
+        """Hang up on a worker that has been silent for the whole of `silence_s`."""
+        if not self._was_heard:
+            self.end(f"silent for {self._link.silence_s} s")
+            return
+        self._was_heard = False
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(self._link.silence_s, self._look)

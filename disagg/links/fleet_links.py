@@ -1,0 +1,128 @@
+"""One link per worker of the membership, and what each worker must know of its peers.
+
+Membership comes in as the full list of records, as often as it changes. What workers hold and how
+busy they are goes straight to the `LinkObserver` (the router's fleet), which this file knows only
+by that name.
+
+A worker learns the peers of its tier when its link comes up, and newcomers as they join, always
+before any `Start` that could name them on the same link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from disagg.blocks import BlockHash
+from disagg.errors import WorkerLost
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.links.client import Link, LinkObserver
+from disagg.messages import GenerateRequest, KVEvent, TokenDelta, WorkerRecord, WorkerStatus
+
+
+class FleetLinks:
+    """All links of one ingress. Everything runs on one loop.
+
+    Args:
+        key: the cluster's secret.
+        observer: hears about every worker's cache and load; never blocks.
+        new_link: how a link is made; for tests with shorter timeouts.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        ingress_id: str,
+        observer: LinkObserver,
+        rng: random.Random,
+        new_link: Callable[..., Link] = Link,
+    ) -> None:
+        self._key = key
+        self._ingress_id = ingress_id
+        self._observer = observer
+        self._rng = rng
+        self._new_link = new_link
+        self._links: dict[str, Link] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        return [link.record for link in self._links.values()]
+
+    def update(self, records: Iterable[WorkerRecord]) -> None:
+        """Make the links follow the membership. A changed record is a new worker."""
+        wanted = {record.worker_id: record for record in records}
+        for worker_id, link in list(self._links.items()):
+            if wanted.get(worker_id) != link.record:
+                del self._links[worker_id]
+                self._close(link)
+        newcomers = [wanted[worker_id] for worker_id in wanted if worker_id not in self._links]
+        for link in self._links.values():
+            peers = [record.peer for record in newcomers if record.model == link.record.model]
+            if peers:
+                link.send_peers(peers)
+        for record in newcomers:
+            link = self._new_link(
+                record,
+                key=self._key,
+                ingress_id=self._ingress_id,
+                observer=self,
+                rng=self._rng,
+            )
+            self._links[record.worker_id] = link
+            link.open()
+
+    def link(self, worker_id: str) -> Link:
+        """Raises `WorkerLost` when membership does not have the worker (any more)."""
+        link = self._links.get(worker_id)
+        if link is None:
+            raise WorkerLost(f"Worker {worker_id} has left the fleet.")
+        return link
+
+    def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncIterator[TokenDelta]:
+        """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
+        return self.link(worker_id).stream(request, hand_over=hand_over, ticket=ticket)
+
+    async def close(self) -> None:
+        self.update([])
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _close(self, link: Link) -> None:
+        link.close()
+        task = asyncio.create_task(link.wait_closed())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # LinkObserver
+
+    def link_up(self, record: WorkerRecord) -> None:
+        peers = [
+            other.peer
+            for other in self.records
+            if other.model == record.model and other.worker_id != record.worker_id
+        ]
+        self._links[record.worker_id].send_peers(peers)
+        self._observer.link_up(record)
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        self._observer.worker_synced(record, block_hashes, status)
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+    ) -> None:
+        self._observer.worker_stepped(worker_id, kv_events, status)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._observer.worker_lost(worker_id)

@@ -1,0 +1,308 @@
+"""The worker's side of its links: lets ingresses in, hands on what they say, publishes steps.
+
+Every link gets exactly one `StepFrame` per engine step in which there is something for it: tokens
+of its streams, cache changes, or a changed load; and one every `heartbeat_s` when idle, so that
+the other side can tell silence from death. Publishing never waits.
+
+How a snapshot and the events stay in order: when a link comes up, or asks with `Resync`, the
+worker receives `Resync` for it. It passes that into the engine thread, which reads the pool's
+names between two steps and posts `publish_snapshot` to the loop *the same way as it posts steps*.
+Both arrive here in the order in which the engine produced them. Until then the link gets no
+cache events (the snapshot contains them), afterwards all. Events that the pool had collected but
+not yet handed out when the names were read are in both; applying them again changes nothing,
+because the last word on each block is the same.
+
+This file knows no engine: who receives decides what a `Start` means. All of it runs on one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeAlias
+
+import msgspec
+
+from disagg.blocks import BlockHash
+from disagg.errors import StartupError
+from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
+from disagg.links.frames import (
+    BadFrame,
+    fresh_nonce,
+    ingress_proof,
+    proofs_equal,
+    worker_proof,
+)
+from disagg.messages import (
+    WIRE_VERSION,
+    Cancel,
+    Challenge,
+    Hello,
+    KVEvent,
+    Peers,
+    Refused,
+    Resync,
+    Snapshot,
+    Start,
+    StepFrame,
+    TokenDelta,
+    Welcome,
+    WorkerRecord,
+    WorkerStatus,
+    decode_to_worker,
+)
+
+log = logging.getLogger(__name__)
+
+LinkId: TypeAlias = int
+MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """The last thing received from a link: its streams have nobody to talk to any more."""
+
+    reason: str
+
+
+Received: TypeAlias = Start | Cancel | Peers | Resync | LinkClosed
+
+
+class LinkServer:
+    """Accepts links at `record.host`, `record.port` (0: any free port).
+
+    Args:
+        key: the cluster's secret, the same in every process.
+        record: what this worker says about itself; `start` fills in the port.
+        receive: called on the loop with a link's id and what it said, in order; must not block.
+        status: reported until the first `publish`.
+
+    Raises:
+        StartupError: the key is empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        record: WorkerRecord,
+        receive: Callable[[LinkId, Received], None],
+        status: WorkerStatus | None = None,
+        heartbeat_s: float = 1.0,
+        handshake_timeout_s: float = 5.0,
+        max_buffer_nbytes: int = MAX_BUFFER_NBYTES,
+    ) -> None:
+        if not key:
+            raise StartupError(
+                "The cluster key is empty; every process of a cluster needs the same secret.",
+                param="cluster_key",
+            )
+        self.record = record
+        self.receive = receive
+        self.key = key
+        self.handshake_timeout_s = handshake_timeout_s
+        self.max_buffer_nbytes = max_buffer_nbytes
+        self._heartbeat_s = heartbeat_s
+        self._status = status or WorkerStatus()
+        self._links: dict[LinkId, _IngressLink] = {}
+        self._strangers: set[_IngressLink] = set()
+        self._ids = count(1)
+        self._server: asyncio.Server | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    async def start(self) -> WorkerRecord:
+        """Listen. Returns the record to publish, with the port that was bound.
+
+        Raises:
+            StartupError: the address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: _IngressLink(self), self.record.host, self.record.port
+            )
+        except OSError as error:
+            raise StartupError(
+                f"Cannot listen on {self.record.host}:{self.record.port}: {error}. Set link_host"
+                " to an address of this machine.",
+                param="link_host",
+            ) from error
+        port = self._server.sockets[0].getsockname()[1]
+        self.record = msgspec.structs.replace(self.record, port=port)
+        self._heartbeat = asyncio.create_task(self._beat())
+        return self.record
+
+    def publish(
+        self,
+        deltas: Mapping[LinkId, Sequence[TokenDelta]],
+        kv_events: Sequence[KVEvent],
+        status: WorkerStatus,
+    ) -> None:
+        """What one engine step did. Deltas for links that are gone are dropped with them."""
+        self._status = status
+        events = tuple(kv_events)
+        for link_id, link in list(self._links.items()):
+            link.publish(tuple(deltas.get(link_id, ())), events, status)
+
+    def publish_snapshot(
+        self, link_id: LinkId, block_hashes: Iterable[BlockHash], status: WorkerStatus
+    ) -> None:
+        """Answer to `Resync`: what the cache held between the last published step and the next."""
+        link = self._links.get(link_id)
+        if link is not None:
+            link.publish_snapshot(tuple(block_hashes), status)
+
+    async def close(self, flush_s: float = 1.0) -> None:
+        """Stop listening and end every link; each is reported as `LinkClosed`.
+
+        What was published still leaves, unless a reader takes longer than `flush_s` for it.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._server is not None:
+            self._server.close()
+        ends = [*self._links.values(), *self._strangers]
+        for link in ends:
+            link.end("the worker shuts down", flush=True)
+        if ends:
+            _, slow = await asyncio.wait([link.ended for link in ends], timeout=flush_s)
+            for link in ends:
+                link.abort()
+            if slow:
+                await asyncio.wait(slow)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for link in list(self._links.values()):
+                link.beat(self._status)
+
+    # called by the links
+
+    def arrived(self, link: _IngressLink) -> bool:
+        """A connection was accepted. False: too many are in the middle of a handshake."""
+        if len(self._strangers) >= MAX_NUM_STRANGERS:
+            return False
+        self._strangers.add(link)
+        return True
+
+    def established(self, link: _IngressLink) -> LinkId:
+        self._strangers.discard(link)
+        link_id = next(self._ids)
+        self._links[link_id] = link
+        return link_id
+
+    def gone(self, link: _IngressLink) -> None:
+        self._strangers.discard(link)
+        if link.link_id is not None and self._links.pop(link.link_id, None) is not None:
+            self.receive(link.link_id, LinkClosed(link.reason))
+
+
+class _IngressLink(Connection):
+    """One ingress. `link_id` is None until it has proven that it knows the key."""
+
+    def __init__(self, server: LinkServer) -> None:
+        super().__init__(server.max_buffer_nbytes)
+        self.link_id: LinkId | None = None
+        self._server = server
+        self._nonce = fresh_nonce()
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_sent = 0  # step frames
+        self._num_sent_before_beat = 0
+        self._is_synced = False  # a snapshot was sent: cache events follow
+        self._status: WorkerStatus | None = None  # the last one sent
+
+    def opened(self) -> None:
+        if not self._server.arrived(self):
+            self.end("too many handshakes at a time")
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(
+            self._server.handshake_timeout_s, self.end, "no valid hello in time"
+        )
+        self.send(Challenge(WIRE_VERSION, self._nonce))
+
+    def closed(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._server.gone(self)
+
+    def received(self, payload: bytes) -> None:
+        message = decode_to_worker(payload)
+        if self.link_id is None:
+            if not isinstance(message, Hello):
+                raise BadFrame(f"{type(message).__name__} came before Hello")
+            self._welcome(message)
+            return
+        if isinstance(message, Hello):
+            raise BadFrame("a second Hello came")
+        if isinstance(message, Resync):
+            self._is_synced = False
+        self._server.receive(self.link_id, message)
+
+    def _welcome(self, hello: Hello) -> None:
+        if hello.version != WIRE_VERSION:
+            self._refuse(
+                f"The ingress speaks link version {hello.version}, this worker {WIRE_VERSION};"
+                " run the same release of disagg everywhere."
+            )
+            return
+        key = self._server.key
+        proof = ingress_proof(key, self._nonce, hello.nonce, hello.ingress_id)
+        if not proofs_equal(proof, hello.proof):
+            self._refuse(
+                "The ingress does not know this cluster's key; give every process the same"
+                " cluster_key."
+            )
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        self.trust()
+        record = self._server.record
+        self.link_id = self._server.established(self)
+        self.send(Welcome(worker_proof(key, self._nonce, hello.nonce, record), record))
+        self._server.receive(self.link_id, Resync())
+
+    def _refuse(self, reason: str) -> None:
+        log.warning("Refused a link: %s", reason)
+        self.send(Refused(reason))
+        self.end(reason, flush=True)
+
+    def publish(
+        self,
+        deltas: tuple[TokenDelta, ...],
+        kv_events: tuple[KVEvent, ...],
+        status: WorkerStatus,
+    ) -> None:
+        if not self._is_synced:
+            kv_events = ()
+        if not deltas and not kv_events and status == self._status:
+            return
+        self._num_sent += 1
+        self._status = status
+        self._send_or_end(StepFrame(self._num_sent, deltas, kv_events, status))
+
+    def publish_snapshot(self, block_hashes: tuple[BlockHash, ...], status: WorkerStatus) -> None:
+        self._is_synced = True
+        self._status = status
+        self._send_or_end(Snapshot(self._num_sent, block_hashes, status))
+
+    def beat(self, status: WorkerStatus) -> None:
+        """Send the load if nothing was sent since the last beat."""
+        if self._num_sent == self._num_sent_before_beat:
+            self._num_sent += 1
+            self._send_or_end(StepFrame(self._num_sent, (), (), status))
+        self._num_sent_before_beat = self._num_sent
+
+    def _send_or_end(self, message: StepFrame | Snapshot) -> None:
+        try:
+            self.send(message)
+        except BadFrame as error:  # tokens would be missing from here on
+            self.end(str(error))
