@@ -1,0 +1,72 @@
+"""The operations of a decoder in plain torch, arranged for CPUs.
+
+One torch call per thing, because at a few tokens a step the calls are the cost. The attention
+half, with the block tables, is `torch_attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.linear import PackedLinear, PlainLinear, linear
+from disagg.kernels.ops import PagedBatch
+from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
+
+_Linear = PlainLinear | PackedLinear
+_FEW_ROWS = 16
+
+
+class TorchOps:
+    """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> _Linear:
+        return linear(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> tuple[_Linear, _Linear]:
+        gate, up = weight.chunk(2)
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        return linear(gate, gate_bias), linear(up, up_bias)
+
+    def project(self, x: Tensor, weight: _Linear) -> Tensor:
+        return weight(x)
+
+    def project_gated(self, x: Tensor, weight: tuple[_Linear, _Linear]) -> Tensor:
+        gate, up = weight
+        return up.times(x, gate.silu(x))
+
+    def project_add_norm(
+        self, x: Tensor, weight: _Linear, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = weight.plus(x, residual)
+        return total, self.rms_norm(total, norm, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        inverse = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        inverse.square_().div_(size).add_(eps).rsqrt_()
+        normed: Tensor = (x * inverse).to(x.dtype).mul_(weight)
+        return normed
+
+    def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [num_positions, 2, head_dim]: cosines, and sines with the halves' signs."""
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
+
+    def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
+        if norm is not None:
+            heads.copy_(self.rms_norm(heads, norm, eps))
+        cos, sin = rope_rows.unsqueeze(2).unbind(1)
+        swapped = heads.view(*heads.shape[:-1], 2, -1).flip(-2).flatten(-2)
+        heads.mul_(cos).addcmul_(swapped, sin)
+
+    def plan(
+        self, batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]
+    ) -> TorchPaging:
+        return plan_paging(batch, kv_cache, windows)
+
+    def attention(
+        self, qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: TorchPaging
+    ) -> Tensor:
+        return paged_attention(qkv, kv_cache, layer, window, paging)

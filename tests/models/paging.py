@@ -1,0 +1,63 @@
+"""Builds slabs and batches by hand, as an engine would, for tests of models and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from disagg.models.batch import Batch
+from disagg.models.model_config import ModelConfig
+
+
+@dataclass
+class Tokens:
+    """One sequence: its tokens, how many have KV, and its blocks in order."""
+
+    ids: list[int]
+    block_ids: list[int]
+    num_computed: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def new_slab(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, fill: float = 0.0
+) -> Tensor:
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+    return torch.full(shape, fill, dtype=dtype)
+
+
+def make_batch(work: Sequence[tuple[Tokens, int]], block_size: int) -> Batch:
+    """Batch the next `n` tokens of each (sequence, n); single tokens come first.
+
+    Logits are wanted for the last token of each.
+    """
+    counts = [count for _, count in work]
+    assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
+    positions = [p for s, n in work for p in range(s.num_computed, s.num_computed + n)]
+    owners = [s for s, n in work for _ in range(n)]
+    slots = [
+        s.block_ids[p // block_size] * block_size + p % block_size
+        for s, p in zip(owners, positions, strict=True)
+    ]
+    lengths = [s.num_computed + n for s, n in work]
+    tables = torch.zeros(len(work), max(len(s.block_ids) for s, _ in work), dtype=torch.int32)
+    for row, (sequence, _) in enumerate(work):
+        tables[row, : len(sequence.block_ids)] = torch.tensor(sequence.block_ids)
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Batch(
+        token_ids=torch.tensor([s.ids[p] for s, p in zip(owners, positions, strict=True)]),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_start=starts,
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=starts[1:].long() - 1,
+        num_decodes=sum(count == 1 for count in counts),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+        query_lens=tuple(counts),
+        context_lens_host=tuple(lengths),
+    )
