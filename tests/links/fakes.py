@@ -1,0 +1,172 @@
+"""A worker without an engine, and an observer that writes down what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from disagg.blocks import BlockHash
+from disagg.kvtransfer.ticket import Peer
+from disagg.links.client import Link, LinkObserver
+from disagg.links.server import LinkId, LinkServer, Received
+from disagg.messages import (
+    GenerateRequest,
+    KVEvent,
+    Resync,
+    SamplingParams,
+    Start,
+    TokenDelta,
+    WorkerRecord,
+    WorkerStatus,
+)
+
+KEY = b"the cluster's key"
+
+
+def make_record(worker_id: str = "decode-0", **changes: Any) -> WorkerRecord:
+    peer = Peer(
+        worker_id=worker_id,
+        epoch=changes.get("epoch", 1),
+        transport="local",
+        layout="toy/bs16",
+        num_blocks=64,
+        block_nbytes=1024,
+        base_address=0,
+        stamps_address=0,
+        device_id=-1,
+        agent=b"",
+    )
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "role": "decode",
+        "model": "toy",
+        "host": "127.0.0.1",
+        "port": 0,
+        "epoch": 1,
+        "block_size": 16,
+        "num_blocks": 64,
+        "max_model_len": 1024,
+        "peer": peer,
+        "pid": 1,
+    }
+    return WorkerRecord(**(fields | changes))
+
+
+def make_request(request_id: str = "request-0", num_tokens: int = 8) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        model="toy",
+        token_ids=tuple(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        hash_root=b"root",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=16),
+        deadline_unix_s=1e12,
+    )
+
+
+class FakeWorker:
+    """A link server whose cache is a list of names; answers nothing by itself but `Resync`."""
+
+    def __init__(self, record: WorkerRecord, key: bytes = KEY, **options: Any) -> None:
+        self.received: list[tuple[LinkId, Received]] = []
+        self.held: list[BlockHash] = []
+        self.answers_resync = True
+        self.on_start: Callable[[LinkId, Start], None] | None = None
+        self.server = LinkServer(key=key, record=record, receive=self._receive, **options)
+
+    @property
+    def record(self) -> WorkerRecord:
+        return self.server.record
+
+    def _receive(self, link_id: LinkId, message: Received) -> None:
+        self.received.append((link_id, message))
+        if isinstance(message, Resync) and self.answers_resync:
+            self.server.publish_snapshot(link_id, self.held, WorkerStatus(num_blocks=64))
+        if isinstance(message, Start) and self.on_start is not None:
+            self.on_start(link_id, message)
+
+    def of_type(self, kind: type[Any]) -> list[Any]:
+        return [message for _, message in self.received if isinstance(message, kind)]
+
+    def step(
+        self,
+        deltas: dict[LinkId, list[TokenDelta]] | None = None,
+        events: Sequence[KVEvent] = (),
+        status: WorkerStatus | None = None,
+    ) -> None:
+        self.server.publish(deltas or {}, events, status or WorkerStatus(num_blocks=64))
+
+
+class RecordingObserver(LinkObserver):
+    """Holds what a router would: the blocks and load of every routable worker."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[BlockHash]] = {}
+        self.statuses: dict[str, WorkerStatus] = {}
+        self.calls: list[tuple[str, str]] = []
+
+    def link_up(self, record: WorkerRecord) -> None:
+        self.calls.append(("up", record.worker_id))
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        self.calls.append(("synced", record.worker_id))
+        self.held[record.worker_id] = set(block_hashes)
+        self.statuses[record.worker_id] = status
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+    ) -> None:
+        held = self.held[worker_id]
+        for event in kv_events:
+            if event.kind == "stored":
+                held.update(event.block_hashes)
+            elif event.kind == "removed":
+                held.difference_update(event.block_hashes)
+            else:
+                held.clear()
+        self.statuses[worker_id] = status
+
+    def worker_lost(self, worker_id: str) -> None:
+        self.calls.append(("lost", worker_id))
+        self.held.pop(worker_id, None)
+        self.statuses.pop(worker_id, None)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for something that other tasks bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - nobody could set an event
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def fake_worker(
+    record: WorkerRecord | None = None, key: bytes = KEY, **options: Any
+) -> AsyncIterator[FakeWorker]:
+    worker = FakeWorker(record or make_record(), key, **options)
+    await worker.server.start()
+    try:
+        yield worker
+    finally:
+        await worker.server.close()
+
+
+@asynccontextmanager
+async def linked(
+    record: WorkerRecord, observer: RecordingObserver, key: bytes = KEY, **options: Any
+) -> AsyncIterator[Link]:
+    link = Link(
+        record, key=key, ingress_id="ingress-0", observer=observer, rng=random.Random(1), **options
+    )
+    link.open()
+    try:
+        yield link
+    finally:
+        link.close()
+        await link.wait_closed()

@@ -1,0 +1,370 @@
+"""Streams of one link: in order, cancelled when closed, ended at once when the worker goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.errors import WorkerLost
+from disagg.links.client import Link, merge
+from disagg.links.frames import HEADER, frame, worker_proof
+from disagg.links.server import LinkId
+from disagg.messages import (
+    WIRE_VERSION,
+    Cancel,
+    Challenge,
+    Hello,
+    KVEvent,
+    Resync,
+    Snapshot,
+    Start,
+    StepFrame,
+    ToIngress,
+    TokenDelta,
+    TokenLogprobs,
+    ToWorker,
+    Welcome,
+    WireError,
+    WorkerStatus,
+    decode_to_worker,
+    encode,
+)
+from tests.links.fakes import (
+    KEY,
+    FakeWorker,
+    RecordingObserver,
+    fake_worker,
+    linked,
+    make_record,
+    make_request,
+    until,
+)
+
+
+@asynccontextmanager
+async def pair(**options: Any) -> AsyncIterator[tuple[FakeWorker, Link, RecordingObserver]]:
+    observer = RecordingObserver()
+    async with fake_worker() as worker, linked(worker.record, observer, **options) as link:
+        await until(lambda: observer.held)
+        yield worker, link, observer
+
+
+def start_of(worker: FakeWorker, request_id: str) -> tuple[LinkId, Start]:
+    for link_id, message in worker.received:
+        if isinstance(message, Start) and message.request.request_id == request_id:
+            return link_id, message
+    raise AssertionError(f"{request_id} was not started")
+
+
+async def collect(stream: AsyncIterator[TokenDelta]) -> list[int]:
+    return [token_id async for delta in stream for token_id in delta.token_ids]
+
+
+async def test_many_streams_share_a_link() -> None:
+    async with pair() as (worker, link, _):
+        names = [f"request-{i}" for i in range(20)]
+        tasks = [asyncio.create_task(collect(link.stream(make_request(n)))) for n in names]
+        await until(lambda: len(worker.of_type(Start)) == len(names))
+        starts = [start_of(worker, name) for name in names]
+        for step in range(30):
+            finish = "length" if step == 29 else None
+            deltas = [
+                TokenDelta(start.stream_id, (100 * i + step,), finish)  # type: ignore[arg-type]
+                for i, (_, start) in enumerate(starts)
+            ]
+            worker.step({starts[0][0]: deltas})
+            if step % 3 == 0:
+                await asyncio.sleep(0)
+        for i, task in enumerate(tasks):
+            assert await task == [100 * i + step for step in range(30)]
+        assert worker.of_type(Cancel) == []
+
+
+async def test_start_carries_the_door() -> None:
+    async with pair() as (worker, link, _):
+        worker.on_start = lambda link_id, start: worker.step(
+            {link_id: [TokenDelta(start.stream_id, (1,), "stop")]}
+        )
+        await collect(link.stream(make_request("plain")))
+        await collect(link.stream(make_request("leaves"), hand_over=True))
+        assert [start.hand_over for start in worker.of_type(Start)] == [False, True]
+
+
+async def test_closing_a_stream_cancels_it_and_no_other() -> None:
+    async with pair() as (worker, link, _):
+        kept = asyncio.create_task(collect(link.stream(make_request("kept"))))
+        stream = link.stream(make_request("closed"))
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(worker.of_type(Start)) == 2)
+        link_id, closed = start_of(worker, "closed")
+        worker.step({link_id: [TokenDelta(closed.stream_id, (1,))]})
+        await first
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(lambda: worker.of_type(Cancel))
+        assert worker.of_type(Cancel) == [Cancel(closed.stream_id)]
+        _, start = start_of(worker, "kept")
+        late = TokenDelta(closed.stream_id, (2,))
+        worker.step({link_id: [late, TokenDelta(start.stream_id, (3,), "stop")]})
+        assert await kept == [3]
+
+
+async def test_a_cancelled_reader_cancels_the_request() -> None:
+    async with pair() as (worker, link, _):
+        task = asyncio.create_task(collect(link.stream(make_request())))
+        await until(lambda: worker.of_type(Start))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: worker.of_type(Cancel))
+
+
+async def test_what_waits_is_handed_over_together() -> None:
+    async with pair() as (worker, link, observer), aclosing(link.stream(make_request())) as stream:  # type: ignore[type-var]
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: worker.of_type(Start))
+        link_id, start = start_of(worker, "request-0")
+        worker.step({link_id: [TokenDelta(start.stream_id, (1,), num_cached_tokens=4)]})
+        assert (await first).num_cached_tokens == 4
+        for token_id in (2, 3, 4):
+            finish = "stop" if token_id == 4 else None
+            delta = TokenDelta(start.stream_id, (token_id,), finish)  # type: ignore[arg-type]
+            worker.step({link_id: [delta]}, status=WorkerStatus(num_running=token_id))
+        await until(lambda: observer.statuses["decode-0"].num_running == 4)
+        assert await anext(stream) == TokenDelta(start.stream_id, (2, 3, 4), "stop")
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.booleans()), min_size=2
+    ),
+    st.sampled_from(["stop", "error", None]),
+)
+def test_merge_loses_nothing(parts: list[tuple[tuple[int, ...], bool]], end: str | None) -> None:
+    with_logprobs = parts[0][1]
+    deltas = [
+        TokenDelta(
+            5,
+            token_ids,
+            logprobs=tuple(TokenLogprobs(-float(i)) for i in token_ids) if with_logprobs else None,
+            num_cached_tokens=3 if place == 0 else 0,
+        )
+        for place, (token_ids, _) in enumerate(parts)
+    ]
+    if end == "stop":
+        deltas.append(TokenDelta(5, (), "stop"))
+    elif end == "error":
+        deltas.append(TokenDelta(5, (), error=WireError("engine_failed", "broken")))
+    merged = merge(deltas)
+    tokens = tuple(token_id for token_ids, _ in parts for token_id in token_ids)
+    assert merged.token_ids == tokens
+    assert merged.num_cached_tokens == 3
+    assert merged.is_last == deltas[-1].is_last
+    assert merged.finish_reason == deltas[-1].finish_reason
+    assert merged.error == deltas[-1].error
+    expected = tuple(TokenLogprobs(-float(i)) for i in tokens) if with_logprobs else None
+    assert merged.logprobs == expected
+
+
+async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
+    observer = RecordingObserver()
+    async with fake_worker() as worker, linked(worker.record, observer) as link:
+        await until(lambda: observer.held)
+        got: list[int] = []
+
+        async def read() -> None:
+            async for delta in link.stream(make_request()):
+                got.extend(delta.token_ids)
+
+        task = asyncio.create_task(read())
+        await until(lambda: worker.of_type(Start))
+        link_id, start = start_of(worker, "request-0")
+        worker.step({link_id: [TokenDelta(start.stream_id, (1, 2))]})
+        await worker.server.close()
+        with pytest.raises(WorkerLost, match="decode-0 was lost"):
+            await asyncio.wait_for(task, 5)
+        assert got == [1, 2]
+        assert observer.calls[-1] == ("lost", "decode-0")
+        assert observer.held == {}
+        with pytest.raises(WorkerLost, match="not linked"):
+            await collect(link.stream(make_request()))
+
+
+async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
+    observer = RecordingObserver()
+    async with fake_worker() as worker, linked(worker.record, observer) as link:
+        await until(lambda: observer.held)
+        await worker.server.close()
+        await until(lambda: not observer.held)
+        async with fake_worker(worker.record) as again:
+            again.held = [b"x" * 16]
+            await until(lambda: observer.held)
+            assert observer.held == {"decode-0": {b"x" * 16}}
+            assert link.is_up
+            calls = [call for call, _ in observer.calls]
+            assert calls == ["up", "synced", "lost", "up", "synced"]
+
+
+async def test_events_follow_the_snapshot() -> None:
+    async with pair() as (worker, _, observer):
+        worker.step(events=[KVEvent("stored", (b"a" * 16, b"b" * 16))])
+        worker.step(events=[KVEvent("removed", (b"a" * 16,))], status=WorkerStatus(num_holds=1))
+        await until(lambda: observer.statuses["decode-0"].num_holds == 1)
+        assert observer.held["decode-0"] == {b"b" * 16}
+
+
+async def test_a_wrong_key_leaves_the_worker_unlinked_and_says_why() -> None:
+    observer = RecordingObserver()
+    async with fake_worker() as worker, linked(worker.record, observer, key=b"guess") as link:
+        await until(lambda: "cluster_key" in link.last_error)
+        assert not link.is_up
+        assert observer.calls == []
+        with pytest.raises(WorkerLost, match="cluster_key"):
+            await collect(link.stream(make_request()))
+
+
+async def test_another_worker_behind_the_address_is_not_taken_for_ours() -> None:
+    observer = RecordingObserver()
+    async with fake_worker(make_record(epoch=2)) as worker:
+        stale = make_record(epoch=1, port=worker.record.port)
+        async with linked(stale, observer) as link:
+            await until(lambda: "epoch 2 answers" in link.last_error)
+            assert observer.calls == []
+
+
+class RawWorker:
+    """A worker that speaks the protocol by hand, so that it can also speak it wrongly."""
+
+    def __init__(self, key: bytes = KEY, version: int = WIRE_VERSION) -> None:
+        self.received: list[ToWorker] = []
+        self.record = make_record()
+        self._key = key
+        self._version = version
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> RawWorker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.record = make_record(port=self._server.sockets[0].getsockname()[1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.sleep(0.01)
+
+    def write(self, message: ToIngress) -> None:
+        self._writers[-1].write(frame(encode(message)))
+
+    def write_raw(self, raw: bytes) -> None:
+        self._writers[-1].write(raw)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        self.write(Challenge(self._version, b"theirs"))
+        try:
+            while True:
+                (nbytes,) = HEADER.unpack(await reader.readexactly(4))
+                message = decode_to_worker(await reader.readexactly(nbytes))
+                self.received.append(message)
+                if isinstance(message, Hello):
+                    proof = worker_proof(self._key, b"theirs", message.nonce, self.record)
+                    self.write(Welcome(proof, self.record))
+                    self.write(Snapshot(0, (), WorkerStatus()))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+async def test_a_gap_ends_the_streams_and_asks_for_a_snapshot() -> None:
+    observer = RecordingObserver()
+    async with RawWorker() as worker, linked(worker.record, observer) as link:
+        await until(lambda: observer.held)
+        task = asyncio.create_task(collect(link.stream(make_request())))
+        await until(lambda: any(isinstance(message, Start) for message in worker.received))
+        worker.write(StepFrame(1, (TokenDelta(1, (1,)),), (), WorkerStatus()))
+        worker.write(StepFrame(3, (TokenDelta(1, (3,)),), (), WorkerStatus()))
+        with pytest.raises(WorkerLost, match="lost frames before number 3"):
+            await asyncio.wait_for(task, 5)
+        await until(lambda: Resync() in worker.received)
+        assert worker.received[-2:] == [Cancel(1), Resync()]
+        assert observer.held == {}
+        worker.write(StepFrame(4, (), (KVEvent("stored", (b"a" * 16,)),), WorkerStatus()))
+        worker.write(Snapshot(4, (b"a" * 16,), WorkerStatus()))
+        worker.write(StepFrame(5, (), (KVEvent("stored", (b"b" * 16,)),), WorkerStatus()))
+        await until(lambda: observer.held.get("decode-0") == {b"a" * 16, b"b" * 16})
+        assert link.is_up
+
+
+@pytest.mark.parametrize(
+    "worker, reason",
+    [
+        (RawWorker(version=WIRE_VERSION + 1), "same release of disagg everywhere"),
+        (RawWorker(key=b"guess"), "worker does not know this cluster's key"),
+    ],
+    ids=["version", "key"],
+)
+async def test_a_worker_that_cannot_be_trusted_is_refused(worker: RawWorker, reason: str) -> None:
+    observer = RecordingObserver()
+    async with worker, linked(worker.record, observer) as link:
+        await until(lambda: reason in link.last_error)
+        assert observer.calls == []
+
+
+@pytest.mark.parametrize(
+    "raw, reason",
+    [
+        (HEADER.pack((64 << 20) + 1), "announced"),
+        (frame(b"\xc1"), "cannot be understood"),
+        (frame(encode(Challenge(WIRE_VERSION, b"again"))), "after the handshake"),
+    ],
+    ids=["oversize", "not msgpack", "wrong time"],
+)
+async def test_a_worker_that_speaks_wrongly_is_left(raw: bytes, reason: str) -> None:
+    observer = RecordingObserver()
+    async with RawWorker() as worker, linked(worker.record, observer) as link:
+        await until(lambda: observer.held)
+        task = asyncio.create_task(collect(link.stream(make_request())))
+        await until(lambda: any(isinstance(message, Start) for message in worker.received))
+        worker.write_raw(raw)
+        with pytest.raises(WorkerLost, match=reason):
+            await asyncio.wait_for(task, 5)
+
+
+async def test_a_worker_that_falls_silent_is_left() -> None:
+    observer = RecordingObserver()
+    async with RawWorker() as worker, linked(worker.record, observer, silence_s=0.05) as link:
+        await until(lambda: observer.held)
+        with pytest.raises(WorkerLost, match="silent"):
+            await asyncio.wait_for(collect(link.stream(make_request())), 5)
+
+
+async def test_a_worker_that_stops_reading_is_left() -> None:
+    async with pair(max_buffer_nbytes=1 << 16) as (worker, link, observer):
+        (server_link,) = worker.server._links.values()
+        assert server_link._transport is not None
+        server_link._transport.pause_reading()
+        tasks = []
+        for turn in range(200):
+            request = make_request(f"request-{turn}", num_tokens=50_000)
+            tasks.append(asyncio.create_task(collect(link.stream(request))))
+            await asyncio.sleep(0)
+            if not link.is_up:
+                break
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, WorkerLost) for result in results)
+        assert ("lost", "decode-0") in observer.calls
+
+
+async def test_closing_a_link_tells_the_observer_at_once() -> None:
+    async with pair() as (worker, link, observer):
+        task = asyncio.create_task(collect(link.stream(make_request())))
+        await until(lambda: worker.of_type(Start))
+        link.close()
+        assert observer.calls[-1] == ("lost", "decode-0")
+        with pytest.raises(WorkerLost, match="ingress closed the link"):
+            await task

@@ -1,0 +1,105 @@
+"""Links follow the membership, and workers know their peers before a request names one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from disagg.errors import WorkerLost
+from disagg.links.fleet_links import FleetLinks
+from disagg.links.server import LinkClosed
+from disagg.messages import Peers, Start, TokenDelta
+from tests.links.fakes import (
+    KEY,
+    FakeWorker,
+    RecordingObserver,
+    fake_worker,
+    make_record,
+    make_request,
+    until,
+)
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[tuple[FleetLinks, RecordingObserver]]:
+    observer = RecordingObserver()
+    links = FleetLinks(key=KEY, ingress_id="ingress-0", observer=observer, rng=random.Random(1))
+    try:
+        yield links, observer
+    finally:
+        await links.close()
+
+
+def peers_of(worker: FakeWorker) -> set[str]:
+    return {peer.worker_id for message in worker.of_type(Peers) for peer in message.peers}
+
+
+async def test_workers_come_and_go_with_the_membership() -> None:
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+    ):
+        links.update([a.record, b.record])
+        await until(lambda: set(observer.held) == {"a", "b"})
+        links.update([b.record])
+        assert set(observer.held) == {"b"}
+        await until(lambda: a.of_type(LinkClosed))
+        with pytest.raises(WorkerLost, match="a has left the fleet"):
+            links.link("a")
+        assert links.link("b").is_up
+        links.update([b.record])
+        assert b.of_type(LinkClosed) == []
+
+
+async def test_a_restarted_worker_is_a_new_worker() -> None:
+    async with fleet() as (links, observer), fake_worker(make_record("a")) as old:
+        old.held = [b"o" * 16]
+        links.update([old.record])
+        await until(lambda: observer.held)
+        async with fake_worker(make_record("a", epoch=2)) as new:
+            new.held = [b"n" * 16]
+            links.update([new.record])
+            assert observer.held == {}
+            await until(lambda: observer.held)
+            assert observer.held == {"a": {b"n" * 16}}
+            assert observer.calls.count(("lost", "a")) == 1
+
+
+async def test_workers_learn_the_peers_of_their_tier_and_no_others() -> None:
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b", role="prefill")) as b,
+        fake_worker(make_record("other", model="large")) as other,
+        fake_worker(make_record("c")) as c,
+    ):
+        links.update([a.record, b.record, other.record])
+        await until(lambda: len(observer.held) == 3)
+        links.update([a.record, b.record, other.record, c.record])
+        await until(lambda: len(observer.held) == 4)
+        await until(lambda: peers_of(a) == {"b", "c"} and peers_of(b) == {"a", "c"})
+        await until(lambda: peers_of(c) == {"a", "b"})
+        assert peers_of(other) == set()
+
+
+async def test_a_peer_is_known_before_a_start_that_may_name_it() -> None:
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+    ):
+        links.update([a.record])
+        await until(lambda: observer.held)
+        a.on_start = lambda link_id, start: a.step(
+            {link_id: [TokenDelta(start.stream_id, (4,), "stop")]}
+        )
+        links.update([a.record, b.record])
+        async for delta in links.stream("a", make_request()):
+            assert delta.token_ids == (4,)
+        kinds = [type(message) for _, message in a.received]
+        assert kinds.index(Start) > len(kinds) - 1 - kinds[::-1].index(Peers)
+        assert peers_of(a) == {"b"}

@@ -1,0 +1,70 @@
+"""Framing survives any cut of the byte stream; proofs hold only for what they bind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.links import frames
+from disagg.links.frames import (
+    HEADER,
+    BadFrame,
+    FrameReader,
+    frame,
+    ingress_proof,
+    proofs_equal,
+    worker_proof,
+)
+from tests.links.fakes import make_record
+
+
+@given(
+    payloads=st.lists(st.binary(max_size=80), max_size=12),
+    cuts=st.lists(st.integers(min_value=1, max_value=50), min_size=1),
+)
+def test_any_cut_gives_the_same_frames(payloads: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(frame(payload) for payload in payloads)
+    reader = FrameReader(max_nbytes=80)
+    got: list[bytes] = []
+    turn = 0
+    while stream:
+        size = cuts[turn % len(cuts)]
+        got += reader.feed(stream[:size])
+        stream = stream[size:]
+        turn += 1
+    assert got == payloads
+
+
+def test_many_frames_in_one_chunk() -> None:
+    reader = FrameReader(max_nbytes=10)
+    assert reader.feed(frame(b"a") + frame(b"") + frame(b"ccc")) == [b"a", b"", b"ccc"]
+
+
+def test_an_announced_size_above_the_cap_is_refused_before_it_arrives() -> None:
+    reader = FrameReader(max_nbytes=10)
+    with pytest.raises(BadFrame, match="11 bytes was announced; at most 10"):
+        reader.feed(HEADER.pack(11))
+
+
+def test_a_frame_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_NBYTES", 8)
+    assert frame(b"12345678") == HEADER.pack(8) + b"12345678"
+    with pytest.raises(BadFrame, match="9 bytes"):
+        frame(b"123456789")
+
+
+def test_proofs_bind_key_role_nonces_and_identity() -> None:
+    record = make_record()
+    base = ingress_proof(b"key", b"n1", b"n2", "ingress")
+    others = [
+        ingress_proof(b"kez", b"n1", b"n2", "ingress"),
+        ingress_proof(b"key", b"n2", b"n1", "ingress"),
+        ingress_proof(b"key", b"n1", b"n2", "another"),
+        ingress_proof(b"key", b"n1n", b"2", "ingress"),
+        worker_proof(b"key", b"n1", b"n2", record),
+        worker_proof(b"key", b"n1", b"n2", make_record(port=1)),
+    ]
+    assert proofs_equal(base, ingress_proof(b"key", b"n1", b"n2", "ingress"))
+    assert len({base, *others}) == len(others) + 1
+    assert not any(proofs_equal(base, other) for other in others)

@@ -1,0 +1,252 @@
+"""Who gets in, what is sent per step, and that a slow or rude ingress costs the worker nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from disagg.errors import StartupError
+from disagg.links.frames import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
+from disagg.links.server import LinkClosed, LinkServer
+from disagg.messages import (
+    WIRE_VERSION,
+    Cancel,
+    Challenge,
+    Hello,
+    KVEvent,
+    Peers,
+    Refused,
+    Resync,
+    Snapshot,
+    StepFrame,
+    ToIngress,
+    TokenDelta,
+    ToWorker,
+    Welcome,
+    WorkerStatus,
+    decode_to_ingress,
+    encode,
+)
+from tests.links.fakes import KEY, FakeWorker, fake_worker, make_record, until
+
+BUSY = WorkerStatus(num_running=1)
+
+
+class RawIngress:
+    """Speaks the protocol by hand, so that it can also speak it wrongly."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def __aenter__(self) -> RawIngress:
+        record = self._worker.record
+        self._reader, self._writer = await asyncio.open_connection(record.host, record.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+    async def read(self) -> ToIngress:
+        async with asyncio.timeout(5):
+            (nbytes,) = HEADER.unpack(await self._reader.readexactly(4))
+            return decode_to_ingress(await self._reader.readexactly(nbytes))
+
+    async def is_closed(self) -> bool:
+        async with asyncio.timeout(5):
+            try:
+                return await self._reader.read() == b""
+            except ConnectionResetError:
+                return True
+
+    def write(self, message: ToWorker) -> None:
+        self._writer.write(frame(encode(message)))
+
+    def write_raw(self, raw: bytes) -> None:
+        self._writer.write(raw)
+
+    async def greet(self, key: bytes = KEY, version: int = WIRE_VERSION) -> ToIngress:
+        challenge = await self.read()
+        assert isinstance(challenge, Challenge)
+        proof = ingress_proof(key, challenge.nonce, b"mine", "raw")
+        self.write(Hello(version, "raw", proof, b"mine"))
+        return await self.read()
+
+
+async def test_a_link_gets_a_snapshot_and_then_one_numbered_frame_per_step() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        worker.held = [b"a" * 16]
+        assert isinstance(await ingress.greet(), Welcome)
+        assert await ingress.read() == Snapshot(0, (b"a" * 16,), WorkerStatus(num_blocks=64))
+        event = KVEvent("stored", (b"b" * 16,))
+        worker.step({1: [TokenDelta(7, (1,)), TokenDelta(9, (2,))]}, [event], BUSY)
+        worker.step({1: [TokenDelta(7, (3,))]}, (), BUSY)
+        first = StepFrame(1, (TokenDelta(7, (1,)), TokenDelta(9, (2,))), (event,), BUSY)
+        assert await ingress.read() == first
+        assert await ingress.read() == StepFrame(2, (TokenDelta(7, (3,)),), (), BUSY)
+
+
+async def test_a_step_with_nothing_for_a_link_sends_nothing() -> None:
+    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        worker.step(status=BUSY)
+        worker.step(status=BUSY)
+        worker.step({99: [TokenDelta(1, (1,))]}, status=BUSY)
+        worker.step(status=WorkerStatus())
+        assert await ingress.read() == StepFrame(1, (), (), BUSY)
+        assert await ingress.read() == StepFrame(2, (), (), WorkerStatus())
+
+
+async def test_an_idle_link_hears_a_heartbeat() -> None:
+    async with fake_worker(heartbeat_s=0.01) as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        numbers = [await ingress.read() for _ in range(3)]
+        assert [step.sequence_number for step in numbers if isinstance(step, StepFrame)] == [
+            1,
+            2,
+            3,
+        ]
+
+
+async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:
+    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
+        worker.answers_resync = False
+        await ingress.greet()
+        early, late = KVEvent("stored", (b"e" * 16,)), KVEvent("removed", (b"e" * 16,))
+        worker.step({1: [TokenDelta(1, (5,))]}, [early], BUSY)
+        worker.server.publish_snapshot(1, [b"e" * 16], BUSY)
+        worker.step(events=[late], status=BUSY)
+        assert await ingress.read() == StepFrame(1, (TokenDelta(1, (5,)),), (), BUSY)
+        assert await ingress.read() == Snapshot(1, (b"e" * 16,), BUSY)
+        assert await ingress.read() == StepFrame(2, (), (late,), BUSY)
+        ingress.write(Resync())
+        await until(lambda: len(worker.of_type(Resync)) == 2)
+        worker.step(events=[early], status=WorkerStatus())
+        assert await ingress.read() == StepFrame(3, (), (), WorkerStatus())
+
+
+async def test_messages_arrive_in_order_and_the_end_of_a_link_is_the_last() -> None:
+    async with fake_worker() as worker:
+        async with RawIngress(worker) as ingress:
+            await ingress.greet()
+            ingress.write(Peers((make_record().peer,)))
+            ingress.write(Cancel(3))
+            await until(lambda: len(worker.received) == 3)
+        await until(lambda: worker.of_type(LinkClosed))
+        assert [message for _, message in worker.received] == [
+            Resync(),
+            Peers((make_record().peer,)),
+            Cancel(3),
+            LinkClosed("the other side hung up"),
+        ]
+        assert worker.server.num_links == 0
+        worker.step({1: [TokenDelta(1, (1,))]})
+
+
+async def test_a_wrong_key_is_refused_in_words() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        answer = await ingress.greet(key=b"guess")
+        assert isinstance(answer, Refused)
+        assert "cluster_key" in answer.reason
+        assert await ingress.is_closed()
+        assert worker.received == []
+
+
+async def test_another_version_is_refused_in_words() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        answer = await ingress.greet(version=WIRE_VERSION + 1)
+        assert isinstance(answer, Refused)
+        assert f"version {WIRE_VERSION + 1}" in answer.reason
+        assert await ingress.is_closed()
+
+
+async def test_a_proof_cannot_be_used_for_another_connection() -> None:
+    async with fake_worker() as worker:
+        async with RawIngress(worker) as ingress:
+            challenge = await ingress.read()
+            assert isinstance(challenge, Challenge)
+            proof = ingress_proof(KEY, challenge.nonce, b"mine", "raw")
+        async with RawIngress(worker) as ingress:
+            await ingress.read()
+            ingress.write(Hello(WIRE_VERSION, "raw", proof, b"mine"))
+            assert isinstance(await ingress.read(), Refused)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        HEADER.pack(MAX_HANDSHAKE_NBYTES + 1),
+        frame(b"\xc1"),
+        frame(encode(Cancel(1))),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["oversize", "not msgpack", "before hello", "http"],
+)
+async def test_a_stranger_who_speaks_wrongly_is_cut_off(raw: bytes) -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        await ingress.read()
+        ingress.write_raw(raw)
+        assert await ingress.is_closed()
+        assert worker.received == []
+
+
+async def test_a_silent_stranger_is_cut_off() -> None:
+    async with fake_worker(handshake_timeout_s=0.02) as worker, RawIngress(worker) as ingress:
+        await ingress.read()
+        assert await ingress.is_closed()
+
+
+async def test_an_oversize_frame_after_the_handshake_ends_only_that_link() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as rude, RawIngress(worker) as polite:
+        await rude.greet()
+        await polite.greet()
+        await polite.read()
+        rude.write_raw(HEADER.pack((64 << 20) + 1))
+        await until(lambda: worker.of_type(LinkClosed))
+        (closed,) = worker.of_type(LinkClosed)
+        assert "announced" in closed.reason
+        worker.step(status=BUSY)
+        assert await polite.read() == StepFrame(1, (), (), BUSY)
+
+
+async def test_a_reader_that_stops_reading_loses_its_link() -> None:
+    async with fake_worker(max_buffer_nbytes=1 << 16) as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await until(lambda: worker.received)
+        many = [TokenDelta(1, tuple(range(1000)))] * 20
+        for _ in range(2000):
+            worker.step({1: many})
+            if worker.server.num_links == 0:
+                break
+            await asyncio.sleep(0)
+        (closed,) = worker.of_type(LinkClosed)
+        assert "reads too slowly" in closed.reason
+
+
+async def test_close_lets_what_was_published_arrive() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        worker.step({1: [TokenDelta(1, (1,), "stop")]}, status=BUSY)
+        await worker.server.close()
+        assert await ingress.read() == StepFrame(1, (TokenDelta(1, (1,), "stop"),), (), BUSY)
+        assert await ingress.is_closed()
+
+
+async def test_an_address_that_cannot_be_bound_is_a_startup_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        record = make_record(port=taken.getsockname()[1])
+        server = FakeWorker(record).server
+        with pytest.raises(StartupError, match="link_host"):
+            await server.start()
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(StartupError, match="cluster key is empty"):
+        LinkServer(key=b"", record=make_record(), receive=lambda link_id, message: None)
