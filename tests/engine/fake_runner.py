@@ -1,0 +1,117 @@
+"""A runner whose KV can be checked: it notices wrong, stale, foreign and missing blocks.
+
+The KV of a token is 8 bytes: a digest of the token and of the KV of the token before it, *as read
+from memory*. The next token is a digest of all KV that the sequence's blocks hold, again as read.
+So one wrong byte in one block of one sequence changes its tokens, and `expected_tokens` says, with
+no blocks at all, what they should have been.
+
+The slab is real memory (`FakeKV.base_address`, `FakeKV.block_nbytes`), so that a transport can copy
+blocks of it between engines in the disaggregation tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan
+
+SLOT_NBYTES = 8
+VOCAB_SIZE = 211
+_NO_KV = bytes(SLOT_NBYTES)
+
+
+def slot_digest(before: bytes, token_id: int) -> bytes:
+    """KV of a token whose predecessor has KV `before` (zeros for the first)."""
+    return hashlib.blake2b(before + token_id.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(kv: bytes, seed: int) -> int:
+    digest = hashlib.blake2b(kv + seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def expected_tokens(
+    prompt: SequenceOf[int], max_tokens: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0
+) -> list[int]:
+    """The output that any engine must give for `prompt`, whatever its blocks went through."""
+    kv, before, output = bytearray(), _NO_KV, []
+    pending = list(prompt)
+    while len(output) < max_tokens:
+        for token_id in pending:
+            before = slot_digest(before, token_id)
+            kv += before
+        output.append(next_token(bytes(kv), seed))
+        if output[-1] in stop_ids:
+            break
+        pending = output[-1:]
+    return output
+
+
+class FakeKV:
+    """A slab of `num_blocks` blocks in host memory, filled with rubbish to begin with."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_nbytes = block_size * SLOT_NBYTES
+        self.layout = f"fake:{block_size}"
+        self._memory = (ctypes.c_ubyte * (num_blocks * self.block_nbytes))()
+        self.bytes = memoryview(self._memory).cast("B")
+        self.bytes[:] = b"\xee" * len(self.bytes)
+
+    @property
+    def base_address(self) -> int:
+        return ctypes.addressof(self._memory)
+
+    def read_block(self, block_id: int) -> bytes:
+        start = block_id * self.block_nbytes
+        return bytes(self.bytes[start : start + self.block_nbytes])
+
+    def write_block(self, block_id: int, raw: bytes) -> None:
+        start = block_id * self.block_nbytes
+        self.bytes[start : start + self.block_nbytes] = raw
+
+    def read(self, block_ids: SequenceOf[int], num_tokens: int) -> bytes:
+        """KV of the first `num_tokens` positions of a sequence that owns `block_ids`."""
+        num_blocks = -(-num_tokens // self.block_size)
+        raw = b"".join(self.read_block(block_id) for block_id in block_ids[:num_blocks])
+        return raw[: num_tokens * SLOT_NBYTES]
+
+    def write(self, block_ids: SequenceOf[int], position: int, digest: bytes) -> None:
+        block_id = block_ids[position // self.block_size]
+        start = block_id * self.block_nbytes + position % self.block_size * SLOT_NBYTES
+        self.bytes[start : start + SLOT_NBYTES] = digest
+
+    def compute(self, sequence: Sequence, first: int, end: int) -> None:
+        """Fill in the KV of positions [first, end), reading that of position first - 1."""
+        kv = self.read(sequence.block_ids, first)
+        before = kv[-SLOT_NBYTES:] if first else _NO_KV
+        for position in range(first, end):
+            before = slot_digest(before, sequence.tokens[position])
+            self.write(sequence.block_ids, position, before)
+
+
+class FakeRunner:
+    """Computes plans in `kv`. Items run last to first, so none can lean on its neighbours."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        self.kv = kv
+        self.num_computed = 0  # tokens, ever
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        sampled = [self._advance(work.sequence, work.num_tokens) for work in reversed(plan.work)]
+        return sampled[::-1]
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> SampledToken | None:
+        first = sequence.num_computed
+        end = first + num_tokens
+        self.num_computed += num_tokens
+        self.kv.compute(sequence, first, end)
+        if end < len(sequence.tokens):
+            return None
+        return SampledToken(
+            next_token(self.kv.read(sequence.block_ids, end), sequence.sampling.seed)
+        )

@@ -1,0 +1,268 @@
+"""Random workloads, and a driver that runs them through an engine and checks everything."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import strategies as st
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import TokenEvent
+from disagg.messages import GenerateRequest, SamplingParams
+from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
+
+STOP_IDS = frozenset({1, 2, 3})
+ROOT = hash_root("fake", 4)
+FOREVER_S = 1e12
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: when it comes, what it asks, and what happens to it on the way."""
+
+    step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    door: str = "submit"  # or "arrive" (KV computed elsewhere) or "hand_over"
+    abort_after: int | None = None  # steps
+    hold_for: int = 1  # steps that a reader takes to fetch what was handed over
+
+
+@dataclass(frozen=True)
+class Workload:
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    caching: bool
+    jobs: tuple[Job, ...]
+
+
+def new_engine(
+    num_blocks: int,
+    block_size: int,
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 1000,
+    caching: bool = True,
+) -> tuple[Engine, FakeKV]:
+    pool = BlockPool(num_blocks, block_size, array("Q", bytes(8 * num_blocks)))
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=caching,
+    )
+    kv = FakeKV(num_blocks, block_size)
+    return Engine(scheduler, FakeRunner(kv)), kv
+
+
+_ids = count()
+
+
+def new_sequence(
+    prompt: tuple[int, ...],
+    block_size: int,
+    max_tokens: int = 4,
+    *,
+    output: tuple[int, ...] = (),
+    stop_ids: frozenset[int] = STOP_IDS,
+    seed: int = 0,
+    hand_over: bool = False,
+    deadline_unix_s: float = FOREVER_S,
+) -> Sequence:
+    tokens = prompt + output
+    request = GenerateRequest(
+        request_id=f"request-{next(_ids)}",
+        model="fake",
+        token_ids=tokens,
+        num_prompt_tokens=len(prompt),
+        hash_root=ROOT,
+        block_hashes=tuple(hash_blocks(ROOT, tokens, block_size)),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, seed=seed, stop_token_ids=tuple(stop_ids), temperature=0.0
+        ),
+        deadline_unix_s=deadline_unix_s,
+    )
+    return Sequence(request, hand_over=hand_over)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Tiny caches, so that every block is fought over; few prefixes, so that many are shared."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    max_num_seqs = draw(st.integers(1, 4))
+    prefixes = draw(st.lists(st.lists(st.integers(4, 6), max_size=14), min_size=1, max_size=3))
+    jobs = []
+    for _ in range(draw(st.integers(1, 10))):
+        prefix = draw(st.sampled_from(prefixes))
+        suffix = draw(st.lists(st.integers(4, 8), min_size=1, max_size=6))
+        job = Job(
+            step=draw(st.integers(0, 20)),
+            prompt=tuple(prefix + suffix),
+            max_tokens=draw(st.integers(1, 9)),
+            seed=draw(st.integers(0, 1)),
+            door=draw(st.sampled_from(["submit", "submit", "arrive", "hand_over"])),
+            abort_after=draw(st.none() | st.none() | st.integers(0, 12)),
+            hold_for=draw(st.integers(0, 5)),
+        )
+        jobs.append(job)
+    longest = max(len(job.prompt) + job.max_tokens for job in jobs)
+    return Workload(
+        num_blocks=-(-longest // block_size) + draw(st.integers(0, 6)),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        caching=draw(st.booleans()),
+        jobs=tuple(jobs),
+    )
+
+
+@dataclass
+class Driver:
+    """Plays a workload, one engine step at a time, and checks all that must hold after each."""
+
+    workload: Workload
+    engine: Engine = field(init=False)
+    kv: FakeKV = field(init=False)
+
+    def __post_init__(self) -> None:
+        w = self.workload
+        self.engine, self.kv = new_engine(
+            w.num_blocks,
+            w.block_size,
+            max_num_seqs=w.max_num_seqs,
+            max_num_batched_tokens=w.max_num_batched_tokens,
+            caching=w.caching,
+        )
+        self.jobs: dict[str, Job] = {}
+        self.outputs: dict[str, list[int]] = defaultdict(list)
+        self.ended: set[str] = set()
+        self.arriving: list[Sequence] = []
+        self.holds: list[tuple[int, list[int]]] = []  # (step at which it ends, blocks)
+        self.findable: set[bytes] = set()
+
+    def play(self) -> None:
+        starts = defaultdict(list)
+        for job in self.workload.jobs:
+            starts[job.step].append(job)
+        aborts: dict[int, list[str]] = defaultdict(list)
+        # Alone, each job would need this many steps; together they must not need more.
+        limit = 40 + sum(len(job.prompt) + 4 * job.max_tokens + 8 for job in self.workload.jobs) * 4
+        for step in range(limit):
+            for job in starts.pop(step, ()):
+                self._start(job, step, aborts)
+            for request_id in aborts.pop(step, ()):
+                self._abort(request_id)
+            self._arrivals()
+            self.holds = [hold for hold in self.holds if not self._release_due(hold, step)]
+            self._step(step)
+            if not (starts or self.arriving or self.holds or self.engine.has_work):
+                break
+        assert self.ended == set(self.jobs), "a request never ended"
+        assert self.engine.pool.num_free == self.workload.num_blocks, "blocks were lost"
+
+    def _start(self, job: Job, step: int, aborts: dict[int, list[str]]) -> None:
+        sequence = self._sequence(job)
+        self.jobs[sequence.request_id] = job
+        if job.abort_after is not None:
+            aborts[step + job.abort_after].append(sequence.request_id)
+        if job.door == "arrive" and job.max_tokens > 1 and len(sequence.tokens) > len(job.prompt):
+            self.engine.scheduler.number(sequence)
+            self.arriving.append(sequence)
+        else:
+            self.engine.submit(sequence)
+
+    def _sequence(self, job: Job) -> Sequence:
+        first: tuple[int, ...] = ()
+        if job.door == "arrive":
+            first = tuple(expected_tokens(job.prompt, 1, STOP_IDS, job.seed))
+            if first[0] in STOP_IDS or job.max_tokens == 1:
+                first = ()
+        sequence = new_sequence(
+            job.prompt,
+            self.workload.block_size,
+            job.max_tokens,
+            output=first,
+            seed=job.seed,
+            hand_over=job.door == "hand_over",
+        )
+        self.outputs[sequence.request_id].extend(first)
+        return sequence
+
+    def _arrivals(self) -> None:
+        """What a decode worker does, with a copy that takes no time."""
+        for sequence in list(self.arriving):
+            num_blocks = -(-len(sequence.tokens) // self.workload.block_size)
+            block_ids = self.engine.reserve(num_blocks, sequence.arrival)
+            if block_ids is None:
+                return
+            self.arriving.remove(sequence)
+            sequence.block_ids = block_ids
+            sequence.num_computed = len(sequence.tokens) - 1
+            self.kv.compute(sequence, 0, sequence.num_computed)
+            self.engine.join(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        arriving = [s for s in self.arriving if s.request_id == request_id]
+        if arriving:
+            self.arriving.remove(arriving[0])
+        elif self.engine.abort(request_id) is None:
+            return  # it had ended before
+        self.ended.add(request_id)
+
+    def _release_due(self, hold: tuple[int, list[int]], step: int) -> bool:
+        if hold[0] > step and not self.engine.is_short:
+            return False
+        self.engine.pool.release(hold[1])
+        return True
+
+    def _step(self, step: int) -> None:
+        events = self.engine.step()
+        plan = self.engine.last_plan
+        assert plan.num_new_tokens <= self.workload.max_num_batched_tokens
+        assert plan.num_new_tokens == sum(work.num_tokens for work in plan.work)
+        assert all(work.num_tokens == 1 for work in plan.work[: plan.num_decodes])
+        assert all(work.num_tokens > 1 for work in plan.work[plan.num_decodes :])
+        for event in events:
+            self._take(event, step)
+        self._check_names()
+        self.engine.check(block_ids for _, block_ids in self.holds)
+
+    def _take(self, event: TokenEvent, step: int) -> None:
+        sequence = event.sequence
+        request_id = sequence.request_id
+        job = self.jobs[request_id]
+        assert request_id not in self.ended, "an event after the last one"
+        output = self.outputs[request_id]
+        output.extend(event.token_ids)
+        expected = expected_tokens(job.prompt, job.max_tokens, STOP_IDS, job.seed)
+        assert output == expected[: len(output)], "tokens from KV that is not the sequence's own"
+        if event.is_last:
+            self.ended.add(request_id)
+        if event.left:
+            assert len(output) == 1 and sequence.hand_over
+            self.holds.append((step + job.hold_for, sequence.block_ids))
+        elif event.is_last:
+            assert output == expected and not sequence.block_ids
+            assert event.finish_reason == ("stop" if output[-1] in STOP_IDS else "length")
+
+    def _check_names(self) -> None:
+        for event in self.engine.pool.take_events():
+            for name in event.block_hashes:
+                assert (name in self.findable) == (event.kind == "removed")
+            if event.kind == "stored":
+                self.findable.update(event.block_hashes)
+            else:
+                self.findable.difference_update(event.block_hashes)
+        assert self.findable == set(self.engine.pool.hashes())
