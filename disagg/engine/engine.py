@@ -13,8 +13,9 @@ from disagg.engine.sequence import Sequence
 from disagg.engine.step import Runner, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
+from disagg.time_model import StepFeatures
 
-_IDLE = StepPlan((), 0, 0, 0, 0)
+_IDLE = StepPlan((), 0, 0, StepFeatures())
 SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 

@@ -19,6 +19,7 @@ from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.errors import DisaggError, EngineFailed, WorkerLost
 from disagg.messages import KVEvent, WorkerStatus
+from disagg.time_model import StepFeatures
 
 IN_FLIGHT_WAIT_S = 0.0005  # a transfer is under way: how soon to look again
 STALLED_WAIT_S = 0.005  # sequences wait for blocks that someone else holds
@@ -30,18 +31,14 @@ Message = Callable[[], None]
 class StepResult(msgspec.Struct, frozen=True):
     """What one turn of the thread has to tell, and what its step cost (for the time model).
 
-    The features are those of `StepPlan`; a turn without a step has num_seqs == 0.
+    features, seconds: of the step; features is None when there was none to time.
     failure: the engine is broken; whatever waits for it, also outside of it, has to end.
     """
 
     events: tuple[TokenEvent, ...]
     kv_events: tuple[KVEvent, ...]
     status: WorkerStatus
-    num_seqs: int = 0
-    num_decodes: int = 0
-    num_new_tokens: int = 0
-    num_context_tokens: int = 0
-    num_attended: int = 0
+    features: StepFeatures | None = None
     seconds: float = 0.0
     failure: EngineFailed | None = None
 
@@ -171,11 +168,7 @@ class EngineThread:
             tuple(events),
             kv_events,
             status,
-            len(plan.work),
-            plan.num_decodes,
-            plan.num_new_tokens,
-            plan.num_context_tokens,
-            plan.num_attended,
+            plan.features if plan.work else None,
             seconds,
         )
         self._publish(result)

@@ -22,6 +22,7 @@ from disagg.engine.sequence import Sequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent, Work
 from disagg.errors import RequestError, StartupError
 from disagg.messages import FinishReason, WorkerStatus
+from disagg.time_model import StepFeatures
 
 _NEVER = 1 << 62
 
@@ -217,26 +218,25 @@ class Scheduler:
             elif num_tokens <= sequence.num_slots or self._grow(sequence):
                 decodes.append(Work(sequence, 1))
                 num_context += num_tokens
-        num_attended = num_context
         budget = self.max_num_batched_tokens - len(decodes)
         chunks: list[Work] = []
+        num_attended = num_chunk_tokens = 0
         admitted = self._admit(budget, prefills) if num_preempted == self.num_preempted else []
         for sequence in [*prefills, *admitted]:
-            num_tokens = min(budget, len(sequence.tokens) - sequence.num_computed)
-            if not num_tokens:
-                break
+            num_before = sequence.num_computed
+            num_tokens = min(budget, len(sequence.tokens) - num_before)
+            if num_tokens == 1:
+                decodes.append(Work(sequence, 1))
+                num_context += num_before + 1
+            elif num_tokens:
+                chunks.append(Work(sequence, num_tokens))
+                num_chunk_tokens += num_tokens
+                num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
             budget -= num_tokens
-            (decodes if num_tokens == 1 else chunks).append(Work(sequence, num_tokens))
-            num_after = sequence.num_computed + num_tokens
-            num_context += num_after
-            num_attended += num_tokens * num_after
-        return StepPlan(
-            (*decodes, *chunks),
-            len(decodes),
-            self.max_num_batched_tokens - budget,
-            num_context,
-            num_attended,
-        )
+        num_decodes = len(decodes)
+        features = StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context)
+        num_new_tokens = num_decodes + num_chunk_tokens
+        return StepPlan((*decodes, *chunks), num_decodes, num_new_tokens, features)
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""

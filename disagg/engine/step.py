@@ -9,6 +9,7 @@ import msgspec
 from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError
 from disagg.messages import FinishReason, TokenLogprobs
+from disagg.time_model import StepFeatures
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -19,16 +20,15 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step's decisions, with the features from which the step's time is predicted.
+    """One step's decisions. The first `num_decodes` items have one token each.
 
-    The first `num_decodes` items have one token each.
+    features: what the step will cost, in the terms of the time model.
     """
 
     work: tuple[Work, ...]
     num_decodes: int
-    num_new_tokens: int
-    num_context_tokens: int  # sum over the items of the tokens that have KV after the step
-    num_attended: int  # sum over the items of new tokens * context tokens
+    num_new_tokens: int  # of all items
+    features: StepFeatures
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
