@@ -1,0 +1,243 @@
+"""KV blocks beyond a worker's memory: evicted blocks go out, prefixes of new requests come back.
+
+Owned by the engine's thread; no method waits. The store's network is behind `StoreThread`. What is
+lost, late, damaged or refused here is computed by the engine, so every failure is a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from disagg.blocks import BlockHash
+from disagg.store.store import ColdStore
+from disagg.store.store_thread import FetchDone, FetchJob, PutJob, PutsDone, StoreThread
+
+_MAX_KNOWN = 32768  # names, about 200 bytes each
+
+
+class TransferTimes(Protocol):
+    """Seconds for a number of bytes, fitted as they are observed; `time_model` has one."""
+
+    def observe(self, nbytes: int, seconds: float) -> None: ...
+
+    def predict_s(self, nbytes: int) -> float: ...
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A lookup under way. `ColdTier.poll` sets `done`; nothing changes after that."""
+
+    hashes: tuple[BlockHash, ...]
+    done: bool = False
+    num_found: int = 0  # leading blocks in the store, loaded or not
+    blocks: list[bytes] = field(default_factory=list)  # of `hashes[:len(blocks)]`
+    seconds: float = 0.0  # in the store, without the queue before it
+    error: str | None = None  # why there is less than there might be
+
+
+@dataclass(slots=True)
+class ColdTierStats:
+    """Counts since the start; `queued_nbytes` is of now."""
+
+    num_stored: int = 0
+    num_dropped: int = 0  # offered while the queue was full or closed
+    num_known: int = 0  # offered though the store has them
+    num_put_failures: int = 0
+    stored_nbytes: int = 0
+    queued_nbytes: int = 0
+    num_lookups: int = 0
+    num_lookup_failures: int = 0
+    num_hits: int = 0  # blocks that came back
+    num_misses: int = 0  # blocks looked up that did not
+    loaded_nbytes: int = 0
+    load_s: float = 0.0
+    last_error: str = ""
+
+
+class ColdTier:
+    """One worker's way to the store.
+
+    Args:
+        store: handed over; closed by `close`.
+        block_nbytes: size of every block.
+        times: the fit of the store's latency and rate, with a prior.
+        queue_nbytes: of blocks that wait to be stored.
+        fetch_nbytes: of blocks that are being fetched or wait for `poll`.
+        wake: called from another thread when `poll` has something.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        store: ColdStore,
+        block_nbytes: int,
+        times: TransferTimes,
+        *,
+        queue_nbytes: int = 64 << 20,
+        fetch_nbytes: int = 256 << 20,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._block_nbytes = block_nbytes
+        self._times = times
+        self._queue_nbytes = queue_nbytes
+        self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
+        self._thread = StoreThread(store, block_nbytes, clock, wake)
+        self._under_way: dict[int, tuple[Fetch, FetchJob]] = {}
+        self._ended: list[Fetch] = []
+        self._next_id = 0
+        self._closed = False
+        self._known: OrderedDict[BlockHash, None] = OrderedDict()
+        self.stats = ColdTierStats()
+
+    @property
+    def num_under_way(self) -> int:
+        """Lookups that `poll` has not reported; while there are any, poll often."""
+        return len(self._under_way) + len(self._ended)
+
+    def offer(self, block_hash: BlockHash, block: bytes) -> bool:
+        """Keep a copy of a block that leaves the worker. False: not needed, or no room now."""
+        if len(block) != self._block_nbytes:
+            raise ValueError(f"a block has {self._block_nbytes} bytes, this one has {len(block)}")
+        if block_hash in self._known:
+            self._known.move_to_end(block_hash)
+            self.stats.num_known += 1
+            return False
+        self._take_done()
+        if self._closed or self.stats.queued_nbytes + len(block) > self._queue_nbytes:
+            self.stats.num_dropped += 1
+            return False
+        self.stats.queued_nbytes += len(block)
+        self._thread.submit(PutJob(block_hash, block))
+        return True
+
+    def likely(self, hashes: Sequence[BlockHash]) -> int:
+        """Leading blocks that this worker has lately seen in the store: a guess without a trip.
+
+        0 says nothing about what other workers stored there; `lookup` asks.
+        """
+        return next((i for i, name in enumerate(hashes) if name not in self._known), len(hashes))
+
+    def predicted_s(self, num_blocks: int) -> float:
+        """Seconds from a lookup until so many blocks are here."""
+        return self._times.predict_s(num_blocks * self._block_nbytes)
+
+    def lookup(
+        self, hashes: Sequence[BlockHash], compute_s: Callable[[int], float] | None = None
+    ) -> Fetch:
+        """Start to fetch the leading blocks of `hashes` that the store has.
+
+        Args:
+            hashes: a run of a request's blocks, from the first that is not here.
+            compute_s: what computing the first so many of them would take; called in another
+                thread. The blocks stay where they are when that is less than loading them.
+        """
+        fetch = Fetch(tuple(hashes))
+        self.stats.num_lookups += 1
+        self._take_done()
+        room = self._num_fetchable - sum(len(job.hashes) for _, job in self._under_way.values())
+        room -= sum(len(ended.blocks) for ended in self._ended)
+        if self._closed or room <= 0:
+            fetch.error = "the tier is closed" if self._closed else "too many fetches at once"
+        if not hashes or fetch.error is not None:
+            self._end(fetch)
+            return fetch
+        # A straight line through the fit: the fit itself belongs to this thread.
+        base_s = self.predicted_s(0)
+        block_s = (self.predicted_s(len(hashes)) - base_s) / len(hashes)
+
+        def worth(num_found: int) -> bool:
+            return compute_s is None or base_s + num_found * block_s < compute_s(num_found)
+
+        job = FetchJob(self._next_id, fetch.hashes[:room], worth)
+        self._next_id += 1
+        self._under_way[job.fetch_id] = (fetch, job)
+        self._thread.submit(job)
+        return fetch
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Its blocks are not needed any more. `poll` reports it all the same."""
+        for other, job in self._under_way.values():
+            if other is fetch:
+                job.cancelled = True
+
+    def poll(self) -> list[Fetch]:
+        """Lookups that ended since the last call, each once."""
+        self._take_done()
+        ended, self._ended = self._ended, []
+        for fetch in ended:
+            fetch.done = True
+        return ended
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Store what was offered, for at most `timeout_s`. False: a call to the store hangs on.
+
+        Lookups under way end, with a last `poll`; later ones find nothing.
+        """
+        self._closed = True
+        in_time = self._thread.close(timeout_s)
+        self._take_done()
+        for fetch, job in self._under_way.values():
+            job.cancelled = True
+            fetch.error = "the tier is closed"
+            self._end(fetch)
+        self._under_way.clear()
+        return in_time
+
+    def _take_done(self) -> None:
+        for done in self._thread.take_done():
+            if isinstance(done, PutsDone):
+                self._finish_puts(done)
+            else:
+                self._finish_fetch(done)
+
+    def _finish_puts(self, done: PutsDone) -> None:
+        self.stats.queued_nbytes -= done.nbytes
+        if done.error is not None:
+            self.stats.num_put_failures += len(done.block_hashes)
+            self._forget_all(done.error)
+            return
+        self.stats.num_stored += len(done.block_hashes)
+        self.stats.stored_nbytes += done.nbytes
+        self._remember(done.block_hashes)
+
+    def _finish_fetch(self, done: FetchDone) -> None:
+        if done.fetch_id not in self._under_way:
+            return  # given up by `close`
+        fetch, job = self._under_way.pop(done.fetch_id)
+        fetch.num_found, fetch.seconds, fetch.error = done.num_found, done.seconds, done.error
+        if not job.cancelled:
+            fetch.blocks = done.blocks
+        if done.error is not None:
+            self.stats.num_lookup_failures += 1
+            self._forget_all(done.error)
+        elif not job.cancelled:
+            nbytes = len(done.blocks) * self._block_nbytes
+            self._times.observe(nbytes, done.seconds)
+            self.stats.loaded_nbytes += nbytes
+            self.stats.load_s += done.seconds
+            self._remember(job.hashes[: done.num_found])
+            for name in job.hashes[done.num_found :]:
+                self._known.pop(name, None)
+        self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        self.stats.num_hits += len(fetch.blocks)
+        self.stats.num_misses += len(fetch.hashes) - len(fetch.blocks)
+        self._ended.append(fetch)
+
+    def _remember(self, hashes: Sequence[BlockHash]) -> None:
+        for name in hashes:
+            self._known[name] = None
+            self._known.move_to_end(name)
+        while len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _forget_all(self, error: str) -> None:
+        """A server that was away may come back empty."""
+        self.stats.last_error = error
+        self._known.clear()

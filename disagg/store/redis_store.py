@@ -1,0 +1,152 @@
+"""Blocks in Redis: the only place that knows its client.
+
+Keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout and the
+cluster's key, so clusters and models that share a server never meet. A value is the block behind a
+digest of it that is keyed in the same way and covers the block's name: a truncated, damaged,
+misplaced or forged value is not accepted. The server bounds memory (`maxmemory` with
+`maxmemory-policy allkeys-lru`), a time to live bounds age.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hmac import compare_digest
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.client import Pipeline
+from redis.retry import Retry
+
+from disagg.blocks import BlockHash
+from disagg.errors import StartupError, Unavailable
+from disagg.store.breaker import Breaker
+
+_SEAL_NBYTES = 16
+
+
+class RedisStore:
+    """A `ColdStore` in a Redis server. Nothing connects before the first call.
+
+    While the server is away, calls raise `Unavailable` without touching the network, but for one
+    trial after each of growing pauses; a call that does reach out takes at most a few times
+    `timeout_s`.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`.
+        layout: fingerprint of everything that gives a block's bytes their meaning.
+        secret: the cluster's key; who does not know it can neither read names nor forge blocks.
+        ttl_s: how long a block stays after it was put, used or not.
+        timeout_s: for connecting, and for each answer.
+
+    Raises:
+        StartupError: the URL makes no sense.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        layout: str,
+        *,
+        secret: bytes = b"",
+        ttl_s: float = 24 * 3600.0,
+        timeout_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._secret = hashlib.blake2b(secret, digest_size=32).digest()
+        namespace = hashlib.blake2b(layout.encode(), digest_size=8, key=self._secret).hexdigest()
+        self._prefix = f"disagg:kv:{namespace}:".encode()
+        self._ttl_ms = max(1, int(ttl_s * 1000))
+        self._clock = clock
+        self._breaker = Breaker()
+        self._why = ""
+        self.num_damaged = 0
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                protocol=2,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
+            )
+        except ValueError as error:
+            raise StartupError(f"The Redis URL is not valid: {error}", param="redis_url") from error
+
+    def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
+        if not keys:
+            return []
+        with self._guarded():
+            values = self._client.mget([self._prefix + key for key in keys])
+            blocks = [self._unseal(key, value) for key, value in zip(keys, values, strict=True)]
+            damaged = [
+                self._prefix + key
+                for key, value, block in zip(keys, values, blocks, strict=True)
+                if value is not None and block is None
+            ]
+            if damaged:  # make room for a good one
+                self.num_damaged += len(damaged)
+                self._client.unlink(*damaged)
+        return blocks
+
+    def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
+        if not items:
+            return
+        with self._guarded(), self._client.pipeline(transaction=False) as pipeline:
+            for key, block in items:
+                pipeline.set(self._prefix + key, self._seal(key, block), px=self._ttl_ms)
+            _execute(pipeline)
+
+    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+        if not keys:
+            return 0
+        with self._guarded(), self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(self._prefix + key)
+            present = _execute(pipeline)
+        return next((i for i, found in enumerate(present) if not found), len(keys))
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        left_s = self._breaker.left_s(self._clock())
+        if left_s > 0:
+            raise Unavailable(
+                f"Redis is away ({self._why}); the next attempt is in {left_s:.1f} s."
+            )
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            # A connection that failed midway may still hold answers to the question before.
+            self._client.connection_pool.disconnect()
+            self._why = f"{type(error).__name__}: {error}"
+            self._breaker.failed(self._clock())
+            raise Unavailable(f"Redis did not answer ({self._why}).") from error
+        self._breaker.succeeded()
+
+    def _digest(self, key: BlockHash, block: bytes) -> bytes:
+        digest = hashlib.blake2b(key, digest_size=_SEAL_NBYTES, key=self._secret)
+        digest.update(block)
+        return digest.digest()
+
+    def _seal(self, key: BlockHash, block: bytes) -> bytes:
+        return self._digest(key, block) + block
+
+    def _unseal(self, key: BlockHash, value: bytes | str | None) -> bytes | None:
+        if not isinstance(value, bytes):
+            return None
+        block = value[_SEAL_NBYTES:]
+        return block if compare_digest(value[:_SEAL_NBYTES], self._digest(key, block)) else None
+
+
+def _execute(pipeline: Pipeline) -> list[Any]:
+    """Answers of a pipeline. Its own errors would quote the blocks that were sent."""
+    answers = pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers

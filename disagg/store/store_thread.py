@@ -1,0 +1,172 @@
+"""The one thread that waits for a `ColdStore`, so that nobody else does.
+
+Jobs come in and results go out through queues; neither side shares anything else. Fetches go
+before puts: a request may wait for a fetch, nobody waits for a put.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from disagg.blocks import BlockHash
+from disagg.errors import Unavailable
+from disagg.store.store import ColdStore
+
+_CALL_NBYTES = 4 << 20  # one call moves about this much, so that a fetch waits for one put at most
+
+
+@dataclass(slots=True)
+class FetchJob:
+    """Load the leading run of `hashes` that is there, if `worth` says so of its length."""
+
+    fetch_id: int
+    hashes: tuple[BlockHash, ...]
+    worth: Callable[[int], bool]
+    cancelled: bool = False  # set by the other side
+
+
+@dataclass(frozen=True, slots=True)
+class PutJob:
+    block_hash: BlockHash
+    block: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class FetchDone:
+    fetch_id: int
+    num_found: int = 0  # length of the leading run in the store
+    blocks: list[bytes] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutsDone:
+    block_hashes: tuple[BlockHash, ...]
+    nbytes: int
+    error: str | None
+
+
+Done: TypeAlias = FetchDone | PutsDone
+
+
+class StoreThread:
+    """Owns the store from here on, and closes it.
+
+    Args:
+        block_nbytes: of every block; a value of another size is not one of ours.
+        wake: called from the thread after each fetch.
+    """
+
+    def __init__(
+        self,
+        store: ColdStore,
+        block_nbytes: int,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._block_nbytes = block_nbytes
+        self._num_per_call = max(1, _CALL_NBYTES // block_nbytes)
+        self._clock = clock
+        self._wake = wake
+        self._inbox: SimpleQueue[FetchJob | PutJob | _Stop] = SimpleQueue()
+        self._outbox: SimpleQueue[Done] = SimpleQueue()
+        self._fetches: deque[FetchJob] = deque()
+        self._puts: deque[PutJob] = deque()
+        self._stop: _Stop | None = None
+        self._thread = threading.Thread(target=self._run, name="cold-tier", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: FetchJob | PutJob) -> None:
+        self._inbox.put(job)
+
+    def take_done(self) -> list[Done]:
+        """What ended since the last call. Never waits."""
+        done: list[Done] = []
+        while True:
+            try:
+                done.append(self._outbox.get_nowait())
+            except Empty:
+                return done
+
+    def close(self, timeout_s: float) -> bool:
+        """Do what was submitted for at most `timeout_s`. False: the thread is still in a call."""
+        self._inbox.put(_Stop(self._clock() + timeout_s))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._take_jobs():
+            if self._fetches:
+                self._outbox.put(self._fetch(self._fetches.popleft()))
+                self._wake()
+            elif self._puts:
+                num = min(len(self._puts), self._num_per_call)
+                self._outbox.put(self._put([self._puts.popleft() for _ in range(num)]))
+        self._store.close()
+
+    def _take_jobs(self) -> bool:
+        """Everything that has been submitted; waits when there is nothing else to do."""
+        try:
+            while True:
+                idle = not (self._fetches or self._puts or self._stop)
+                job = self._inbox.get(block=idle)
+                if isinstance(job, FetchJob):
+                    self._fetches.append(job)
+                elif isinstance(job, PutJob):
+                    self._puts.append(job)
+                else:
+                    self._stop = job
+        except Empty:
+            pass
+        if self._stop is None:
+            return True
+        return bool(self._fetches or self._puts) and self._clock() < self._stop.deadline_s
+
+    def _fetch(self, job: FetchJob) -> FetchDone:
+        done = FetchDone(job.fetch_id)
+        start_s = self._clock()
+        try:
+            if not job.cancelled:
+                done.num_found = self._store.contains_prefix(job.hashes)
+            if done.num_found and job.worth(done.num_found):
+                self._load(job, done)
+        except Unavailable as error:
+            done.error = error.message
+        except Exception as error:  # a bug in a store costs its blocks, not the worker
+            done.error = f"{type(error).__name__}: {error}"
+        done.seconds = self._clock() - start_s
+        return done
+
+    def _load(self, job: FetchJob, done: FetchDone) -> None:
+        for start in range(0, done.num_found, self._num_per_call):
+            if job.cancelled:
+                return
+            wanted = job.hashes[start : min(start + self._num_per_call, done.num_found)]
+            for block in self._store.get_many(wanted):
+                if block is None or len(block) != self._block_nbytes:
+                    done.num_found = len(done.blocks)  # evicted meanwhile, or damaged
+                    return
+                done.blocks.append(block)
+
+    def _put(self, jobs: Sequence[PutJob]) -> PutsDone:
+        error: str | None = None
+        try:
+            self._store.put_many([(job.block_hash, job.block) for job in jobs])
+        except Unavailable as unavailable:
+            error = unavailable.message
+        except Exception as bug:  # as above
+            error = f"{type(bug).__name__}: {bug}"
+        hashes = tuple(job.block_hash for job in jobs)
+        return PutsDone(hashes, sum(len(job.block) for job in jobs), error)

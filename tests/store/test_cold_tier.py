@@ -1,0 +1,460 @@
+"""The tier's promises: never wait, never grow, never return what was not put."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from disagg.blocks import BlockHash
+from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.errors import Unavailable
+from disagg.store import cold_tier
+from disagg.store.cold_tier import ColdTier, Fetch
+from disagg.store.memory_store import MemoryStore
+from disagg.store.redis_store import RedisStore
+from disagg.store.store import ColdStore
+
+NBYTES = 1000
+
+
+class FixedTimes:
+    """1 s and 1 s a block."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        self.seen.append((nbytes, seconds))
+
+    def predict_s(self, nbytes: int) -> float:
+        return 1.0 + nbytes / NBYTES
+
+
+class Gate:
+    """A store whose calls wait until let through, and fail when told to."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(1 << 20)
+        self.open = threading.Event()
+        self.open.set()
+        self.error: Exception | None = None
+        self.calls: list[str] = []
+        self.entered = threading.Semaphore(0)
+        self.closed = threading.Event()
+
+    def _pass(self, name: str) -> None:
+        self.calls.append(name)
+        self.entered.release()
+        assert self.open.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
+        self._pass("get")
+        return self.store.get_many(keys)
+
+    def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
+        self._pass("put")
+        self.store.put_many(items)
+
+    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+        self._pass("contains")
+        return self.store.contains_prefix(keys)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def new_tier() -> Iterator[Callable[..., ColdTier]]:
+    tiers: list[ColdTier] = []
+
+    def new(
+        store: ColdStore,
+        *,
+        times: FixedTimes | None = None,
+        num_queued: int = 100,
+        num_fetched: int = 100,
+        wake: Callable[[], None] = lambda: None,
+    ) -> ColdTier:
+        tiers.append(
+            ColdTier(
+                store,
+                NBYTES,
+                times or FixedTimes(),
+                queue_nbytes=num_queued * NBYTES,
+                fetch_nbytes=num_fetched * NBYTES,
+                wake=wake,
+            )
+        )
+        return tiers[-1]
+
+    yield new
+    for tier in tiers:
+        assert tier.close(timeout_s=20)
+
+
+Opener = Callable[..., ColdTier]
+
+
+def name(i: int) -> BlockHash:
+    return i.to_bytes(16, "little")
+
+
+def names(*numbers: int) -> list[BlockHash]:
+    return [name(i) for i in numbers]
+
+
+def block(i: int) -> bytes:
+    return bytes([i % 256]) * NBYTES
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+def finish(tier: ColdTier, *fetches: Fetch) -> None:
+    """Poll until these are done; each is reported exactly once."""
+    reported: list[Fetch] = []
+
+    def all_done() -> bool:
+        reported.extend(tier.poll())
+        return all(fetch.done for fetch in fetches)
+
+    wait_until(all_done)
+    for fetch in fetches:
+        assert reported.count(fetch) == 1
+
+
+def settle(tier: ColdTier) -> None:
+    """Wait until everything offered is stored, failed or dropped."""
+
+    def nothing_queued() -> bool:
+        tier.poll()
+        return tier.stats.queued_nbytes == 0
+
+    wait_until(nothing_queued)
+
+
+def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
+    times = FixedTimes()
+    tier = new_tier(MemoryStore(1 << 20), times=times)
+    assert all(tier.offer(name(i), block(i)) for i in (0, 1, 3))
+    settle(tier)
+    fetch = tier.lookup(names(0, 1, 2, 3))
+    assert not fetch.done
+    finish(tier, fetch)
+    assert fetch.blocks == [block(0), block(1)]
+    assert (fetch.num_found, fetch.error) == (2, None)
+    assert fetch.seconds > 0
+    stats = tier.stats
+    assert (stats.num_stored, stats.stored_nbytes) == (3, 3 * NBYTES)
+    assert (stats.num_hits, stats.num_misses, stats.loaded_nbytes) == (2, 2, 2 * NBYTES)
+    assert times.seen == [(2 * NBYTES, fetch.seconds)]
+
+
+def test_a_prefix_longer_than_one_call_is_loaded_in_order(
+    new_tier: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.store.store_thread._CALL_NBYTES", 3 * NBYTES)
+    gate = Gate()
+    tier = new_tier(gate)
+    for i in range(10):
+        tier.offer(name(i), block(i))
+    settle(tier)
+    gate.calls.clear()
+    fetch = tier.lookup(names(*range(10)))
+    finish(tier, fetch)
+    assert fetch.blocks == [block(i) for i in range(10)]
+    assert gate.calls == ["contains", "get", "get", "get", "get"]
+
+
+def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate, num_queued=5)
+    gate.open.clear()
+    taken = [tier.offer(name(i), block(i)) for i in range(8)]
+    assert taken == [True] * 5 + [False] * 3
+    assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (3, 5 * NBYTES)
+    gate.open.set()
+    settle(tier)
+    assert tier.stats.num_stored == 5
+    assert tier.offer(name(7), block(7))
+
+
+def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:
+    with pytest.raises(ValueError, match="1000 bytes"):
+        new_tier(MemoryStore(1 << 20)).offer(name(0), b"short")
+
+
+def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
+    store = MemoryStore(1 << 20)
+    store.put_many([(name(0), block(0)), (name(1), block(1)[:-1])])
+    tier = new_tier(store)
+    fetch = tier.lookup(names(0, 1))
+    finish(tier, fetch)
+    assert fetch.blocks == [block(0)]
+
+
+def test_a_block_evicted_between_question_and_load_ends_the_run(new_tier: Opener) -> None:
+    class Forgetful(MemoryStore):
+        def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+            return len(keys)
+
+    store = Forgetful(1 << 20)
+    store.put_many([(name(0), block(0)), (name(2), block(2))])
+    fetch = (tier := new_tier(store)).lookup(names(0, 1, 2))
+    finish(tier, fetch)
+    assert (fetch.blocks, fetch.num_found) == ([block(0)], 1)
+
+
+def test_fetches_go_before_puts(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate)
+    gate.open.clear()
+    tier.offer(name(0), block(0))
+    assert gate.entered.acquire(timeout=30)
+    for i in range(1, 9):
+        tier.offer(name(i), block(i))
+    fetch = tier.lookup(names(20))
+    gate.open.set()
+    finish(tier, fetch)
+    settle(tier)
+    assert gate.calls == ["put", "contains", "put"]
+
+
+def test_known_blocks_are_not_stored_twice_and_guessed_without_a_trip(
+    new_tier: Opener, gate: Gate
+) -> None:
+    tier = new_tier(gate)
+    tier.offer(name(0), block(0))
+    tier.offer(name(1), block(1))
+    settle(tier)
+    calls = list(gate.calls)
+    assert tier.likely(names(0, 1, 2)) == 2
+    assert tier.likely(names(2, 0)) == 0
+    assert not tier.offer(name(0), block(0))
+    assert tier.stats.num_known == 1
+    assert gate.calls == calls
+
+
+def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> None:
+    store = MemoryStore(1 << 20)
+    store.put_many([(name(0), block(0))])
+    tier = new_tier(store)
+    assert tier.likely(names(0)) == 0
+    fetch = tier.lookup(names(0, 1))
+    finish(tier, fetch)
+    assert fetch.blocks == [block(0)]
+    assert tier.likely(names(0, 1)) == 1
+
+
+def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
+    store = MemoryStore(2 * NBYTES)
+    tier = new_tier(store)
+    tier.offer(name(0), block(0))
+    settle(tier)
+    store.put_many([(name(8), block(8)), (name(9), block(9))])
+    assert tier.likely(names(0)) == 1
+    finish(tier, tier.lookup(names(0)))
+    assert tier.likely(names(0)) == 0
+    assert tier.offer(name(0), block(0))
+
+
+def test_the_names_it_knows_are_bounded(new_tier: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 3)
+    tier = new_tier(MemoryStore(1 << 20))
+    for i in range(5):
+        tier.offer(name(i), block(i))
+    settle(tier)
+    assert [tier.likely(names(i)) for i in range(5)] == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("compute_s", "loads"), [(2.9, False), (3.1, True)])
+def test_blocks_are_loaded_only_when_that_is_faster(
+    new_tier: Opener, gate: Gate, compute_s: float, loads: bool
+) -> None:
+    tier = new_tier(gate)
+    gate.store.put_many([(name(i), block(i)) for i in range(2)])
+    assert tier.predicted_s(2) == 3.0
+    asked: list[int] = []
+
+    def computing(num_blocks: int) -> float:
+        asked.append(num_blocks)
+        return compute_s
+
+    fetch = tier.lookup(names(0, 1, 2), computing)
+    finish(tier, fetch)
+    assert asked == [2]
+    assert fetch.num_found == 2
+    assert len(fetch.blocks) == (2 if loads else 0)
+    assert ("get" in gate.calls) == loads
+
+
+def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
+    new_tier: Opener, gate: Gate
+) -> None:
+    tier = new_tier(gate, num_fetched=4)
+    gate.store.put_many([(name(i), block(i)) for i in range(6)])
+    gate.open.clear()
+    one, two, three = (tier.lookup(names(*range(n))) for n in (3, 6, 6))
+    assert tier.poll() == [three] and three.error == "too many fetches at once"
+    gate.open.set()
+    wait_until(lambda: len(gate.calls) == 4)
+    finish(tier, one, two)
+    assert [len(fetch.blocks) for fetch in (one, two, three)] == [3, 1, 0]
+    assert tier.num_under_way == 0
+    again = tier.lookup(names(0, 1, 2, 3))
+    finish(tier, again)
+    assert len(again.blocks) == 4
+
+
+def test_no_hashes_is_no_work(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate)
+    fetch = tier.lookup([])
+    assert tier.poll() == [fetch] and fetch.done and fetch.error is None
+    assert gate.calls == []
+
+
+def test_a_cancelled_fetch_ends_without_its_blocks(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate)
+    gate.store.put_many([(name(0), block(0))])
+    gate.open.clear()
+    under_way, waiting = tier.lookup(names(0)), tier.lookup(names(0))
+    assert gate.entered.acquire(timeout=30)
+    tier.cancel(under_way)
+    tier.cancel(waiting)
+    gate.open.set()
+    finish(tier, under_way, waiting)
+    assert under_way.blocks == waiting.blocks == []
+    assert gate.calls == ["contains"]
+
+
+def test_the_engine_is_woken(new_tier: Opener) -> None:
+    woken = threading.Event()
+    tier = new_tier(MemoryStore(1 << 20), wake=woken.set)
+    fetch = tier.lookup(names(0))
+    assert woken.wait(30)
+    assert tier.poll() == [fetch]
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), RuntimeError("a bug")])
+def test_a_failing_store_is_a_miss_and_counted(
+    new_tier: Opener, gate: Gate, error: Exception
+) -> None:
+    times = FixedTimes()
+    tier = new_tier(gate, times=times)
+    tier.offer(name(0), block(0))
+    settle(tier)
+    gate.error = error
+    tier.offer(name(1), block(1))
+    settle(tier)
+    assert tier.likely(names(0)) == 0  # it may come back empty
+    fetch = tier.lookup(names(0))
+    finish(tier, fetch)
+    assert fetch.blocks == [] and str(error) in (fetch.error or "")
+    assert (tier.stats.num_put_failures, tier.stats.num_lookup_failures) == (1, 1)
+    assert str(error) in tier.stats.last_error
+    assert times.seen == []
+    gate.error = None
+    assert tier.offer(name(0), block(0))
+    settle(tier)
+    again = tier.lookup(names(0))
+    finish(tier, again)
+    assert again.blocks == [block(0)]
+
+
+def test_close_stores_what_was_offered(gate: Gate) -> None:
+    tier = ColdTier(gate, NBYTES, FixedTimes())
+    gate.open.clear()
+    tier.offer(name(0), block(0))
+    assert gate.entered.acquire(timeout=30)
+    for i in range(1, 4):
+        tier.offer(name(i), block(i))
+    gate.open.set()
+    assert tier.close(timeout_s=20)
+    assert gate.closed.is_set()
+    assert gate.store.contains_prefix(names(*range(4))) == 4
+    assert tier.stats.num_stored == 4
+    assert not tier.offer(name(9), block(9))
+
+
+def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
+    tier = ColdTier(gate, NBYTES, FixedTimes())
+    gate.open.clear()
+    before = tier.lookup(names(0))
+    assert not tier.close(timeout_s=0.05)
+    after = tier.lookup(names(0))
+    assert tier.poll() == [before, after]
+    assert before.error == after.error == "the tier is closed"
+    gate.open.set()
+    assert gate.closed.wait(30)
+    assert tier.poll() == []
+
+
+def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
+    return ColdTier(RedisStore(server.url, "tier", timeout_s=timeout_s), NBYTES, FixedTimes())
+
+
+def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
+    tier = redis_tier(own_redis, timeout_s=5)
+    tier.offer(name(0), block(0))
+    settle(tier)
+    os.kill(own_redis.pid, signal.SIGKILL)
+    own_redis.stop()
+    lost = tier.lookup(names(0))
+    finish(tier, lost)
+    assert lost.blocks == [] and lost.error is not None
+    for i in range(50):
+        tier.offer(name(i), block(i))
+    settle(tier)  # nothing piles up while it is away
+    assert tier.stats.num_put_failures == 50
+    own_redis.start()
+
+    def stored_again() -> bool:
+        tier.offer(name(0), block(0))
+        settle(tier)
+        return tier.likely(names(0)) == 1
+
+    wait_until(stored_again)
+    found = tier.lookup(names(0, 1))
+    finish(tier, found)
+    assert found.blocks == [block(0)]
+    assert tier.close(timeout_s=20)
+
+
+def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
+    tier = redis_tier(own_redis, timeout_s=0.5)
+    tier.offer(name(0), block(0))
+    settle(tier)
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    try:
+        fetches = [tier.lookup(names(0)) for _ in range(20)]
+        finish(tier, *fetches)
+        assert all(fetch.blocks == [] and fetch.error for fetch in fetches)
+        assert sum("did not answer" in (fetch.error or "") for fetch in fetches) < 20
+        assert tier.close(timeout_s=20)
+    finally:
+        os.kill(own_redis.pid, signal.SIGCONT)
+
+
+def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:
+    one, other = redis_tier(own_redis, timeout_s=10), redis_tier(own_redis, timeout_s=10)
+    for i in range(20):
+        one.offer(name(i), block(i))
+    settle(one)
+    fetch = other.lookup(names(*range(25)))
+    finish(other, fetch)
+    assert fetch.blocks == [block(i) for i in range(20)]
+    assert one.close(timeout_s=20) and other.close(timeout_s=20)
