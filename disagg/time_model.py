@@ -1,0 +1,275 @@
+"""How long engine steps and KV transfers take: small linear models, fitted while serving.
+
+A step's seconds are a non-negative linear combination of features whose shape comes from the
+roofline: something per step (launches, reading the weights), per new token (matrix products), per
+new token and token it attends to (prefill attention), per decoding sequence, per token of decode
+context (reading KV). Everything that compares choices (router, admission, autoscaler, simulator)
+asks these models, so all of them speak in seconds.
+
+Fitting is non-negative least squares on the *relative* error (a 1 ms decode step counts as much
+as a 1 s prefill step, and a stall of 100 steps' length counts for little), over normal equations
+that forget exponentially, solved by one sweep of coordinate descent per observation from where
+the last one ended (Franc, Hlaváč and Navara, 2005). Coefficients are kept in units of the prior,
+which makes them comparable, and a weak pull to the prior decides what nothing was observed about.
+
+Pure arithmetic: no clock, no torch, no knowledge of who measures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
+
+from disagg.messages import StepCosts, TransferFigure
+
+NUM_STEP_FEATURES = 5
+CHUNK_TOKENS = 1024  # of a prompt in one step, where a caller does not know better
+NUM_ERRORS_KEPT = 65
+PULL_TO_PRIOR = 1e-4
+MAX_BYTES_PER_S = 1e13
+
+# A mid-size CPU core running a small model; `disagg.planner` computes better ones for a machine.
+DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """What one engine step did.
+
+    Args:
+        num_new_tokens: prompt tokens computed in the step.
+        num_attended: for these, the sum of the positions each attends to.
+        num_decoding: sequences that gained one token.
+        num_decode_context: the sum of their lengths.
+    """
+
+    num_new_tokens: int = 0
+    num_attended: float = 0.0
+    num_decoding: int = 0
+    num_decode_context: int = 0
+
+    def row(self) -> tuple[float, ...]:
+        return (
+            1.0,
+            self.num_new_tokens,
+            self.num_attended,
+            self.num_decoding,
+            self.num_decode_context,
+        )
+
+
+def attended(num_new_tokens: float, num_context_tokens: float) -> float:
+    """Positions that `num_new_tokens` attend to after `num_context_tokens`, each itself too."""
+    return num_new_tokens * (num_context_tokens + 0.5 * (num_new_tokens + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """Predicts seconds. Coefficients are seconds per unit of each feature of `StepFeatures`."""
+
+    coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
+
+    def __post_init__(self) -> None:
+        if len(self.coefficients) != NUM_STEP_FEATURES or min(self.coefficients) < 0:
+            raise ValueError(
+                f"A step time model needs {NUM_STEP_FEATURES} coefficients >= 0,"
+                f" got {self.coefficients}"
+            )
+
+    @classmethod
+    def of(cls, costs: StepCosts | None) -> StepTimeModel:
+        """The model that a worker reports, or the default until it does."""
+        return cls(costs.coefficients) if costs is not None else cls()
+
+    def step_s(self, features: StepFeatures) -> float:
+        seconds: float = sum(map(mul, self.coefficients, features.row()))
+        return seconds
+
+    def prefill_s(
+        self,
+        num_new_tokens: float,
+        num_context_tokens: float = 0,
+        num_sequences: float = 1,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> float:
+        """Computing `num_new_tokens` in all of `num_sequences` equal prompts, one after another.
+
+        Each prompt comes after `num_context_tokens` that are there already.
+        """
+        if num_new_tokens <= 0:
+            return 0.0
+        per_step, per_token, per_attended, _, _ = self.coefficients
+        num_steps = max(1.0, num_new_tokens / chunk_tokens)
+        reach = num_context_tokens + 0.5 * (num_new_tokens / max(1, num_sequences) + 1)
+        return num_steps * per_step + num_new_tokens * (per_token + per_attended * reach)
+
+    def decode_step_s(self, num_sequences: float, num_context_tokens: float) -> float:
+        """One step that gives each of `num_sequences` a token; their lengths add up to the rest."""
+        if num_sequences <= 0:
+            return 0.0
+        per_step, _, _, per_sequence, per_context = self.coefficients
+        return per_step + per_sequence * num_sequences + per_context * num_context_tokens
+
+
+class StepTimeFit:
+    """Learns a `StepTimeModel` from an engine's steps.
+
+    Steps with prompt tokens in them and pure decode steps are forgotten separately: an hour of
+    decoding must not erase what is known about prefill.
+
+    Args:
+        prior: what to believe before the first step; every coefficient > 0.
+        forgetting: weight that an observation keeps when the next one of its kind arrives.
+    """
+
+    def __init__(self, prior: StepTimeModel | None = None, forgetting: float = 0.99) -> None:
+        prior = prior or StepTimeModel()
+        self._decode = _Evidence(NUM_STEP_FEATURES, forgetting)
+        self._prefill = _Evidence(NUM_STEP_FEATURES, forgetting)
+        self._solver = _Solver(prior.coefficients)
+        self._errors = _RecentErrors()
+        self._num_observed = 0
+
+    @property
+    def model(self) -> StepTimeModel:
+        return StepTimeModel(self._solver.coefficients())
+
+    @property
+    def median_error(self) -> float:
+        """Of recent predictions, each made before its step was learned from, as a fraction."""
+        return self._errors.median()
+
+    def observe(self, features: StepFeatures, seconds: float) -> None:
+        """Learn from one step. Steps of no measurable length are ignored."""
+        if seconds <= 0.0:
+            return
+        self._num_observed += 1
+        row = self._solver.relative(features.row(), seconds)
+        self._errors.add(abs(self._solver.predict(row) - 1.0))
+        kind = self._prefill if features.num_new_tokens else self._decode
+        kind.add(row)
+        self._solver.sweep(self._decode, self._prefill)
+
+    def to_costs(self) -> StepCosts:
+        """For `WorkerStatus`."""
+        return StepCosts(self._solver.coefficients(), self._num_observed, self.median_error)
+
+
+class TransferTimeModel:
+    """Learns, per source, the latency and bandwidth of pulling KV from it.
+
+    Args:
+        latency_s, bytes_per_s: what to believe of a source before its first pull.
+    """
+
+    def __init__(
+        self,
+        latency_s: float = 1e-3,
+        bytes_per_s: float = 1e9,
+        forgetting: float = 0.98,
+    ) -> None:
+        self._prior = (latency_s, 1.0 / bytes_per_s)
+        self._forgetting = forgetting
+        self._sources: dict[str, tuple[_Evidence, _Solver]] = {}
+
+    def observe(self, source_id: str, nbytes: int, seconds: float) -> None:
+        if seconds <= 0.0:
+            return
+        if source_id not in self._sources:
+            self._sources[source_id] = (_Evidence(2, self._forgetting), _Solver(self._prior))
+        evidence, solver = self._sources[source_id]
+        evidence.add(solver.relative((1.0, nbytes), seconds))
+        solver.sweep(evidence)
+
+    def transfer_s(self, source_id: str, nbytes: int) -> float:
+        latency_s, s_per_byte = self._coefficients(source_id)
+        return latency_s + s_per_byte * nbytes
+
+    def forget(self, source_id: str) -> None:
+        """The source is gone; a new one of that name starts from the prior."""
+        self._sources.pop(source_id, None)
+
+    def figures(self) -> tuple[TransferFigure, ...]:
+        """For `WorkerStatus`."""
+        return tuple(self._figure(source_id) for source_id in self._sources)
+
+    def _figure(self, source_id: str) -> TransferFigure:
+        latency_s, s_per_byte = self._coefficients(source_id)
+        return TransferFigure(source_id, latency_s, 1.0 / max(s_per_byte, 1.0 / MAX_BYTES_PER_S))
+
+    def _coefficients(self, source_id: str) -> tuple[float, ...]:
+        known = self._sources.get(source_id)
+        return known[1].coefficients() if known else self._prior
+
+
+class _Evidence:
+    """Decayed normal equations of rows whose target is 1: sums of x xT and of x."""
+
+    __slots__ = ("_forgetting", "products", "sums")
+
+    def __init__(self, num_features: int, forgetting: float) -> None:
+        self.products = [[0.0] * num_features for _ in range(num_features)]
+        self.sums = [0.0] * num_features
+        self._forgetting = forgetting
+
+    def add(self, row: Sequence[float]) -> None:
+        keep = self._forgetting
+        self.sums = [keep * old + x for old, x in zip(self.sums, row, strict=True)]
+        for i, x in enumerate(row):
+            if x:
+                self.products[i] = [
+                    keep * old + x * y for old, y in zip(self.products[i], row, strict=True)
+                ]
+            else:
+                self.products[i] = [keep * old for old in self.products[i]]
+
+
+class _Solver:
+    """Non-negative coefficients in units of the prior's, improved sweep by sweep."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        if min(prior) <= 0:
+            raise ValueError(f"Every prior coefficient must be > 0, got {tuple(prior)}")
+        self._prior = tuple(prior)
+        self._scaled = [1.0] * len(self._prior)
+
+    def coefficients(self) -> tuple[float, ...]:
+        return tuple(p * a for p, a in zip(self._prior, self._scaled, strict=True))
+
+    def relative(self, row: Sequence[float], seconds: float) -> list[float]:
+        """`row` in units in which the right coefficients give 1."""
+        return [p * x / seconds for p, x in zip(self._prior, row, strict=True)]
+
+    def predict(self, relative_row: Sequence[float]) -> float:
+        total: float = sum(map(mul, self._scaled, relative_row))
+        return total
+
+    def sweep(self, *evidence: _Evidence) -> None:
+        """One pass of coordinate descent on the sum of the evidence and the pull to the prior."""
+        scaled = self._scaled
+        for i in range(len(scaled)):
+            diagonal = PULL_TO_PRIOR
+            slope = PULL_TO_PRIOR * (1.0 - scaled[i])
+            for part in evidence:
+                products = part.products[i]
+                diagonal += products[i]
+                slope += part.sums[i]
+                slope -= sum(map(mul, scaled, products))
+            scaled[i] = max(0.0, scaled[i] + slope / diagonal)
+
+
+class _RecentErrors:
+    """The median of the last few; sorted only when asked for."""
+
+    def __init__(self) -> None:
+        self._errors: deque[float] = deque(maxlen=NUM_ERRORS_KEPT)
+
+    def add(self, error: float) -> None:
+        self._errors.append(error)
+
+    def median(self) -> float:
+        if not self._errors:
+            return 0.0
+        return sorted(self._errors)[len(self._errors) // 2]

@@ -1,0 +1,198 @@
+"""Planted models are found under noise, never turn negative, and are found again after a change."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.messages import StepCosts
+from disagg.time_model import (
+    StepFeatures,
+    StepTimeFit,
+    StepTimeModel,
+    TransferTimeModel,
+    attended,
+)
+
+GPU = StepTimeModel((4e-3, 2e-5, 1e-9, 5e-5, 3e-8))
+SCALES = st.floats(min_value=0.05, max_value=20.0)
+
+
+def random_step(rng: random.Random, prefill: bool) -> StepFeatures:
+    num_new = rng.randrange(1, 1024) if prefill else 0
+    num_decoding = rng.randrange(1, 64)
+    return StepFeatures(
+        num_new_tokens=num_new,
+        num_attended=attended(num_new, rng.randrange(8000)),
+        num_decoding=num_decoding,
+        num_decode_context=num_decoding * rng.randrange(1, 4000),
+    )
+
+
+def observe(
+    fit: StepTimeFit, truth: StepTimeModel, rng: random.Random, num_steps: int, noise: float
+) -> None:
+    for turn in range(num_steps):
+        features = random_step(rng, prefill=turn % 3 == 0)
+        fit.observe(features, truth.step_s(features) * rng.lognormvariate(0, noise))
+
+
+def error_of(fit: StepTimeFit, truth: StepTimeModel, prefill: bool) -> float:
+    rng = random.Random(99)
+    steps = [random_step(rng, prefill) for _ in range(200)]
+    model = fit.model
+    return median(abs(model.step_s(step) / truth.step_s(step) - 1) for step in steps)
+
+
+@settings(max_examples=25, deadline=None)
+@given(scales=st.tuples(SCALES, SCALES, SCALES, SCALES, SCALES), seed=st.integers(0, 1000))
+def test_a_planted_model_is_found_under_noise(scales: tuple[float, ...], seed: int) -> None:
+    prior = StepTimeModel()
+    truth = StepTimeModel(
+        tuple(a * scale for a, scale in zip(prior.coefficients, scales, strict=True))
+    )
+    fit = StepTimeFit(prior)
+    observe(fit, truth, random.Random(seed), 1500, noise=0.1)
+    assert error_of(fit, truth, prefill=True) < 0.08
+    assert error_of(fit, truth, prefill=False) < 0.08
+    assert 0.03 < fit.median_error < 0.15
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 4096),
+            st.integers(0, 64),
+            st.integers(0, 100_000),
+            st.floats(min_value=1e-6, max_value=1e3),
+        ),
+        max_size=60,
+    )
+)
+def test_nothing_observed_makes_a_prediction_negative(
+    steps: list[tuple[int, int, int, float]],
+) -> None:
+    fit = StepTimeFit()
+    for num_new, num_decoding, num_context, seconds in steps:
+        features = StepFeatures(num_new, attended(num_new, 0), num_decoding, num_context)
+        fit.observe(features, seconds)
+        assert min(fit.model.coefficients) >= 0.0
+        assert fit.median_error >= 0.0
+
+
+def test_it_follows_a_machine_that_changes() -> None:
+    rng = random.Random(5)
+    fit = StepTimeFit()
+    observe(fit, GPU, rng, 1500, noise=0.05)
+    slower = StepTimeModel(tuple(3 * a for a in GPU.coefficients))
+    assert error_of(fit, slower, prefill=True) > 0.5
+    observe(fit, slower, rng, 1500, noise=0.05)
+    assert error_of(fit, slower, prefill=True) < 0.08
+    assert error_of(fit, slower, prefill=False) < 0.08
+
+
+def test_hours_of_decoding_do_not_erase_what_is_known_about_prefill() -> None:
+    rng = random.Random(6)
+    fit = StepTimeFit()
+    observe(fit, GPU, rng, 1500, noise=0.05)
+    for _ in range(10_000):
+        features = random_step(rng, prefill=False)
+        fit.observe(features, GPU.step_s(features))
+    assert error_of(fit, GPU, prefill=True) < 0.1
+
+
+def test_a_stall_hardly_moves_it() -> None:
+    rng = random.Random(7)
+    fit = StepTimeFit()
+    observe(fit, GPU, rng, 600, noise=0.05)
+    fit.observe(random_step(rng, prefill=False), 100.0)
+    assert error_of(fit, GPU, prefill=False) < 0.08
+
+
+def test_before_the_first_step_the_prior_holds() -> None:
+    fit = StepTimeFit(GPU)
+    assert fit.model.coefficients == pytest.approx(GPU.coefficients)
+    assert fit.median_error == 0.0
+    fit.observe(StepFeatures(num_decoding=1, num_decode_context=10), 0.0)
+    assert fit.to_costs() == StepCosts(fit.model.coefficients, 0, 0.0)
+
+
+def test_costs_cross_the_wire_and_back() -> None:
+    fit = StepTimeFit()
+    observe(fit, GPU, random.Random(8), 50, noise=0.05)
+    costs = fit.to_costs()
+    assert costs.num_observed == 50
+    assert StepTimeModel.of(costs) == fit.model
+    assert StepTimeModel.of(None) == StepTimeModel()
+
+
+def test_prefill_is_the_sum_of_its_chunks() -> None:
+    whole = GPU.prefill_s(4096, 1000, chunk_tokens=1024)
+    steps = [StepFeatures(1024, attended(1024, 1000 + done)) for done in range(0, 4096, 1024)]
+    assert whole == pytest.approx(sum(GPU.step_s(step) for step in steps))
+
+
+def test_prefill_of_several_prompts_is_the_sum_of_them() -> None:
+    together = GPU.prefill_s(6000, num_sequences=3, chunk_tokens=1000)
+    assert together == pytest.approx(3 * GPU.prefill_s(2000, chunk_tokens=1000))
+
+
+def test_decode_is_the_step_it_predicts() -> None:
+    step = StepFeatures(num_decoding=8, num_decode_context=9000)
+    assert GPU.decode_step_s(8, 9000) == pytest.approx(GPU.step_s(step))
+
+
+def test_no_work_takes_no_time() -> None:
+    assert GPU.prefill_s(0, 500) == 0.0
+    assert GPU.decode_step_s(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("coefficients", [(1.0,) * 4, (1.0, 1.0, -1e-9, 1.0, 1.0)])
+def test_a_model_that_could_be_negative_is_refused(coefficients: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="coefficients >= 0"):
+        StepTimeModel(coefficients)
+
+
+def test_a_prior_that_rules_something_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be > 0"):
+        StepTimeFit(StepTimeModel((1.0, 0.0, 1.0, 1.0, 1.0)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    latency_s=st.floats(min_value=1e-5, max_value=1e-2),
+    bytes_per_s=st.floats(min_value=1e7, max_value=4e11),
+    seed=st.integers(0, 1000),
+)
+def test_transfers_are_learned_per_source(latency_s: float, bytes_per_s: float, seed: int) -> None:
+    rng = random.Random(seed)
+    model = TransferTimeModel()
+    before = model.transfer_s("other", 1 << 20)
+    for _ in range(300):
+        nbytes = int(2 ** rng.uniform(12, 28))
+        seconds = (latency_s + nbytes / bytes_per_s) * rng.lognormvariate(0, 0.05)
+        model.observe("source", nbytes, seconds)
+    for nbytes in (1 << 16, 1 << 22, 1 << 27):
+        truth = latency_s + nbytes / bytes_per_s
+        assert model.transfer_s("source", nbytes) == pytest.approx(truth, rel=0.15)
+    assert model.transfer_s("other", 1 << 20) == before
+    (figure,) = model.figures()
+    assert figure.source_id == "source"
+    assert figure.latency_s >= 0.0
+    assert figure.latency_s + (1 << 27) / figure.bytes_per_s == pytest.approx(
+        model.transfer_s("source", 1 << 27)
+    )
+
+
+def test_a_source_that_left_is_forgotten() -> None:
+    model = TransferTimeModel(latency_s=1.0, bytes_per_s=1.0)
+    model.observe("source", 100, 1e-3)
+    model.forget("source")
+    model.observe("source", 100, 0.0)
+    assert model.transfer_s("source", 3) == 4.0
+    assert model.figures() == ()
