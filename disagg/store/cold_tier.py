@@ -10,21 +10,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from disagg.blocks import BlockHash
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import FetchDone, FetchJob, PutJob, PutsDone, StoreThread
+from disagg.time_model import TransferTimeModel
+
+STORE_ID = "store"  # its source id in a `TransferTimeModel`
 
 _MAX_KNOWN = 32768  # names, about 200 bytes each
-
-
-class TransferTimes(Protocol):
-    """Seconds for a number of bytes, fitted as they are observed; `time_model` has one."""
-
-    def observe(self, nbytes: int, seconds: float) -> None: ...
-
-    def predict_s(self, nbytes: int) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +58,8 @@ class ColdTier:
     Args:
         store: handed over; closed by `close`.
         block_nbytes: size of every block.
-        times: the fit of the store's latency and rate, with a prior.
+        times: learns the store's latency and rate as those of source `STORE_ID`; the worker's own
+            one may be shared, since both belong to the engine's thread.
         queue_nbytes: of blocks that wait to be stored.
         fetch_nbytes: of blocks that are being fetched or wait for `poll`.
         wake: called from another thread when `poll` has something.
@@ -75,7 +70,7 @@ class ColdTier:
         self,
         store: ColdStore,
         block_nbytes: int,
-        times: TransferTimes,
+        times: TransferTimeModel,
         *,
         queue_nbytes: int = 64 << 20,
         fetch_nbytes: int = 256 << 20,
@@ -124,7 +119,7 @@ class ColdTier:
 
     def predicted_s(self, num_blocks: int) -> float:
         """Seconds from a lookup until so many blocks are here."""
-        return self._times.predict_s(num_blocks * self._block_nbytes)
+        return self._times.transfer_s(STORE_ID, num_blocks * self._block_nbytes)
 
     def lookup(
         self, hashes: Sequence[BlockHash], compute_s: Callable[[int], float] | None = None
@@ -217,7 +212,7 @@ class ColdTier:
             self._forget_all(done.error)
         elif not job.cancelled:
             nbytes = len(done.blocks) * self._block_nbytes
-            self._times.observe(nbytes, done.seconds)
+            self._times.observe(STORE_ID, nbytes, done.seconds)
             self.stats.loaded_nbytes += nbytes
             self.stats.load_s += done.seconds
             self._remember(job.hashes[: done.num_found])

@@ -14,25 +14,18 @@ from disagg.blocks import BlockHash
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.errors import Unavailable
 from disagg.store import cold_tier
-from disagg.store.cold_tier import ColdTier, Fetch
+from disagg.store.cold_tier import STORE_ID, ColdTier, Fetch
 from disagg.store.memory_store import MemoryStore
 from disagg.store.redis_store import RedisStore
 from disagg.store.store import ColdStore
+from disagg.time_model import TransferTimeModel
 
 NBYTES = 1000
 
 
-class FixedTimes:
-    """1 s and 1 s a block."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []
-
-    def observe(self, nbytes: int, seconds: float) -> None:
-        self.seen.append((nbytes, seconds))
-
-    def predict_s(self, nbytes: int) -> float:
-        return 1.0 + nbytes / NBYTES
+def one_second_a_block() -> TransferTimeModel:
+    """And one before the first."""
+    return TransferTimeModel(latency_s=1.0, bytes_per_s=NBYTES)
 
 
 class Gate:
@@ -82,7 +75,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
     def new(
         store: ColdStore,
         *,
-        times: FixedTimes | None = None,
+        times: TransferTimeModel | None = None,
         num_queued: int = 100,
         num_fetched: int = 100,
         wake: Callable[[], None] = lambda: None,
@@ -91,7 +84,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
             ColdTier(
                 store,
                 NBYTES,
-                times or FixedTimes(),
+                times or one_second_a_block(),
                 queue_nbytes=num_queued * NBYTES,
                 fetch_nbytes=num_fetched * NBYTES,
                 wake=wake,
@@ -150,7 +143,7 @@ def settle(tier: ColdTier) -> None:
 
 
 def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
-    times = FixedTimes()
+    times = one_second_a_block()
     tier = new_tier(MemoryStore(1 << 20), times=times)
     assert all(tier.offer(name(i), block(i)) for i in (0, 1, 3))
     settle(tier)
@@ -163,7 +156,9 @@ def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
     stats = tier.stats
     assert (stats.num_stored, stats.stored_nbytes) == (3, 3 * NBYTES)
     assert (stats.num_hits, stats.num_misses, stats.loaded_nbytes) == (2, 2, 2 * NBYTES)
-    assert times.seen == [(2 * NBYTES, fetch.seconds)]
+    (figure,) = times.figures()
+    assert figure.source_id == STORE_ID
+    assert tier.predicted_s(2) < 0.9 * 3.0  # it learns that this store is faster than that
 
 
 def test_a_prefix_longer_than_one_call_is_loaded_in_order(
@@ -353,7 +348,7 @@ def test_the_engine_is_woken(new_tier: Opener) -> None:
 def test_a_failing_store_is_a_miss_and_counted(
     new_tier: Opener, gate: Gate, error: Exception
 ) -> None:
-    times = FixedTimes()
+    times = one_second_a_block()
     tier = new_tier(gate, times=times)
     tier.offer(name(0), block(0))
     settle(tier)
@@ -366,7 +361,7 @@ def test_a_failing_store_is_a_miss_and_counted(
     assert fetch.blocks == [] and str(error) in (fetch.error or "")
     assert (tier.stats.num_put_failures, tier.stats.num_lookup_failures) == (1, 1)
     assert str(error) in tier.stats.last_error
-    assert times.seen == []
+    assert times.figures() == ()
     gate.error = None
     assert tier.offer(name(0), block(0))
     settle(tier)
@@ -376,7 +371,7 @@ def test_a_failing_store_is_a_miss_and_counted(
 
 
 def test_close_stores_what_was_offered(gate: Gate) -> None:
-    tier = ColdTier(gate, NBYTES, FixedTimes())
+    tier = ColdTier(gate, NBYTES, one_second_a_block())
     gate.open.clear()
     tier.offer(name(0), block(0))
     assert gate.entered.acquire(timeout=30)
@@ -391,7 +386,7 @@ def test_close_stores_what_was_offered(gate: Gate) -> None:
 
 
 def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
-    tier = ColdTier(gate, NBYTES, FixedTimes())
+    tier = ColdTier(gate, NBYTES, one_second_a_block())
     gate.open.clear()
     before = tier.lookup(names(0))
     assert not tier.close(timeout_s=0.05)
@@ -404,7 +399,9 @@ def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
 
 
 def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
-    return ColdTier(RedisStore(server.url, "tier", timeout_s=timeout_s), NBYTES, FixedTimes())
+    return ColdTier(
+        RedisStore(server.url, "tier", timeout_s=timeout_s), NBYTES, one_second_a_block()
+    )
 
 
 def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
