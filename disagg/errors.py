@@ -35,7 +35,7 @@ class DisaggError(Exception):
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"  # OpenAI's `error.type`
-    code: ClassVar[str] = "internal_error"  # OpenAI's `error.code`; unique per class
+    code: str = "internal_error"  # OpenAI's `error.code`; unique per class
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

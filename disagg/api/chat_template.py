@@ -1,0 +1,182 @@
+"""Messages to one prompt text, by the model's own Jinja template in a sandbox.
+
+Equal to transformers' `apply_chat_template`, whose filters and globals templates are written
+against. The template comes from the operator's model directory, never from a request. The sandbox
+forbids attributes and mutation; on top, products and powers are bounded and so is the output, so
+that a bad template fails the request that meets it and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from disagg.api.refusals import InvalidRequest
+from disagg.errors import ModelError
+
+MAX_NUM_CHARS = 32 << 20  # of a rendered prompt
+_MAX_PRODUCT = 1 << 20
+
+
+class ChatTemplate:
+    """A compiled template. `variables` are the special tokens it may name (`bos_token`...)."""
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        environment = _Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"The chat template does not compile: {error}.") from error
+        self._variables = dict(variables)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Raises `InvalidRequest` when the template refuses the messages or fails on them."""
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(
+                **self._variables,
+                **(arguments or {}),
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            ):
+                num_chars += len(piece)
+                if num_chars > MAX_NUM_CHARS:
+                    raise OverflowError("its output is too long")
+                pieces.append(piece)
+        # Template expressions raise what Python raises on odd operands; none of it is our fault.
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"The model's chat template does not accept these messages: {str(error)[:300]}",
+                code="invalid_prompt",
+                param="messages",
+            ) from None
+        except (AttributeError, RecursionError, MemoryError):
+            raise InvalidRequest(
+                "The model's chat template fails on these messages.",
+                code="invalid_prompt",
+                param="messages",
+            ) from None
+        return "".join(pieces)
+
+
+def load_chat_template(directory: Path, override: str | None = None) -> ChatTemplate | None:
+    """The template of a model directory, or of the file `override`; None when it has none.
+
+    Looked for in `chat_template.jinja`, then in `tokenizer_config.json`.
+
+    Raises:
+        ModelError: `override` does not exist, or the template does not compile.
+    """
+    config_file = directory / "tokenizer_config.json"
+    config: dict[str, Any] = {}
+    if config_file.is_file():
+        try:
+            config = json.loads(config_file.read_text("utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{config_file} is not valid JSON: {error}.") from error
+    source = _source(directory, config, override)
+    return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def _source(directory: Path, config: dict[str, Any], override: str | None) -> str | None:
+    if override is not None:
+        if not Path(override).is_file():
+            raise ModelError(f"The chat template {override} does not exist.", param="chat_template")
+        return Path(override).read_text("utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Variables like `bos_token`; an entry is a string or {"content": string}."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise jinja2.exceptions.SecurityError(f"{operator} is not allowed in a chat template")
+        if operator == "*" and abs(_size(left) * _size(right)) > _MAX_PRODUCT:
+            raise jinja2.exceptions.SecurityError("a product is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operand: Any) -> float:
+    if isinstance(operand, Sequence):
+        return len(operand)
+    return operand if isinstance(operand, int | float) else 1
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: marks answers for training; here just its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

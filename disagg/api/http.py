@@ -1,0 +1,314 @@
+"""The HTTP surface as a plain ASGI application: routing, keys, limits, streams, ends.
+
+Decides on `scope["path"]` alone (never on a URL rebuilt from `Host`), refuses by default where a
+key is set, and turns every error into one reply in one place. Runs under uvicorn and inside Ray
+Serve. What a request means is `service`'s part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+import msgspec
+
+from disagg.api import openai_responses as responses
+from disagg.api.answers import Piece, Run
+from disagg.api.http_reply import Reply, Send, Writer, watch
+from disagg.api.http_request import HttpRequest, KeyCheck
+from disagg.api.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
+from disagg.api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_request,
+)
+from disagg.api.refusals import (
+    MethodNotAllowed,
+    UnknownUrl,
+    as_disagg_error,
+)
+from disagg.api.served_model import ServedModel
+from disagg.api.service import Caller, Service
+from disagg.config import HttpConfig
+from disagg.errors import DisaggError, Overloaded
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
+
+logger = logging.getLogger("disagg.api")
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether requests can be served now; `pools` says what there is, for people."""
+
+    ready: bool
+    reason: str = ""
+    pools: dict[str, dict[str, int]] = {}
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | AsyncGenerator[bytes, None]]]
+
+
+def build_app(
+    service: Service,
+    config: HttpConfig,
+    *,
+    readiness: Callable[[], Readiness],
+    metrics: ApiMetrics | None = None,
+    explain: Callable[[str], bytes | None] | None = None,
+    new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+) -> AsgiApp:
+    """The ASGI application.
+
+    Args:
+        readiness: asked by `/ready` and `/health`; cheap.
+        metrics: shown by `/metrics`.
+        explain: request id -> JSON that says how it was routed; `/debug/requests/{id}`.
+        new_id: random text for ids that clients do not choose.
+    """
+    return _App(service, config, readiness, metrics or ApiMetrics(), explain, new_id)
+
+
+class _App:
+    def __init__(
+        self,
+        service: Service,
+        config: HttpConfig,
+        readiness: Callable[[], Readiness],
+        metrics: ApiMetrics,
+        explain: Callable[[str], bytes | None] | None,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._readiness = readiness
+        self._metrics = metrics
+        self._explain = explain
+        self._new_id = new_id
+        self._key_check = KeyCheck(config.api_key)
+        self._num_running = 0
+        self._routes: dict[str, tuple[str, Endpoint]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._ready),
+            "/ready": ("GET", self._ready),
+            "/ping": ("GET", self._ready),
+            "/live": ("GET", self._live),
+            "/version": ("GET", self._show_version),
+            "/metrics": ("GET", self._show_metrics),
+        }
+        self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
+            "/v1/models/": ("GET", self._one_model),
+            "/debug/requests/": ("GET", self._debug_request),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _answer_lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1003})
+        elif scope["type"] == "http":
+            request = HttpRequest(scope, receive, self._new_id)
+            await self._serve(request, send)
+
+    async def _serve(self, request: HttpRequest, send: Send) -> None:
+        """Answer one request, unless its client goes away first."""
+        writer = Writer(send, request.request_id)
+        self._metrics.num_running.inc()
+        self._num_running += 1
+        work = asyncio.create_task(self._answer(request, writer))
+        gone = asyncio.create_task(watch(request, writer))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._metrics.disconnects.inc()
+        finally:
+            self._num_running -= 1
+            self._metrics.num_running.dec()
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        route = request.route or "other"
+        self._metrics.http_requests.labels(route, str(writer.status or 499)).inc()
+
+    async def _answer(self, request: HttpRequest, writer: Writer) -> None:
+        try:
+            answer = await self._dispatch(request)
+            if isinstance(answer, Reply):
+                await writer.reply(answer)
+            else:
+                await writer.stream(answer)
+        except Exception as problem:  # the one place where errors become replies
+            error = as_disagg_error(problem, request.request_id)
+            if error is not problem:
+                logger.exception("request %s failed", request.request_id)
+            await writer.fail(error, close=not request.body_is_read)
+
+    async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        method, endpoint = self._route(request)
+        request.check_head()
+        if request.path not in OPEN_PATHS:
+            self._key_check(request)
+        if endpoint is None:
+            raise UnknownUrl(f"There is no {request.path[:128]!r} here.")
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            raise MethodNotAllowed(
+                f"{request.path} takes {method}, not {request.method[:16]}.", allowed=method
+            )
+        if method == "POST" and self._num_running > self._config.max_num_requests:
+            raise Overloaded(
+                f"{self._config.max_num_requests} requests are in flight here already."
+            )
+        return await endpoint(request)
+
+    def _route(self, request: HttpRequest) -> tuple[str, Endpoint | None]:
+        path = request.path
+        if path in self._routes:
+            request.route = path
+            return self._routes[path]
+        for prefix, route in self._prefix_routes.items():
+            if path.startswith(prefix):
+                request.route = prefix
+                request.rest = path.removeprefix(prefix)
+                return route
+        return "", None
+
+    # Completions
+
+    async def _chat(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        arrived_s = self._metrics.clock()
+        asked = parse_request(await self._read_json(request), ChatRequest)
+        run = await self._service.chat(asked, self._caller(request, "chatcmpl-"))
+        if asked.stream:
+            return self._events(run, responses.ChatFrames(run.job), arrived_s)
+        return Reply(responses.chat_body(run, await self._collect(run, arrived_s)))
+
+    async def _completions(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        arrived_s = self._metrics.clock()
+        asked = parse_request(await self._read_json(request), CompletionRequest)
+        run = await self._service.complete(asked, self._caller(request, "cmpl-"))
+        if asked.stream:
+            return self._events(run, responses.CompletionFrames(run.job), arrived_s)
+        return Reply(responses.completion_body(run, await self._collect(run, arrived_s)))
+
+    async def _collect(self, run: Run, arrived_s: float) -> list[Piece]:
+        """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
+        answers = [Piece(choice.index) for choice in run.job.choices]
+        async with aclosing(self._observed(run, arrived_s)) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    answers[piece.index].extend(piece)
+        return answers
+
+    async def _events(
+        self, run: Run, frames: responses.Frames, arrived_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, those of one batch joined into one write."""
+        opening = frames.opening()
+        async with aclosing(self._observed(run, arrived_s)) as batches:
+            async for batch in batches:
+                events = b"".join(map(frames.piece, batch))
+                if opening or events:
+                    yield opening + events
+                opening = b""
+        yield frames.closing(run)
+
+    async def _observed(self, run: Run, arrived_s: float) -> AsyncGenerator[list[Piece], None]:
+        """The run's batches, counted."""
+        model = run.job.model.name
+        timer = RequestTimer(self._metrics, model, len(run.job.choices), arrived_s)
+        try:
+            async with aclosing(run.batches()) as batches:
+                async for batch in batches:
+                    timer.tokens(sum(piece.num_tokens for piece in batch))
+                    for piece in batch:
+                        if piece.finish_reason is not None:
+                            self._metrics.success.labels(model, piece.finish_reason).inc()
+                    yield batch
+        except DisaggError as error:
+            self._metrics.failure.labels(model, error.code).inc()
+            raise
+        finally:
+            timer.ended(run.job.num_prompt_tokens, run.num_cached_tokens, run.num_completion_tokens)
+
+    def _caller(self, request: HttpRequest, prefix: str) -> Caller:
+        return Caller(prefix + request.own_id, request.tenant, request.traceparent)
+
+    # The rest
+
+    async def _models(self, request: HttpRequest) -> Reply:
+        models = [_describe(model) for model in self._service.models.values()]
+        return Reply(msgspec.json.encode(responses.ModelList(models)))
+
+    async def _one_model(self, request: HttpRequest) -> Reply:
+        return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
+
+    async def _tokenize(self, request: HttpRequest) -> Reply:
+        asked = parse_request(await self._read_json(request), TokenizeRequest)
+        model, token_ids = await self._service.tokenize(asked)
+        texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        body = responses.Tokenized(
+            len(token_ids),
+            model.max_model_len,
+            token_ids,
+            texts if asked.return_token_strs else None,
+        )
+        return Reply(msgspec.json.encode(body))
+
+    async def _detokenize(self, request: HttpRequest) -> Reply:
+        asked = parse_request(await self._read_json(request), DetokenizeRequest)
+        text = self._service.detokenize(asked)
+        return Reply(msgspec.json.encode(responses.Detokenized(text)))
+
+    async def _ready(self, request: HttpRequest) -> Reply:
+        state = self._readiness()
+        return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
+
+    async def _live(self, request: HttpRequest) -> Reply:
+        return Reply(b"{}")
+
+    async def _show_version(self, request: HttpRequest) -> Reply:
+        return Reply(msgspec.json.encode(_Version(version("disagg"))))
+
+    async def _show_metrics(self, request: HttpRequest) -> Reply:
+        return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
+
+    async def _debug_request(self, request: HttpRequest) -> Reply:
+        found = self._explain(request.rest) if self._explain is not None else None
+        if found is None:
+            raise UnknownUrl("No decision is kept for a request of this id.")
+        return Reply(found)
+
+    async def _read_json(self, request: HttpRequest) -> bytes:
+        request.check_json()
+        return await request.read_body(self._config.max_body_nbytes)
+
+
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _describe(model: ServedModel) -> responses.Model:
+    return responses.Model(model.name, model.created_unix_s, model.max_model_len, model.name)

@@ -1,0 +1,98 @@
+"""Writing one answer: whole, or as a stream that starts with its first event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from disagg.api.http_request import HttpRequest
+from disagg.api.openai_responses import PING, error_frame
+from disagg.api.refusals import error_headers, error_json
+from disagg.errors import DisaggError
+
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+PING_AFTER_S = 15.0  # a stream without an event for so long gets a comment, for idle timeouts
+JSON = (b"content-type", b"application/json")
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass
+class Reply:
+    body: bytes
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=lambda: [JSON])
+
+
+class Writer:
+    """Writes one answer, whole or in parts, and knows how far it got."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._id_header = (b"x-request-id", request_id.encode())
+        self.status: int | None = None
+        self.streaming = False
+        self.num_writes = 0
+
+    async def reply(self, reply: Reply) -> None:
+        length = (b"content-length", str(len(reply.body)).encode())
+        await self._start(reply.status, [*reply.headers, length])
+        await self._send({"type": "http.response.body", "body": reply.body})
+
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        """The reply starts with the first event, so that earlier errors have a status."""
+        async with aclosing(events):
+            async for event in events:
+                if not self.streaming:
+                    await self._start(200, EVENT_STREAM)
+                    self.streaming = True
+                await self.write(event)
+        self.streaming = False
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def write(self, event: bytes) -> None:
+        self.num_writes += 1
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def fail(self, error: DisaggError, *, close: bool) -> None:
+        """An error reply, or the error as the last event of a stream that has begun."""
+        if self.streaming:
+            self.streaming = False
+            body = error_frame(error)
+            await self._send({"type": "http.response.body", "body": body})
+        elif self.status is None:
+            closing = [(b"connection", b"close")] if close else []
+            headers = [JSON, *error_headers(error), *closing]
+            await self.reply(Reply(error_json(error), error.http_status, headers))
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, self._id_header],
+            }
+        )
+
+
+async def watch(request: HttpRequest, writer: Writer) -> None:
+    """Return when the client is gone; meanwhile keep a silent stream alive."""
+    gone = asyncio.create_task(request.disconnected())
+    try:
+        while True:
+            num_writes = writer.num_writes
+            done, _ = await asyncio.wait({gone}, timeout=PING_AFTER_S)
+            if done:
+                return
+            if writer.streaming and writer.num_writes == num_writes:
+                await writer.write(PING)
+    finally:
+        gone.cancel()

@@ -1,0 +1,152 @@
+"""One HTTP request before anyone looks at its body: head, key, bounded reading, its end.
+
+Headers are labels only. Nothing a client sends in one is used as an address or a cache key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from disagg.api.refusals import InvalidRequest, RequestTimeout, UnsupportedMediaType
+from disagg.errors import RequestError, RequestTooLarge, Unauthorized
+
+BODY_TIMEOUT_S = 30.0
+MAX_NUM_HEADERS = 100
+MAX_HEADERS_NBYTES = 32 << 10
+
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+_HOST = re.compile(rb"[\w.\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+_TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_JSON_TYPE = re.compile(rb"application/(json|[\w.-]+\+json)\s*(;.*)?", re.IGNORECASE)
+
+
+class HeadersTooLarge(RequestError):
+    http_status = 431
+    code = "headers_too_large"
+
+
+class HttpRequest:
+    """
+    Attributes:
+        own_id: names this request inside, whatever the client sent.
+        request_id: the client's `x-request-id` when it is harmless, else ours; a label.
+        route: the pattern that matched, for metrics; `rest` is what its end matched.
+        tenant: whose request it is; filled in by the key check.
+    """
+
+    def __init__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+        new_id: Callable[[], str],
+    ) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._read = asyncio.Event()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.route = ""
+        self.rest = ""
+        self.tenant = ""
+        self.own_id = new_id()
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
+        trace = self.headers.get(b"traceparent", b"")
+        self.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else ""
+
+    @property
+    def body_is_read(self) -> bool:
+        """Whether no byte of the body is outstanding, so that the connection can be used again."""
+        return self._read.is_set() or not (
+            b"transfer-encoding" in self.headers
+            or self.headers.get(b"content-length", b"0") != b"0"
+        )
+
+    def check_head(self) -> None:
+        """Raises `RequestError` for too many headers or a `Host` that is none."""
+        headers = self._scope["headers"]
+        nbytes = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MAX_NUM_HEADERS or nbytes > MAX_HEADERS_NBYTES:
+            raise HeadersTooLarge(
+                f"At most {MAX_NUM_HEADERS} headers of {MAX_HEADERS_NBYTES} bytes are taken."
+            )
+        host = self.headers.get(b"host")
+        modern = self._scope.get("http_version", "1.1") == "1.1"
+        if (host is None and modern) or (host is not None and not _HOST.fullmatch(host)):
+            raise InvalidRequest("The Host header is missing or malformed.", code="invalid_host")
+
+    def check_json(self) -> None:
+        """Raises `UnsupportedMediaType` unless the body is declared to be plain JSON."""
+        if not _JSON_TYPE.fullmatch(self.headers.get(b"content-type", b"")):
+            raise UnsupportedMediaType("Send the body with Content-Type: application/json.")
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise UnsupportedMediaType("Send the body without Content-Encoding.")
+
+    async def read_body(self, max_nbytes: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            RequestTooLarge: as soon as that is clear; the rest is not read.
+            RequestTimeout: it did not arrive in `BODY_TIMEOUT_S`.
+        """
+        announced = self.headers.get(b"content-length", b"")
+        if announced.isdigit() and int(announced[:20]) > max_nbytes:
+            raise _too_large(max_nbytes)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read_bounded(max_nbytes)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"The body did not arrive in {BODY_TIMEOUT_S:.0f} seconds."
+            ) from None
+
+    async def _read_bounded(self, max_nbytes: int) -> bytes:
+        parts: list[bytes] = []
+        nbytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestTimeout("The client hung up before its request was complete.")
+            part = message.get("body", b"")
+            nbytes += len(part)
+            if nbytes > max_nbytes:
+                raise _too_large(max_nbytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                self._read.set()
+                return b"".join(parts)
+
+    async def disconnected(self) -> None:
+        """Return when the client hung up, which can only be seen once its body has been read."""
+        await self._read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class KeyCheck:
+    """Compares bearer keys by digest in constant time; with no key configured all may enter."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+
+    def __call__(self, request: HttpRequest) -> None:
+        """Raises `Unauthorized`."""
+        if self._digest is None:
+            return
+        given = request.headers.get(b"authorization")
+        if given is None:
+            raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
+        scheme, _, key = given.partition(b" ")
+        digest = hashlib.sha256(key).digest()
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(digest, self._digest):
+            raise Unauthorized("The API key is not valid.")
+
+
+def _too_large(max_nbytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"The body is larger than {max_nbytes} bytes.")

@@ -1,0 +1,98 @@
+"""Refusals that only the HTTP side knows, and the one function that turns an error into a reply.
+
+They never cross a process: whatever reaches a worker has been checked here before. Texts name no
+file, address or class of ours, since error texts are read by strangers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from disagg.errors import DisaggError, Overloaded, RequestError
+
+MAX_RETRY_AFTER_S = 120  # OpenAI's clients ignore longer ones and then do not retry at all
+_RETRYABLE_4XX = (408, 409, 429)
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is wrong; `code` says which kind of rule it breaks."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.code = code
+
+
+def missing_parameter(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: {param}.", code="missing_required_parameter", param=param
+    )
+
+
+class UnknownUrl(RequestError):
+    http_status = 404
+    code = "unknown_url"
+
+
+class MethodNotAllowed(RequestError):
+    http_status = 405
+    code = "method_not_supported"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class RequestTimeout(RequestError):
+    http_status = 408
+    code = "request_timeout"
+
+
+class UnsupportedMediaType(RequestError):
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object; all four keys are always there."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorBody
+
+
+def error_json(error: DisaggError) -> bytes:
+    return msgspec.json.encode(
+        ErrorReply(ErrorBody(error.message, error.error_type, error.param, error.code))
+    )
+
+
+def error_headers(error: DisaggError) -> list[tuple[bytes, bytes]]:
+    """Headers that tell a client whether and when to try again."""
+    headers: list[tuple[bytes, bytes]] = []
+    if error.http_status in (429, 503):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+        seconds = min(max(1, math.ceil(wait_s)), MAX_RETRY_AFTER_S)
+        headers.append((b"retry-after", str(seconds).encode()))
+    if 400 <= error.http_status < 500 and error.http_status not in _RETRYABLE_4XX:
+        headers.append((b"x-should-retry", b"false"))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allowed.encode()))
+    return headers
+
+
+def as_disagg_error(error: BaseException, request_id: str) -> DisaggError:
+    """`error` itself when it is one of ours, else an error that says nothing about the inside."""
+    if isinstance(error, DisaggError):
+        return error
+    return DisaggError(
+        f"The server failed on this request; the failure is in its log under {request_id}."
+    )

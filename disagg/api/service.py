@@ -1,0 +1,398 @@
+"""OpenAI requests to generate requests: the one place where a model's limits are applied.
+
+Everything that can be wrong with a request is found here, before any worker hears of it. Knows
+nothing of HTTP and nothing of where an answer is computed: that is `generate`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from disagg.api.answers import Choice, Generate, Job, Run
+from disagg.api.openai_requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    prompts,
+)
+from disagg.api.refusals import InvalidRequest
+from disagg.api.served_model import ServedModel
+from disagg.blocks import hash_blocks, hash_root
+from disagg.errors import ContextLengthExceeded, ModelNotFound
+from disagg.messages import GenerateRequest, SamplingParams
+
+Number = TypeVar("Number", int, float)
+
+GREEDY_BELOW = 1e-5  # a temperature this small overflows the division and means greedy
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What the HTTP side knows about a request besides its body."""
+
+    request_id: str
+    tenant: str = ""
+    traceparent: str = ""
+
+
+class Service:
+    """
+    Args:
+        models: served name -> model.
+        generate: runs one request; its iterator is closed when the answer is no longer wanted.
+        default_timeout_s: from arrival to the last token.
+        clock: seconds since the epoch.
+        random_bits: number of bits -> a random integer, for seeds that clients leave open.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        generate: Generate,
+        *,
+        default_timeout_s: float = 600.0,
+        clock: Callable[[], float] = time.time,
+        random_bits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        self.models = models
+        self._generate = generate
+        self._default_timeout_s = default_timeout_s
+        self._clock = clock
+        self._random_bits = random_bits
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model a client asks for; it may be left out when only one is served.
+
+        Raises:
+            ModelNotFound: names the models there are.
+        """
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is None:
+            raise InvalidRequest(
+                f"Missing required parameter: model; served: {', '.join(self.models)}.",
+                code="missing_required_parameter",
+                param="model",
+            )
+        found = self.models.get(name)
+        if found is None:
+            raise ModelNotFound(
+                f"There is no model {name[:128]!r}; served: {', '.join(self.models)}.",
+                param="model",
+            )
+        return found
+
+    async def chat(self, request: ChatRequest, caller: Caller) -> Run:
+        """Check a chat request and make it ready to run. Raises `RequestError`."""
+        model = self.model(request.model)
+        token_ids = await self._chat_tokens(
+            model,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            arguments=request.chat_template_kwargs or {},
+        )
+        limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
+        return self._run(request, caller, model, [token_ids], limit)
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
+        """Check a text completion request and make it ready to run. Raises `RequestError`."""
+        model = self.model(request.model)
+        special = request.add_special_tokens is not False
+        token_lists, echoes = [], []
+        for prompt in prompts(request):
+            if isinstance(prompt, str):
+                token_ids = await self._text_tokens(model, prompt, special, "prompt")
+            else:
+                token_ids = prompt
+                _check_ids(token_ids, model, "prompt")
+            token_lists.append(token_ids)
+            if request.echo:
+                echoes.append(
+                    prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids)
+                )
+        limit = self._token_limit(
+            model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
+        )
+        return self._run(request, caller, model, token_lists, limit, echoes)
+
+    async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
+        model = self.model(request.model)
+        if request.messages is not None:
+            return model, await self._chat_tokens(
+                model,
+                request.messages,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                arguments=request.chat_template_kwargs or {},
+            )
+        special = request.add_special_tokens is not False
+        return model, await self._text_tokens(model, request.prompt or "", special, "prompt")
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        model = self.model(request.model)
+        _check_ids(request.tokens, model, "tokens")
+        return model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    # Prompts
+
+    async def _chat_tokens(
+        self,
+        model: ServedModel,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any],
+    ) -> list[int]:
+        if model.template is None:
+            raise InvalidRequest(
+                f"The model {model.name!r} has no chat template, so it cannot take messages; use"
+                " /v1/completions, or start the server with --chat-template.",
+                code="invalid_prompt",
+                param="messages",
+            )
+        shield = model.tokenizer.shield
+        rendered = model.template.render(
+            [_plain_message(message, shield) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            arguments={
+                name: shield(value) if isinstance(value, str) else value
+                for name, value in arguments.items()
+            },
+        )
+        _check_text(rendered, model, "messages")
+        return await model.tokenizer.encode_async(rendered, chat=True, add_special_tokens=False)
+
+    async def _text_tokens(
+        self, model: ServedModel, text: str, add_special_tokens: bool, param: str
+    ) -> list[int]:
+        _check_text(text, model, param)
+        return await model.tokenizer.encode_async(
+            text, chat=False, add_special_tokens=add_special_tokens
+        )
+
+    def _token_limit(
+        self,
+        model: ServedModel,
+        token_lists: Sequence[Sequence[int]],
+        asked: int | None,
+        default: int | None,
+        param: str,
+    ) -> int:
+        """The number of tokens each answer may have, which must fit behind every prompt."""
+        longest = max(len(token_ids) for token_ids in token_lists)
+        if not all(token_lists):
+            raise InvalidRequest(
+                f"Invalid {param}: the prompt has no tokens.", code="invalid_value", param=param
+            )
+        room = model.max_model_len - longest
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"The prompt has {longest} tokens; with at least one token of answer, the model"
+                f" {model.name!r} takes at most {model.max_model_len - 1}. Shorten the prompt.",
+                param=param,
+            )
+        if asked is not None and asked > room:
+            raise ContextLengthExceeded(
+                f"max_tokens is {asked}, but the model {model.name!r} takes"
+                f" {model.max_model_len} tokens in all and the prompt has {longest}: at most"
+                f" {room} are left for the answer.",
+                param="max_tokens",
+            )
+        return asked if asked is not None else min(room, default or room)
+
+    # Generate requests
+
+    def _run(
+        self,
+        request: ChatRequest | CompletionRequest,
+        caller: Caller,
+        model: ServedModel,
+        token_lists: Sequence[Sequence[int]],
+        max_tokens: int,
+        echoes: Sequence[str] = (),
+    ) -> Run:
+        sampling = self._sampling(request, model, max_tokens)
+        now = self._clock()
+        num_choices = request.n or 1
+        choices: list[Choice] = []
+        for token_ids in token_lists:
+            made = self._generate_request(request, caller, model, token_ids, sampling, now)
+            for _ in range(num_choices):
+                choices.append(self._choice(request, made, len(choices)))
+        job = Job(
+            id=caller.request_id,
+            created_unix_s=int(now),
+            model=model,
+            choices=tuple(choices),
+            num_choices=num_choices,
+            deadline_unix_s=now + self._default_timeout_s,
+            num_logprobs=request.num_logprobs,
+            include_usage=request.include_usage,
+            echoes=tuple(echoes),
+        )
+        return Run(job, self._generate, clock=self._clock)
+
+    def _generate_request(
+        self,
+        request: ChatRequest | CompletionRequest,
+        caller: Caller,
+        model: ServedModel,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        now: float,
+    ) -> GenerateRequest:
+        cache_tenant = f"{caller.tenant}/{request.cache_salt or ''}"
+        root = hash_root(model.fingerprint, model.block_size, cache_tenant)
+        return GenerateRequest(
+            request_id=caller.request_id,
+            model=model.name,
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(token_ids),
+            hash_root=root,
+            block_hashes=tuple(hash_blocks(root, token_ids, model.block_size)),
+            sampling=sampling,
+            deadline_unix_s=now + self._default_timeout_s,
+            tenant=caller.tenant,
+            traceparent=caller.traceparent,
+        )
+
+    @staticmethod
+    def _choice(
+        request: ChatRequest | CompletionRequest, made: GenerateRequest, index: int
+    ) -> Choice:
+        """Choice `index` of a request: the first has its id and seed, the others derived ones."""
+        if index > 0:
+            made = replace(
+                made,
+                request_id=f"{made.request_id}-{index}",
+                sampling=replace(made.sampling, seed=_derived_seed(made.sampling.seed, index)),
+            )
+        return Choice(
+            index,
+            made,
+            stops=tuple(request.stop_strings),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+        )
+
+    def _sampling(
+        self, request: ChatRequest | CompletionRequest, model: ServedModel, max_tokens: int
+    ) -> SamplingParams:
+        defaults = model.defaults
+        stop_ids = request.stop_token_ids or []
+        _check_ids(stop_ids, model, "stop_token_ids")
+        min_tokens = request.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"Invalid min_tokens: {min_tokens} is above the {max_tokens} tokens that the"
+                " answer may have.",
+                code="invalid_value",
+                param="min_tokens",
+            )
+        temperature = _given(request.temperature, defaults.temperature)
+        top_k = max(0, _given(request.top_k, defaults.top_k))  # -1 is vLLM's "off"
+        ends = () if request.ignore_eos else model.eos_token_ids
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_k=min(top_k, model.vocab_size),
+            top_p=_given(request.top_p, defaults.top_p),
+            min_p=_given(request.min_p, defaults.min_p),
+            repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            seed=request.seed if request.seed is not None else self._random_bits(63),
+            logprobs=request.num_logprobs,
+            stop_token_ids=tuple(dict.fromkeys((*ends, *stop_ids))),
+            ignore_eos=bool(request.ignore_eos),
+        )
+
+
+def _plain_message(message: ChatMessage, shield: Callable[[str], str]) -> dict[str, Any]:
+    """A message as templates know it: plain types, one text, `developer` as `system`.
+
+    Parts are joined by newlines, so that words of two parts do not run together.
+    """
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text or part.refusal or "" for part in content)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": None if content is None else shield(content),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = shield(value)
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": shield(call.id or ""),
+                "type": "function",
+                "function": {
+                    "name": shield(call.function.name),
+                    "arguments": _arguments(call.function.arguments, shield),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str, shield: Callable[[str], str]) -> Any:
+    """Arguments of an earlier tool call; templates print objects, requests carry JSON text."""
+
+    def shielded(value: Any) -> Any:
+        if isinstance(value, str):
+            return shield(value)
+        if isinstance(value, list):
+            return [shielded(item) for item in value]
+        if isinstance(value, dict):
+            return {shield(name): shielded(item) for name, item in value.items()}
+        return value
+
+    try:
+        return shielded(json.loads(text or "{}"))
+    except (ValueError, RecursionError):
+        return shield(text)
+
+
+def _check_text(text: str, model: ServedModel, param: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, without the cost of finding out."""
+    fewest = -(-len(text) // model.tokenizer.longest_num_chars)
+    if fewest >= model.max_model_len:
+        raise ContextLengthExceeded(
+            f"The prompt has {len(text)} characters, at least {fewest} tokens; the model"
+            f" {model.name!r} takes at most {model.max_model_len} tokens in all.",
+            param=param,
+        )
+
+
+def _check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    if token_ids and max(token_ids) >= model.vocab_size:
+        raise InvalidRequest(
+            f"Invalid {param}: token id {max(token_ids)} is not below the vocabulary size of"
+            f" {model.name!r}, {model.vocab_size}.",
+            code="invalid_value",
+            param=param,
+        )
+
+
+def _derived_seed(seed: int, index: int) -> int:
+    raw = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+
+
+def _given(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

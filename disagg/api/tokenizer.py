@@ -1,0 +1,119 @@
+"""Text to token ids and back, over a model's `tokenizer.json`. No code from a model directory runs.
+
+A prompt that the client wrote whole (`/v1/completions`) is parsed as it stands, special tokens
+included. Text inside chat messages never becomes a control token: whoever writes a message must
+not be able to end it and open one of another role. `shield` breaks such text before the template
+sees it, and `encode_chat` removes the breaks again while it encodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from disagg.errors import ModelError
+
+BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
+INLINE_NUM_CHARS = 8192  # longer texts are encoded off the event loop
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        core.no_truncation()
+        core.no_padding()
+        self.core = core
+        vocab = core.get_vocab(with_added_tokens=True)
+        added = core.get_added_tokens_decoder()
+        self.num_ids = max(vocab.values(), default=-1) + 1
+        self.longest_num_chars = max(map(len, vocab), default=1)
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
+        self._byte_level = "ByteLevel" in str(core.decoder)
+        texts = sorted((token.content for token in added.values() if token.special), key=len)
+        alternatives = "|".join(re.escape(text) for text in reversed(texts))
+        self._control_start = re.compile(f"(?=(?:{alternatives or '(?!)'}))(.)", re.DOTALL)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """Raises `ModelError` when `tokenizer.json` is absent or broken."""
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{path} has no tokenizer.json. Save the tokenizer in the fast format, for example"
+                " with transformers' AutoTokenizer(...).save_pretrained()."
+            )
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{file} cannot be read as a tokenizer: {error}.") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are taken as such."""
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def shield(self, text: str) -> str:
+        """`text` with every control token in it broken after its first character."""
+        return self._control_start.sub(rf"\1{BREAK}", text.replace(BREAK, ""))
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Token ids of a rendered template, whose own control tokens count as such.
+
+        Pieces between breaks are encoded one by one, so no token spans a break.
+        """
+        pieces = (piece for piece in rendered.split(BREAK) if piece)
+        return [
+            token_id
+            for piece in pieces
+            for token_id in self.encode(piece, add_special_tokens=False)
+        ]
+
+    async def encode_async(self, text: str, *, chat: bool, add_special_tokens: bool) -> list[int]:
+        """As `encode_chat` or `encode`; long texts go to a thread, where Rust drops the GIL."""
+        if len(text) > INLINE_NUM_CHARS:
+            return await asyncio.to_thread(self._encode, text, chat, add_special_tokens)
+        return self._encode(text, chat, add_special_tokens)
+
+    def _encode(self, text: str, chat: bool, add_special_tokens: bool) -> list[int]:
+        if chat:
+            return self.encode_chat(text)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; a code point may be spread over several tokens."""
+        piece = self.core.id_to_token(token_id)
+        if piece is None or token_id in self._added_ids:
+            return (piece or "").encode()
+        if self._byte_level:
+            if all(char in _BYTE_OF_CHAR for char in piece):
+                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+            return piece.encode()
+        byte = _BYTE_FALLBACK.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token for reading; bytes that are no text are written as `bytes:\\x..`."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet of one printable character per byte, as byte-level BPE files use it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

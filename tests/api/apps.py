@@ -1,0 +1,63 @@
+"""The application in process, behind `httpx` and behind the real OpenAI client."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from disagg.api.answers import Generate
+from disagg.api.http import AsgiApp, Readiness, build_app
+from disagg.api.served_model import ServedModel
+from disagg.api.service import Service
+from disagg.config import HttpConfig
+from tests.api.fakes import FakeGenerate, served_model
+
+READY = Readiness(True, pools={"tiny": {"prefill": 1, "decode": 1}})
+
+
+def make_app(
+    generate: Generate | None = None,
+    *models: ServedModel,
+    config: HttpConfig | None = None,
+    timeout_s: float = 30.0,
+    **options: Any,
+) -> AsgiApp:
+    """An app whose time stands still and whose ids and seeds count up."""
+    table = {model.name: model for model in models or (served_model(),)}
+    counter = itertools.count(1)
+    service = Service(
+        table,
+        generate or FakeGenerate(),
+        default_timeout_s=timeout_s,
+        clock=lambda: 1000.0,
+        random_bits=lambda num_bits: next(counter),
+    )
+    ids = itertools.count(1)
+    options.setdefault("readiness", lambda: READY)
+    return build_app(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
+
+
+@asynccontextmanager
+async def http_client(app: AsgiApp) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@asynccontextmanager
+async def openai_client(
+    app: AsgiApp, *, api_key: str = "none", max_retries: int = 0
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with http_client(app) as transport:
+        client = openai.AsyncOpenAI(
+            api_key=api_key,
+            base_url="http://test/v1",
+            http_client=transport,
+            max_retries=max_retries,
+        )
+        yield client

@@ -1,0 +1,150 @@
+"""A small byte-level tokenizer, models over it, and a stand-in for everything behind the API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from disagg.api.chat_template import ChatTemplate
+from disagg.api.served_model import ServedModel
+from disagg.api.tokenizer import Tokenizer
+from disagg.errors import DisaggError
+from disagg.messages import GenerateRequest, TokenDelta, TokenLogprobs
+
+CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
+    " + message['content'] + '<|im_end|>\\n' }}{% endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"
+)
+CORPUS = ["the quick brown fox jumps over the lazy dog, again and again and again. "] * 40
+
+
+def byte_level_core() -> tokenizers.Tokenizer:
+    """Merges on a few English words, every byte, three special tokens."""
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    return core
+
+
+def byte_fallback_core() -> tokenizers.Tokenizer:
+    """As SentencePiece models come: words with a leading mark, bytes for all else."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world", "lo"]
+    core = tokenizers.Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return core
+
+
+TOKENIZER = Tokenizer(byte_level_core())
+END = 2  # <|im_end|>
+
+
+def served_model(
+    name: str = "tiny", *, max_model_len: int = 512, template: str | None = CHATML
+) -> ServedModel:
+    return ServedModel(
+        name=name,
+        tokenizer=TOKENIZER,
+        template=None if template is None else ChatTemplate(template, {}),
+        fingerprint=f"fingerprint of {name}",
+        vocab_size=TOKENIZER.num_ids,
+        max_model_len=max_model_len,
+        block_size=4,
+        eos_token_ids=(END,),
+        created_unix_s=7,
+    )
+
+
+class FakeGenerate:
+    """Says `text`, token by token, to every request.
+
+    Args:
+        fail_after: tokens before `error` is raised; None: never.
+        pause: awaited before each token.
+        per_delta: tokens per delta.
+        finish: whether the end token follows; else the answer goes on until `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        text: str = "the quick brown fox",
+        *,
+        fail_after: int | None = None,
+        error: Exception | None = None,
+        pause: Callable[[], asyncio.Future[None]] | None = None,
+        per_delta: int = 1,
+        finish: bool = True,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        self.token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+        self.fail_after = fail_after
+        self.error = error or DisaggError("planted")
+        self.pause = pause
+        self.per_delta = per_delta
+        self.finish = finish
+        self.num_cached_tokens = num_cached_tokens
+        self.requests: list[GenerateRequest] = []
+        self.num_open = 0
+        self.num_closed = 0
+
+    async def __call__(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            async for delta in self._deltas(request):
+                yield delta
+        finally:
+            self.num_open -= 1
+            self.num_closed += 1
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        token_ids, reason = self._answer(request)
+        for start in range(0, len(token_ids), self.per_delta):
+            if self.fail_after is not None and start >= self.fail_after:
+                raise self.error
+            await (self.pause() if self.pause is not None else asyncio.sleep(0))
+            ids = token_ids[start : start + self.per_delta]
+            last = start + self.per_delta >= len(token_ids)
+            yield TokenDelta(
+                0,
+                tuple(ids),
+                reason if last else None,
+                None if request.sampling.logprobs is None else _scores(ids, request),
+                self.num_cached_tokens if start == 0 else 0,
+            )
+
+    def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], str]:
+        sampling = request.sampling
+        ids = list(self.token_ids)
+        if self.finish and END in sampling.stop_token_ids and len(ids) < sampling.max_tokens:
+            return [*ids, END], "stop"
+        while len(ids) < sampling.max_tokens:
+            ids += self.token_ids
+        return ids[: sampling.max_tokens], "length"
+
+
+def _scores(token_ids: Sequence[int], request: GenerateRequest) -> tuple[TokenLogprobs, ...]:
+    num_top = request.sampling.logprobs or 0
+    return tuple(
+        TokenLogprobs(-0.5, tuple((token_id, -0.5 - rank) for rank in range(num_top)))
+        for token_id in token_ids
+    )
