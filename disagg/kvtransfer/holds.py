@@ -47,6 +47,10 @@ class Holds:
         held = sum(len(hold.block_ids) for hold in self._holds.values())
         return held + sum(map(len, self._returned))
 
+    def holders(self) -> list[tuple[int, ...]]:
+        """The blocks of each hold, and of those that ended and wait for `collect`."""
+        return [*(hold.block_ids for hold in self._holds.values()), *self._returned]
+
     def hold(self, ticket_id: str, block_ids: Sequence[int], now: float, ttl_s: float) -> None:
         """Keep `block_ids` until `release(ticket_id)` or for `ttl_s` seconds.
 

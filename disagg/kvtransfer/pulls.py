@@ -19,7 +19,7 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 
 MAX_PEERS = 1024
 MAX_USED_TICKETS = 16_384  # forgetting one is harmless: the stamps still decide
-MAX_TICKET_ID_LENGTH = 256
+MAX_TICKET_ID_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ class PullBook:
                 f"ticket {ticket.ticket_id} names {len(ticket.block_ids)} blocks but"
                 f" {len(ticket.generations)} generations"
             )
-        if not 0 < len(ticket.ticket_id) <= MAX_TICKET_ID_LENGTH:
-            raise TransferFailed(f"ticket ids have 1 to {MAX_TICKET_ID_LENGTH} characters")
+        if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID_NBYTES:
+            raise TransferFailed(f"ticket ids have 1 to {MAX_TICKET_ID_NBYTES} bytes")
         if ticket.ticket_id in self._used:
             raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
         return peer

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import TransferFailed
-from disagg.kvtransfer.pulls import MAX_TICKET_ID_LENGTH, PullBook
+from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, PullBook
 from tests.kvtransfer.memory import Memory
 
 SOURCE = Memory("source", epoch=3)
@@ -37,8 +37,8 @@ def test_a_pull_skips_blocks_that_are_here_already() -> None:
         ({"layout": "other"}, "layout 'other'"),
         ({"generations": (1,)}, "1 generations"),
         ({"generations": (1, 2, 3)}, "3 generations"),
-        ({"ticket_id": ""}, "characters"),
-        ({"ticket_id": "x" * (MAX_TICKET_ID_LENGTH + 1)}, "characters"),
+        ({"ticket_id": ""}, "1 to 256 bytes"),
+        ({"ticket_id": "x" * (MAX_TICKET_ID_NBYTES + 1)}, "1 to 256 bytes"),
         ({"block_ids": (4, 4)}, "named twice"),
         ({"block_ids": (4, -1)}, "block -1"),
         ({"block_ids": (4, 32)}, "block 32"),

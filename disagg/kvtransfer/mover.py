@@ -1,0 +1,362 @@
+"""Carries pulls out in a thread of its own, which alone touches the wire.
+
+Posting a READ between processes of one machine *is* the copy, at the speed of memcpy, and an
+engine must not stand still for it. The engine's thread and this one exchange messages through two
+queues and share nothing else.
+
+Decides when a pull has ended and its blocks are safe. What a wire does not promise, and what
+follows here (NIXL 1.5.1 over UCX):
+
+- Releasing a transfer that is under way, or forgetting its peer, does not stop the bytes: a
+  stopped peer that wakes up later still writes all of them (seen over TCP), though both calls
+  report success. So an unfinished transfer is never released and its peer never forgotten; its
+  blocks stay with the transport until the wire says that it ended. A pull whose source hangs is
+  reported when the source wakes up or dies: late, but then it is safe.
+- After an error the wire does not say whether every piece of the transfer has ended. The
+  connection is gone by then; the blocks still rest for `settle_s` before they are given back.
+
+Must not know NIXL, so that tests can put any fault on the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from disagg.errors import TransferFailed
+from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, Pull
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import GENERATION_NBYTES
+from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.transport import TicketReleased
+
+MAX_UNREAD_NOTICES = 65_536
+MAX_WAIT_S = 0.001  # between two looks at transfers under way
+CLOSE_PATIENCE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """One run of bytes to copy."""
+
+    local_address: int
+    remote_address: int
+    nbytes: int
+
+
+class Wire(Protocol):
+    """What moves bytes. Used by one thread; any method may raise anything."""
+
+    def connect(self, record: bytes) -> str:
+        """Load a peer's connection record; returns the name it belongs to."""
+        ...
+
+    def forget(self, name: str) -> None: ...
+
+    def read_blocks(self, peer: Peer, pieces: Sequence[Piece]) -> Any:
+        """Prepare a READ from the peer's slab into the slab here."""
+        ...
+
+    def read_stamps(self, peer: Peer, pieces: Sequence[Piece]) -> Any:
+        """Prepare a READ from the peer's stamp table into the scratch table here."""
+        ...
+
+    def post(self, transfer: Any) -> None: ...
+
+    def is_done(self, transfer: Any) -> bool:
+        """False while it is under way."""
+        ...
+
+    def release(self, transfer: Any) -> None: ...
+
+    def notify(self, name: str, message: bytes) -> None: ...
+
+    def messages(self) -> list[bytes]:
+        """Notifications that came since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection; nothing is read or written afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    peer: Peer
+    gone: tuple[Peer, ...]  # peers that this one replaces
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    peer: Peer
+    ticket_id: str
+
+
+class Look:
+    """Look for notifications."""
+
+
+class Close:
+    """Wind up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    pull: Pull
+    error: str | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A pull under way. "settling": it failed, and its blocks rest."""
+
+    pull: Pull
+    deadline: float
+    stage: Literal["blocks", "stamps", "settling"] = "blocks"
+    transfer: Any = None
+    error: str | None = None
+    settled_at: float = 0.0
+
+
+Job: TypeAlias = Pull | Connect | Notify | Look | Close
+Notice: TypeAlias = Ended | TicketReleased
+
+
+class Mover:
+    """Pulls under way. Everything it needs comes in as jobs, everything it has to say goes out.
+
+    Args:
+        scratch: one generation per local block; pulls under way have disjoint blocks, so each
+            generation that is read lands at the index of the block it belongs to.
+        jobs: from the engine's thread.
+        notices: to the engine's thread.
+        pull_timeout_s: a pull still under way after this long fails, once that is safe to say.
+        settle_s: how long blocks rest after a broken transfer.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        slab: Slab,
+        scratch: array[int],
+        jobs: SimpleQueue[Job],
+        notices: SimpleQueue[Notice],
+        *,
+        clock: Callable[[], float],
+        pull_timeout_s: float,
+        settle_s: float,
+    ) -> None:
+        self._wire = wire
+        self._slab = slab
+        self._scratch = scratch
+        self._jobs = jobs
+        self._notices = notices
+        self._clock = clock
+        self._pull_timeout_s = pull_timeout_s
+        self._settle_s = settle_s
+        self._copies: list[_Copy] = []
+        self._connected: set[str] = set()
+        self._broken: set[str] = set()  # to be forgotten as soon as no copy is under way
+        self._closing = False
+
+    def run(self) -> None:
+        while not self._closing:
+            self._work(self._wait_s())
+        give_up_at = self._clock() + CLOSE_PATIENCE_S
+        while self._copies and self._clock() < give_up_at:
+            self._work(MAX_WAIT_S)
+        self._shut_down()
+
+    def _work(self, wait_s: float | None) -> None:
+        with contextlib.suppress(Empty):
+            self._take(self._jobs.get(timeout=wait_s))
+        now = self._clock()
+        self._copies = [copy for copy in self._copies if not self._try_advance(copy, now)]
+        if self._broken:
+            self._drop_broken()
+
+    def _wait_s(self) -> float | None:
+        """Until the next look: short for a young copy, never more than an eighth of its age."""
+        if not self._copies:
+            return None
+        age = self._clock() - max(copy.pull.started_at for copy in self._copies)
+        return min(MAX_WAIT_S, max(age / 8, 20e-6))
+
+    # Jobs
+
+    def _take(self, job: Job) -> None:
+        match job:
+            case Pull():
+                self._copies.append(self._start(job))
+            case Connect(peer, gone):
+                self._broken.update(self._connected.intersection(map(agent_name, gone)))
+                self._try_connect(peer)
+            case Notify(peer, ticket_id):
+                self._notify(peer, ticket_id)
+            case Look():
+                self._look()
+            case Close():
+                self._closing = True
+
+    def _start(self, pull: Pull) -> _Copy:
+        copy = _Copy(pull, deadline=self._clock() + self._pull_timeout_s)
+        try:
+            self._connect(pull.peer)
+            self._post(copy)
+        except Exception as error:
+            self._fail(copy, error)
+        return copy
+
+    def _connect(self, peer: Peer) -> None:
+        name = agent_name(peer)
+        if name in self._broken:
+            raise TransferFailed(f"the connection to {name} broke and is being taken down")
+        if name in self._connected:
+            return
+        loaded = self._wire.connect(peer.agent)
+        if loaded != name:
+            if loaded not in self._connected:
+                self._wire.forget(loaded)
+            raise TransferFailed(f"the connection record of {name} belongs to {loaded}")
+        self._connected.add(name)
+        # The first message sets the connection up (8 ms with UCX): an empty one, before the first
+        # pull has to wait for it.
+        self._notify(peer, "")
+
+    def _try_connect(self, peer: Peer) -> None:
+        try:
+            self._connect(peer)
+        except Exception as error:
+            _log.warning("no connection to %s: %r", agent_name(peer), error)
+
+    def _notify(self, peer: Peer, ticket_id: str) -> None:
+        name = agent_name(peer)
+        if name not in self._connected or name in self._broken:
+            return
+        try:
+            self._wire.notify(name, ticket_id.encode())
+        except Exception as error:
+            self._broken.add(name)
+            _log.warning("ticket %s was not released at %s: %r", ticket_id, name, error)
+
+    def _look(self) -> None:
+        try:
+            messages = self._wire.messages()
+        except Exception as error:
+            _log.warning("notifications could not be read: %r", error)
+            return
+        for message in messages:
+            if self._notices.qsize() >= MAX_UNREAD_NOTICES:
+                return
+            if 0 < len(message) <= MAX_TICKET_ID_NBYTES:
+                self._notices.put(TicketReleased(message.decode(errors="replace")))
+
+    # Copies
+
+    def _post(self, copy: _Copy) -> None:
+        """Start reading the blocks, or in the second stage their generations."""
+        runs, peer, slab = copy.pull.runs, copy.pull.peer, self._slab
+        if copy.stage == "blocks":
+            nbytes, here, there = slab.block_nbytes, slab.base_address, peer.base_address
+            read = self._wire.read_blocks
+        else:
+            nbytes, there = GENERATION_NBYTES, peer.stamps_address
+            here = self._scratch.buffer_info()[0]
+            read = self._wire.read_stamps
+        pieces = [
+            Piece(
+                here + run.local_block * nbytes,
+                there + run.source_block * nbytes,
+                run.num_blocks * nbytes,
+            )
+            for run in runs
+        ]
+        copy.transfer = read(peer, pieces)
+        self._wire.post(copy.transfer)
+
+    def _try_advance(self, copy: _Copy, now: float) -> bool:
+        try:
+            ended = self._advance(copy, now)
+        except Exception as error:
+            self._fail(copy, error)
+            ended = False
+        if ended:
+            self._end(copy)
+        return ended
+
+    def _advance(self, copy: _Copy, now: float) -> bool:
+        """Go on with a copy; true once the wire is through with its blocks."""
+        while copy.stage != "settling":
+            if not self._wire.is_done(copy.transfer):
+                if copy.error is None and now > copy.deadline:
+                    copy.error = f"blocks did not arrive within {self._pull_timeout_s} s"
+                return False
+            self._wire.release(copy.transfer)
+            copy.transfer = None
+            if copy.error is not None:
+                return True
+            if copy.stage == "stamps":
+                if not copy.pull.is_unchanged(self._scratch):
+                    copy.error = "the source used the blocks again while they were copied"
+                return True
+            copy.stage = "stamps"
+            self._post(copy)
+        return now >= copy.settled_at
+
+    def _fail(self, copy: _Copy, error: Exception) -> None:
+        if copy.error is None:
+            copy.error = f"transfer from {agent_name(copy.pull.peer)} failed: {error!r}"
+        copy.stage = "settling"
+        copy.settled_at = self._clock()
+        if copy.transfer is not None:
+            copy.settled_at += self._settle_s
+            self._broken.add(agent_name(copy.pull.peer))
+
+    def _end(self, copy: _Copy) -> None:
+        if copy.transfer is not None:
+            self._try_release(copy.transfer)
+        pull = copy.pull
+        self._notify(pull.peer, pull.ticket.ticket_id)
+        self._notices.put(Ended(pull, copy.error, self._clock() - pull.started_at))
+
+    def _try_release(self, transfer: Any) -> None:
+        try:
+            self._wire.release(transfer)
+        except Exception as error:
+            _log.warning("a broken transfer could not be released: %r", error)
+
+    # Ends
+
+    def _drop_broken(self) -> None:
+        """Forget broken peers, but none that still has a copy under way."""
+        busy = {agent_name(copy.pull.peer) for copy in self._copies}
+        for name in self._broken - busy:
+            self._broken.discard(name)
+            self._connected.discard(name)
+            try:
+                self._wire.forget(name)
+            except Exception as error:  # the disconnect has done it already
+                _log.debug("%s was forgotten already: %r", name, error)
+
+    def _shut_down(self) -> None:
+        """Closing the wire closes its connections, which ends even what hangs."""
+        for copy in self._copies:
+            if copy.transfer is not None:
+                self._try_release(copy.transfer)
+        self._copies.clear()
+        try:
+            self._wire.close()
+        except Exception as error:
+            _log.warning("the wire did not close cleanly: %r", error)
+
+
+def agent_name(peer: Peer) -> str:
+    """What a peer is called on the wire; a restarted worker gets another name."""
+    return f"{peer.worker_id}#{peer.epoch}"
