@@ -6,21 +6,27 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, RequestError
 
 
-def token_limit(sequence: Sequence, *, max_model_len: int, num_blocks: int, block_size: int) -> int:
+def token_limit(
+    sequence: Sequence, *, max_model_len: int, vocab_size: int, num_blocks: int, block_size: int
+) -> int:
     """The number of tokens, prompt and output, at which the sequence ends.
 
     Raises:
         ContextLengthExceeded: there is no room for a single new token.
-        RequestError: nothing is left to generate, the whole pool is too small, or the block names
-            were made for another block size.
+        RequestError: it is empty, a token is not in the vocabulary, nothing is left to generate,
+            the whole pool is too small, or the block names were made for another block size.
     """
     num_tokens = len(sequence.tokens)
     max_tokens = sequence.sampling.max_tokens
+    if num_tokens == 0:
+        raise RequestError("The prompt is empty; there is nothing to continue.", param="prompt")
     if num_tokens >= max_model_len:
         raise ContextLengthExceeded(
             f"The request has {num_tokens} tokens already; with one new token that is more than"
             f" the limit of {max_model_len} here. Shorten the prompt."
         )
+    if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < vocab_size:
+        raise RequestError(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
     limit = min(sequence.num_prompt_tokens + max_tokens, max_model_len)
     if num_tokens >= limit:
         raise RequestError(

@@ -39,6 +39,7 @@ class Scheduler:
         max_num_seqs: sequences in one step.
         max_num_batched_tokens: tokens in one step.
         max_model_len: tokens of one sequence, prompt and output.
+        vocab_size: token ids from here on are refused, since a device would trip over them.
         enable_prefix_caching: find and publish full blocks by name.
         eos_token_ids: the model's own end-of-sequence tokens, for requests with `ignore_eos`.
     """
@@ -50,6 +51,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        vocab_size: int = 1 << 31,
         enable_prefix_caching: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -63,6 +65,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.enable_prefix_caching = enable_prefix_caching
         self.eos_token_ids = eos_token_ids
         self.running: list[Sequence] = []  # all three lists are ordered by arrival
@@ -365,6 +368,7 @@ class Scheduler:
         sequence.max_num_tokens = token_limit(
             sequence,
             max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
         )

@@ -1,0 +1,92 @@
+"""A step plan as tensors.
+
+Everything is gathered into two flat arrays and becomes one tensor, so that a GPU gets one copy a
+step; the tensors of a `Batch` are views of it. Must not know what a model does with them.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import StepPlan
+from disagg.models.batch import Batch
+
+
+def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+    """The batch of a plan that has work. Shapes and order: `models.batch.Batch`."""
+    query_lens = tuple(work.num_tokens for work in plan.work)
+    ends = tuple(work.sequence.num_computed + work.num_tokens for work in plan.work)
+    token_ids, positions, slots = array("q"), array("q"), array("q")
+    logits_rows, query_start = array("q"), array("i", [0])
+    for work, end in zip(plan.work, ends, strict=True):
+        sequence, begin = work.sequence, end - work.num_tokens
+        token_ids.extend(sequence.tokens[begin:end])
+        positions.extend(range(begin, end))
+        _extend_slots(slots, sequence, begin, end, block_size)
+        query_start.append(len(token_ids))
+        if end == len(sequence.tokens):
+            logits_rows.append(len(token_ids) - 1)
+    tables, num_columns = _block_tables(plan, ends, block_size)
+    wide = (token_ids, positions, slots, logits_rows)
+    narrow = (query_start, array("i", ends), tables)
+    tensors = _upload(wide, narrow, device)
+    return Batch(
+        token_ids=tensors[0],
+        positions=tensors[1],
+        slots=tensors[2],
+        query_start=tensors[4],
+        context_lens=tensors[5],
+        block_tables=tensors[6].view(len(ends), num_columns),
+        logits_rows=tensors[3],
+        num_decodes=plan.num_decodes,
+        max_query_len=max(query_lens),
+        max_context_len=max(ends),
+        query_lens=query_lens,
+        context_lens_host=ends,
+    )
+
+
+def _extend_slots(
+    slots: array[int], sequence: Sequence, begin: int, end: int, block_size: int
+) -> None:
+    """Append where the KV of positions [begin, end) goes, one run for each block."""
+    position = begin
+    while position < end:
+        index, offset = divmod(position, block_size)
+        num_slots = min(block_size - offset, end - position)
+        first = sequence.block_ids[index] * block_size + offset
+        slots.extend(range(first, first + num_slots))
+        position += num_slots
+
+
+def _block_tables(plan: StepPlan, ends: tuple[int, ...], block_size: int) -> tuple[array[int], int]:
+    """Rows of block ids, padded with 0 to the longest, and their length."""
+    num_columns = -(-max(ends) // block_size)
+    padding = array("i", bytes(4 * num_columns))
+    tables = array("i")
+    for work, end in zip(plan.work, ends, strict=True):
+        num_blocks = -(-end // block_size)
+        tables.fromlist(work.sequence.block_ids[:num_blocks])
+        tables.extend(padding[num_blocks:])
+    return tables, num_columns
+
+
+def _upload(
+    wide: tuple[array[int], ...], narrow: tuple[array[int], ...], device: torch.device
+) -> list[Tensor]:
+    """One tensor for each array, all in one copy; the wide ones go first to stay aligned."""
+    raw = bytearray().join((*wide, *narrow))
+    packed = torch.frombuffer(raw, dtype=torch.uint8)
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    tensors, begin = [], 0
+    for part in (*wide, *narrow):
+        end = begin + len(part) * part.itemsize
+        dtype = torch.int64 if part.typecode == "q" else torch.int32
+        tensors.append(packed[begin:end].view(dtype))
+        begin = end
+    return tensors

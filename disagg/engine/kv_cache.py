@@ -1,0 +1,159 @@
+"""The memory that KV lives in, and how much of it there should be.
+
+One tensor [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one run of
+bytes, which is what lets transfers and the cold tier know nothing of models. Must not know who
+holds a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.errors import NotEnoughMemory
+from disagg.models.model_config import ModelConfig
+
+LAYOUT_VERSION = 1
+CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
+CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a block looks like; everything that must match for its bytes to be interchangeable."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    fingerprint: str  # of the weights
+
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+        return cls(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            block_size=block_size,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            fingerprint=model.fingerprint,
+        )
+
+    @property
+    def block_nbytes(self) -> int:
+        num_elements = 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
+        return num_elements * self.dtype.itemsize
+
+    @property
+    def layout(self) -> str:
+        shape = f"{self.num_layers}x2x{self.num_kv_heads}x{self.block_size}x{self.head_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{dtype}:{shape}"
+
+
+class KVCache:
+    """The slab of one engine, zero-initialised: rubbish in unwritten slots could be NaN.
+
+    Attributes:
+        slab: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        layout: fingerprint; equal strings mean interchangeable bytes.
+    """
+
+    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = shape.block_size
+        self.block_nbytes = shape.block_nbytes
+        self.layout = shape.layout
+        dims = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self.slab = torch.zeros((num_blocks, *dims), dtype=shape.dtype, device=device)
+
+    @property
+    def base_address(self) -> int:
+        """Of block 0, on the slab's device; block i begins i * block_nbytes further on."""
+        return self.slab.data_ptr()
+
+    @property
+    def device_id(self) -> int:
+        """-1 for host memory, otherwise the GPU's index (as `kvtransfer` counts)."""
+        return self.slab.get_device()
+
+    def read_block(self, block_id: int) -> bytes:
+        """A copy of a block's bytes, as of the work that was given to the device before."""
+        block = self.slab[block_id].cpu()
+        return ctypes.string_at(block.data_ptr(), self.block_nbytes)
+
+    def write_block(self, block_id: int, raw: bytes) -> None:
+        """Replace a block's bytes.
+
+        Raises:
+            ValueError: `raw` is not one block long.
+        """
+        if len(raw) != self.block_nbytes:
+            raise ValueError(f"{len(raw)} bytes for a block of {self.block_nbytes}")
+        block = self.slab[block_id]
+        block.copy_(torch.frombuffer(bytearray(raw), dtype=block.dtype).view(block.shape))
+
+
+def choose_num_blocks(
+    config: EngineConfig,
+    shape: KVShape,
+    max_model_len: int,
+    device: torch.device,
+    workspace_nbytes: int,
+) -> int:
+    """How many blocks the cache has, with the weights loaded already.
+
+    Args:
+        workspace_nbytes: what a step needs on the device besides weights and KV.
+
+    Raises:
+        NotEnoughMemory: one sequence of `max_model_len` tokens does not fit.
+    """
+    num_needed = -(-max_model_len // shape.block_size)
+    full_nbytes = num_needed * shape.block_nbytes
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        source = f"num_gpu_blocks_override = {num_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // shape.block_nbytes
+        source = f"kv_cache_memory_bytes = {config.kv_cache_memory_bytes}"
+    elif device.type == "cuda":
+        free_nbytes, total_nbytes = torch.cuda.mem_get_info(device)
+        usable = free_nbytes - (1.0 - config.gpu_memory_utilization) * total_nbytes
+        num_blocks = max(0, int(usable - workspace_nbytes)) // shape.block_nbytes
+        source = (
+            f"{free_nbytes} free bytes of {total_nbytes} on the GPU with gpu_memory_utilization ="
+            f" {config.gpu_memory_utilization}, less {workspace_nbytes} for a step,"
+        )
+    else:
+        allowed = _host_memory_nbytes() // CPU_MEMORY_SHARE
+        nbytes = max(CPU_CACHE_NBYTES, full_nbytes if full_nbytes <= allowed else 0)
+        num_blocks = min(nbytes // shape.block_nbytes, config.max_num_seqs * num_needed)
+        source = f"the {CPU_CACHE_NBYTES} bytes that a CPU's cache has unless it is set"
+    if num_blocks < num_needed:
+        raise NotEnoughMemory(
+            f"One sequence of max_model_len = {max_model_len} tokens needs {num_needed} KV blocks"
+            f" of {shape.block_size} tokens and {shape.block_nbytes} bytes, {full_nbytes} bytes in"
+            f" all; {source} give {num_blocks} blocks. Lower max_model_len to"
+            f" {num_blocks * shape.block_size} or less, or raise {_flag(config, device)}.",
+            param=_flag(config, device),
+        )
+    return num_blocks
+
+
+def _flag(config: EngineConfig, device: torch.device) -> str:
+    if config.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if config.kv_cache_memory_bytes is None and device.type == "cuda":
+        return "gpu_memory_utilization"
+    return "kv_cache_memory_bytes"
+
+
+def _host_memory_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

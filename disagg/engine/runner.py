@@ -1,0 +1,184 @@
+"""Carries out plans with a model, and puts an engine together on this machine.
+
+Knows devices, dtypes and weights. Must not know why a plan is what it is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, MutableSequence
+from pathlib import Path
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.batching import make_batch
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.kv_cache import KVCache, KVShape, choose_num_blocks
+from disagg.engine.sampler import sample
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan, Work
+from disagg.errors import StartupError
+from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.decoder import Decoder, load_model
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import Progress
+from disagg.time_model import StepFeatures
+
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
+CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+NewGenerations = Callable[[int], MutableSequence[int]]
+
+
+class ModelRunner:
+    """A decoder over a KV cache; one call of `run` is one forward pass and one draw."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        """One result for each item; None where the chunk ends before the sequence's tokens do."""
+        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device)
+        logits = self.decoder.forward(batch, self.kv_cache.slab)
+        reaches_end = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
+        sequences = [
+            work.sequence for work, ends in zip(plan.work, reaches_end, strict=True) if ends
+        ]
+        tokens = iter(sample(logits, sequences) if sequences else ())
+        return [next(tokens) if ends else None for ends in reaches_end]
+
+    def warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
+
+        Compiles or picks every kernel and allocates the largest step's memory before the first
+        request. Blocks are overwritten, so it comes before anything is in the cache.
+        """
+        block_size = self.kv_cache.block_size
+        num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
+        prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
+        self.run(StepPlan((Work(prompt, num_tokens),), 0, num_tokens, StepFeatures()))
+        num_seqs = min(num_seqs, self.kv_cache.num_blocks)
+        decodes = tuple(Work(_scratch_sequence(1, [i]), 1) for i in range(num_seqs))
+        self.run(StepPlan(decodes, num_seqs, num_seqs, StepFeatures()))
+
+
+def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
+    request = GenerateRequest(
+        request_id="warm-up",
+        model="",
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        hash_root=b"",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=1, top_k=8),
+        deadline_unix_s=0.0,
+    )
+    sequence = Sequence(request)
+    sequence.block_ids = block_ids
+    return sequence
+
+
+def build_engine(
+    config: EngineConfig,
+    directory: Path,
+    progress: Progress | None = None,
+    new_generations: NewGenerations | None = None,
+) -> tuple[Engine, KVCache, ModelConfig]:
+    """Load a model, size and allocate its cache, and return an engine that is ready to step.
+
+    Args:
+        progress: called with (bytes loaded, bytes in all) while weights are read.
+        new_generations: makes the stamp table for a number of blocks (a transport's, which remote
+            readers see); by default one of the engine's own.
+
+    Raises:
+        ModelError: the checkpoint is missing, damaged or unsupported.
+        NotEnoughMemory: one sequence of full length does not fit.
+        StartupError: a setting contradicts the model or the machine.
+    """
+    model = ModelConfig.from_directory(directory)
+    max_model_len = _choose_max_model_len(config, model)
+    device = _choose_device(config)
+    dtype = _choose_dtype(config, model, device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    decoder = load_model(directory, model, dtype, device, progress)
+    default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
+    shape = KVShape.of(model, config.block_size or default_block_size, dtype)
+    workspace_nbytes = _workspace_nbytes(config, model, dtype)
+    num_blocks = choose_num_blocks(config, shape, max_model_len, device, workspace_nbytes)
+    kv_cache = KVCache(shape, num_blocks, device)
+    runner = ModelRunner(decoder, kv_cache)
+    is_cpu = device.type == "cpu"
+    num_tokens = min(config.max_num_batched_tokens, max_model_len - 1)
+    runner.warm_up(
+        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
+    )
+    if new_generations is None:
+        generations: MutableSequence[int] = array("Q", bytes(8 * num_blocks))
+    else:
+        generations = new_generations(num_blocks)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, shape.block_size, generations),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
+    return Engine(scheduler, runner), kv_cache, model
+
+
+def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_model_len:
+        raise StartupError(
+            f"max_model_len is {wanted}, but the model was made for {model.max_model_len} positions"
+            " at most; lower it, or leave it out.",
+            param="max_model_len",
+        )
+    return wanted or model.max_model_len
+
+
+def _choose_device(config: EngineConfig) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise StartupError(
+            "device is 'cuda', but torch finds no GPU here; use device = 'cpu' or 'auto', or check"
+            " the driver.",
+            param="device",
+        )
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """What was asked for; else half precision where the hardware multiplies it natively."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        return model.dtype if model.dtype is not torch.float32 else torch.bfloat16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False  # not Linux
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def _workspace_nbytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Device memory of the largest step besides weights and KV: activations, logits, sampling."""
+    num_heads = model.num_heads + 2 * model.num_kv_heads
+    wide = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * num_heads * model.head_dim
+    activations = config.max_num_batched_tokens * wide * dtype.itemsize
+    logits = config.max_num_seqs * model.vocab_size * 32  # float32 twice, float64 scores, sorting
+    return activations + logits

@@ -1,0 +1,223 @@
+"""Logits to tokens, as a function of a sequence's tokens, its sampling parameters and nothing else.
+
+Randomness is counter-based: the noise of a candidate is a hash of (seed, position, token id), so a
+token does not depend on what else is in the batch, on chunking, or on the worker: a sequence that
+moves or is recomputed goes on as if nothing had happened. A token is drawn by adding Gumbel noise
+to the scaled logits and taking the largest, which is a draw from their softmax (Gumbel, 1954).
+
+Order, as in vLLM: penalties, temperature, min-p, top-k, top-p. Reported log-probabilities are of
+the model's own distribution, before any of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken
+from disagg.messages import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
+SORTED_COLUMNS = 1024  # enough for nearly every top-k and top-p; other rows are sorted whole
+
+# Uniforms have 32 bits, so Gumbel noise lies in [-log(33 log 2), -log(-log(1 - 2^-33))], a range
+# of 26.01. A candidate further than this below the largest logit cannot win.
+NOISE_RANGE = 26.1
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea and Flood, 2014): increment ...
+_MIX_1 = 0xBF58476D1CE4E5B9  # ... and multipliers of the finalizer
+_MIX_2 = 0x94D049BB133111EB
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+    """The next token of each sequence.
+
+    Args:
+        logits: float32 [num_sequences, vocab_size]; consumed.
+        sequences: row i belongs to sequences[i], whose tokens all have been computed.
+    """
+    wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    log_probs = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
+    for i, sequence in enumerate(sequences):
+        if _is_adjusted(sequence):
+            _adjust_(logits[i], sequence)
+    drawn = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence)]
+    if len(drawn) == len(sequences):
+        token_ids = _draw(logits, sequences)
+    else:
+        token_ids = logits.argmax(dim=-1)
+        if drawn:
+            token_ids[drawn] = _draw(logits[drawn], [sequences[i] for i in drawn])
+    chosen = token_ids.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
+    if log_probs is not None:
+        nums_top = [sequences[i].sampling.logprobs or 0 for i in wanted]
+        for i, found in zip(wanted, _report(log_probs, token_ids[wanted], nums_top), strict=True):
+            logprobs[i] = found
+    return [SampledToken(*pair) for pair in zip(chosen, logprobs, strict=True)]
+
+
+def _is_greedy(sequence: Sequence) -> bool:
+    return sequence.sampling.temperature < GREEDY_BELOW
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    sampling = sequence.sampling
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.min_tokens > 0
+    )
+
+
+def _adjust_(row: Tensor, sequence: Sequence) -> None:
+    """Apply the penalties, and before `min_tokens` rule out the end, in place.
+
+    Repetition (Keskar et al., 2019) is over prompt and output; presence and frequency, as OpenAI
+    defines them, over the output.
+    """
+    sampling, tokens = sequence.sampling, sequence.tokens
+    if sampling.repetition_penalty != 1.0:
+        present = torch.tensor(sorted(set(tokens)), device=row.device)
+        scores = row[present]
+        penalty = sampling.repetition_penalty
+        row[present] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    output = tokens[sequence.num_prompt_tokens :]
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        seen = Counter(output)
+        penalties = [
+            sampling.presence_penalty + sampling.frequency_penalty * count
+            for count in seen.values()
+        ]
+        row[list(seen)] -= torch.tensor(penalties, device=row.device)
+    if sequence.stop_ids and len(output) < sampling.min_tokens:
+        row[torch.tensor(sorted(sequence.stop_ids), device=row.device)] = -math.inf
+
+
+def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    """One token id for each row, int64 [num_rows]."""
+    device = logits.device
+    params = [sequence.sampling for sequence in sequences]
+    scaled = logits / _column([p.temperature for p in params], device)
+    largest = scaled.amax(dim=-1, keepdim=True)
+    # log(0) would be -inf, but min-p = 0 keeps everything that the noise could lift to the top.
+    reach = [min(NOISE_RANGE, -math.log(p.min_p)) if p.min_p > 0 else NOISE_RANGE for p in params]
+    floor = largest - _column(reach, device)
+    narrowed = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if narrowed:
+        floor[narrowed] = torch.maximum(
+            floor[narrowed], _nucleus_floor(scaled[narrowed], [params[i] for i in narrowed])
+        )
+    rows, ids = torch.nonzero(scaled >= floor, as_tuple=True)
+    keys = [_key(sequence.sampling.seed, len(sequence.tokens)) for sequence in sequences]
+    noise = _gumbel(torch.tensor(keys, device=device)[rows], ids)
+    scores = torch.full_like(scaled, -math.inf, dtype=torch.float64)
+    scores[rows, ids] = scaled[rows, ids].double() + noise
+    return scores.argmax(dim=-1)
+
+
+def _column(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def _nucleus_floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The smallest scaled logit that min-p, top-k and top-p keep, float32 [num_rows, 1].
+
+    Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
+    probabilities, among what min-p and top-k have kept, add up to at least p.
+    """
+    vocab_size = scaled.shape[-1]
+    num_columns = min(SORTED_COLUMNS, vocab_size)
+    floor, is_cut = _floor_of_sorted(scaled, params, num_columns)
+    if num_columns < vocab_size:
+        short = torch.nonzero(is_cut).flatten().tolist()
+        if short:
+            some = [params[i] for i in short]
+            floor[short], _ = _floor_of_sorted(scaled[short], some, vocab_size)
+    return floor
+
+
+def _floor_of_sorted(
+    scaled: Tensor, params: list[SamplingParams], num_columns: int
+) -> tuple[Tensor, Tensor]:
+    """The floor as found in the largest `num_columns` of each row, and bool [num_rows]: whether
+    columns that were not looked at could matter.
+    """
+    device, vocab_size = scaled.device, scaled.shape[-1]
+    ordered = scaled.topk(num_columns, dim=-1).values  # [num_rows, num_columns], falling
+    ranks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    last_kept = torch.tensor(ranks, device=device).clamp(max=num_columns).unsqueeze(1) - 1
+    is_limited = torch.tensor([rank <= num_columns for rank in ranks], device=device).unsqueeze(1)
+    reach = [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params]
+    lowest = ordered[:, :1] - _column(reach, device)  # of min-p
+    lowest = torch.where(is_limited, lowest.maximum(ordered.gather(1, last_kept)), lowest)
+    is_kept = ordered >= lowest
+    ends_inside = is_limited | ~is_kept[:, -1:]
+    # The probabilities are relative to all that is kept, also in columns that are not looked at.
+    total = torch.where(
+        ends_inside,
+        ordered.masked_fill(~is_kept, -math.inf).logsumexp(dim=-1, keepdim=True),
+        scaled.masked_fill(scaled < lowest, -math.inf).logsumexp(dim=-1, keepdim=True),
+    )
+    mass = (ordered - total).double().exp().masked_fill(~is_kept, 0.0)
+    before = mass.cumsum(dim=-1) - mass
+    enough = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
+    is_kept &= before < torch.tensor(enough, device=device).unsqueeze(1)
+    is_kept[:, 0] = True
+    floor = ordered.masked_fill(~is_kept, math.inf).amin(dim=-1, keepdim=True)
+    is_cut = is_kept[:, -1] & ~is_limited.squeeze(1)
+    return floor, is_cut
+
+
+def _report(log_probs: Tensor, token_ids: Tensor, nums_top: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of the chosen tokens and of the most likely `nums_top[i]` ones."""
+    chosen = log_probs.gather(1, token_ids.unsqueeze(1)).flatten().tolist()
+    if not any(nums_top):
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    values, ids = log_probs.topk(min(max(nums_top), log_probs.shape[-1]), dim=-1)
+    tops = [
+        tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True))
+        for row_ids, row_values, num_top in zip(
+            ids.tolist(), values.tolist(), nums_top, strict=True
+        )
+    ]
+    return [TokenLogprobs(*pair) for pair in zip(chosen, tops, strict=True)]
+
+
+def _key(seed: int, position: int) -> int:
+    """Where the noise of one position starts, as a signed 64-bit integer."""
+    return _signed(_mix(_mix(seed & _MASK) + position * _GOLDEN & _MASK))
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finalizer on Python integers; `_gumbel` has the same on tensors."""
+    x = (x ^ (x >> 30)) * _MIX_1 & _MASK
+    x = (x ^ (x >> 27)) * _MIX_2 & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for each (key, token id), float64; int64 arithmetic wraps around."""
+    x = keys + (token_ids + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    bits = _shift_right(x ^ _shift_right(x, 31), 32)
+    uniform = (bits.double() + 0.5) / (1 << 32)
+    return -torch.log(-torch.log(uniform))
+
+
+def _shift_right(x: Tensor, num_bits: int) -> Tensor:
+    """Logical shift; torch's is arithmetic."""
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
