@@ -278,6 +278,8 @@ class Metrics:
         import prometheus_client as prometheus
 
         self._registry: CollectorRegistry = prometheus.CollectorRegistry()
+        self._workers: set[tuple[str, str, str]] = set()
+        self._pairs: set[tuple[str, str]] = set()
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         model, worker = ("model_name",), ("model_name", "role", "worker_id")
         self._requests = counter("requests", "Requests that ended", *model, "finished_reason")
@@ -367,24 +369,30 @@ class Metrics:
         num_holds: int,
     ) -> None:
         """A worker's load as of its last step. `kv_usage` is a fraction."""
-        self._running.labels(model, role, worker_id).set(num_running)
-        self._waiting.labels(model, role, worker_id).set(num_waiting)
-        self._kv_usage.labels(model, role, worker_id).set(kv_usage)
-        self._holds.labels(model, role, worker_id).set(num_holds)
+        series = (model, role, worker_id)
+        self._workers.add(series)
+        self._running.labels(*series).set(num_running)
+        self._waiting.labels(*series).set(num_waiting)
+        self._kv_usage.labels(*series).set(kv_usage)
+        self._holds.labels(*series).set(num_holds)
 
     def transfer(
         self, source_id: str, worker_id: str, *, latency_s: float, bytes_per_s: float
     ) -> None:
         """What a worker measured when it pulled from a source."""
+        self._pairs.add((source_id, worker_id))
         self._rate.labels(source_id, worker_id).set(bytes_per_s)
         self._latency.labels(source_id, worker_id).set(latency_s)
 
     def forget_worker(self, worker_id: str) -> None:
-        for gauge in (self._running, self._waiting, self._kv_usage, self._holds):
-            gauge.remove_by_labels({"worker_id": worker_id})
-        for gauge in (self._rate, self._latency):
-            gauge.remove_by_labels({"worker_id": worker_id})
-            gauge.remove_by_labels({"source_id": worker_id})
+        for worker in [worker for worker in self._workers if worker[-1] == worker_id]:
+            self._workers.remove(worker)
+            for gauge in (self._running, self._waiting, self._kv_usage, self._holds):
+                gauge.remove(*worker)
+        for pair in [pair for pair in self._pairs if worker_id in pair]:
+            self._pairs.remove(pair)
+            self._rate.remove(*pair)
+            self._latency.remove(*pair)
 
     def render(self) -> tuple[bytes, str]:
         """The body of `GET /metrics` and its content type."""

@@ -306,3 +306,7 @@ def test_metrics_of_a_worker_go_with_it() -> None:
     text = metrics.render()[0].decode()
     assert '"p1"' not in text
     assert 'kv_cache_usage_perc{model_name="m",role="decode",worker_id="d1"} 0.5' in text
+    metrics.forget_worker("p1")
+    metrics.transfer("p1", "d1", latency_s=0.002, bytes_per_s=1e9)
+    metrics.forget_worker("d1")
+    assert '"d1"' not in metrics.render()[0].decode()

@@ -41,7 +41,9 @@ os.execv(executable, [executable, config])
 
 
 class EmbeddedRedis:
-    """`start()`, then `url`, then `stop()`; also a context manager. May start again after a stop.
+    """`start()`, then `url`, then `stop()`; also a context manager.
+
+    A start after a stop keeps the address and the password, and none of the values.
 
     On Linux the kernel kills the server when the *thread* that called `start` ends, so call it
     from one that lives as long as the server should: the main thread. Elsewhere only `stop` ends
@@ -95,12 +97,13 @@ class EmbeddedRedis:
         self._directory.mkdir(parents=True, exist_ok=True)
         tries = _NUM_PORTS_TRIED if self._fixed_port is None else 1
         for left in reversed(range(tries)):
-            self._port = self._fixed_port or _free_port()
+            self._port = self._fixed_port or self._port or _free_port()
             try:
                 self._start_once(executable)
                 return
             except StartupError as error:
                 self.stop()
+                self._port = 0
                 # Another process may take the free port before the server does.
                 if left == 0 or "in use" not in error.message:
                     raise

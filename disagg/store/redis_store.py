@@ -10,10 +10,10 @@ misplaced or forged value is not accepted. The server bounds memory (`maxmemory`
 from __future__ import annotations
 
 import hashlib
+import hmac
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from hmac import compare_digest
 from typing import Any
 
 import redis
@@ -68,6 +68,7 @@ class RedisStore:
             self._client = redis.Redis.from_url(
                 url,
                 protocol=2,
+                socket_read_size=1 << 20,  # fewer turns at the interpreter lock in a large answer
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
@@ -129,9 +130,9 @@ class RedisStore:
         self._breaker.succeeded()
 
     def _digest(self, key: BlockHash, block: bytes) -> bytes:
-        digest = hashlib.blake2b(key, digest_size=_SEAL_NBYTES, key=self._secret)
+        digest = hmac.new(self._secret, key, "sha256")  # twice blake2b's speed on today's CPUs
         digest.update(block)
-        return digest.digest()
+        return digest.digest()[:_SEAL_NBYTES]
 
     def _seal(self, key: BlockHash, block: bytes) -> bytes:
         return self._digest(key, block) + block
@@ -140,7 +141,9 @@ class RedisStore:
         if not isinstance(value, bytes):
             return None
         block = value[_SEAL_NBYTES:]
-        return block if compare_digest(value[:_SEAL_NBYTES], self._digest(key, block)) else None
+        return (
+            block if hmac.compare_digest(value[:_SEAL_NBYTES], self._digest(key, block)) else None
+        )
 
 
 def _execute(pipeline: Pipeline) -> list[Any]:

@@ -59,7 +59,7 @@ def test_the_password_guards_it_and_shows_nowhere(tmp_path: Path) -> None:
 
 
 def test_it_starts_again_where_it_was(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path, port=embedded_redis._free_port())
+    server = EmbeddedRedis(tmp_path)
     urls = []
     for _ in range(2):
         with server:

@@ -18,8 +18,5 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
     """A server that a test may freeze, kill and start again at the same address."""
-    from disagg.cli import embedded_redis
-
-    server = EmbeddedRedis(tmp_path, port=embedded_redis._free_port())
-    with server:
+    with EmbeddedRedis(tmp_path) as server:
         yield server

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.store.memory_store import MemoryStore
@@ -19,6 +19,7 @@ def test_the_least_recently_used_go_first() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=50))
 def test_it_stays_within_its_bytes(puts: list[tuple[int, int]]) -> None:
     store = MemoryStore(64)
