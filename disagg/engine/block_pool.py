@@ -13,6 +13,7 @@ from typing import Literal
 
 from disagg.blocks import BlockHash
 from disagg.engine.free_runs import FreeRuns
+from disagg.engine.require import require
 from disagg.messages import KVEvent
 
 
@@ -156,23 +157,23 @@ class BlockPool:
             for block_id in block_ids:
                 counted[block_id] += 1
         free = {i for start, end in self._free.runs() for i in range(start, end)}
-        _require(len(free) == self._free.num_free, "the free blocks are miscounted")
+        require(len(free) == self._free.num_free, "the free blocks are miscounted")
         for block_id in range(self.num_blocks):
             num_holders, name = self._num_holders[block_id], self._hash_of[block_id]
-            _require(
+            require(
                 num_holders == counted[block_id],
                 f"block {block_id} counts {num_holders} holders and has {counted[block_id]}",
             )
             states = (num_holders > 0, block_id in self._idle, block_id in free)
-            _require(sum(states) == 1, f"block {block_id}: held, idle, free = {states}")
-            _require(name is None or not states[2], f"free block {block_id} has a name")
-            _require(name is not None or not states[1], f"idle block {block_id} has no name")
-            _require(
+            require(sum(states) == 1, f"block {block_id}: held, idle, free = {states}")
+            require(name is None or not states[2], f"free block {block_id} has a name")
+            require(name is not None or not states[1], f"idle block {block_id} has no name")
+            require(
                 name is None or self._block_of.get(name) == block_id,
                 f"block {block_id} is not found under its name",
             )
         num_named = sum(name is not None for name in self._hash_of)
-        _require(num_named == len(self._block_of), "names without a block")
+        require(num_named == len(self._block_of), "names without a block")
 
     def _evict(self) -> None:
         block_id, _ = self._idle.popitem(last=False)
@@ -189,8 +190,3 @@ class BlockPool:
             self._events[-1][1].append(block_hash)
         else:
             self._events.append((kind, [block_hash]))
-
-
-def _require(holds: bool, difference: str) -> None:
-    if not holds:
-        raise AssertionError(difference)

@@ -18,6 +18,7 @@ from collections.abc import Sequence as SequenceOf
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.limits import token_limit
 from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
+from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent, Work
 from disagg.errors import RequestError, StartupError
@@ -75,6 +76,7 @@ class Scheduler:
         self.num_preempted = 0  # ever
         self._next_arrival = 0
         self._short: Sequence | None = None  # oldest waiting one that found too few blocks
+        self._refused = _NEVER  # place of the oldest arrival that was refused since the last plan
         self._num_queued_tokens = 0  # uncomputed tokens of arrived and waiting sequences
 
     # Entering and leaving.
@@ -124,14 +126,17 @@ class Scheduler:
         blocks, the next step would have to preempt, and recomputing costs more than waiting: so
         one block for each running sequence is left. Nor does an arrival overtake an older waiting
         sequence that is short of blocks (`arrival` is the place that `number` gave, None counts as
-        the latest), or a stream of arrivals could starve it.
+        the latest), or a stream of arrivals could starve it; and the other way round, the next plan
+        admits nobody later than a refused arrival, which may ask again before every plan.
         """
         short = self._short
         if short is not None and (arrival is None or short.arrival < arrival):
             return None
-        if not self._leaves_room(num_blocks):
-            return None
-        return self.pool.allocate(num_blocks)
+        if self._leaves_room(num_blocks):
+            return self.pool.allocate(num_blocks)
+        if arrival is not None and num_blocks <= self.pool.num_blocks:
+            self._refused = min(arrival, self._refused)
+        return None
 
     def remove(self, request_id: str) -> Sequence | None:
         """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
@@ -157,20 +162,20 @@ class Scheduler:
         """
         queued = [*self.arrived, *self.waiting]
         num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
-        _require(num_queued_tokens == self._num_queued_tokens, "queued tokens are miscounted")
-        _require(len(self.running) <= self.max_num_seqs, "too many sequences run")
+        require(num_queued_tokens == self._num_queued_tokens, "queued tokens are miscounted")
+        require(len(self.running) <= self.max_num_seqs, "too many sequences run")
         everyone = [*self.running, *queued]
-        _require(sorted(map(id, everyone)) == sorted(map(id, self.sequences())), "lost sequences")
+        require(sorted(map(id, everyone)) == sorted(map(id, self.sequences())), "lost sequences")
         for queue in (self.running, self.arrived, self.waiting):
             arrivals = [sequence.arrival for sequence in queue]
-            _require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
+            require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
         for sequence in everyone:
             num_slots = len(sequence.block_ids) * self.pool.block_size
-            _require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
-            _require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
-            _require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
+            require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
+            require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
+            require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
         for sequence in self.waiting:
-            _require(not sequence.block_ids, f"{sequence} waits and holds blocks")
+            require(not sequence.block_ids, f"{sequence} waits and holds blocks")
 
     def sequences(self) -> list[Sequence]:
         return list(self._by_id.values())
@@ -264,11 +269,12 @@ class Scheduler:
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
+        self._refused = _NEVER
         return admitted
 
     def _next_queue(self) -> list[Sequence]:
         """The queue whose head is the oldest sequence that may be admitted."""
-        if self._short is not None or not self.waiting:
+        if self._short or not self.waiting or self.waiting[0].arrival > self._refused:
             return self.arrived
         if self.arrived and self.arrived[0].arrival < self.waiting[0].arrival:
             return self.arrived
@@ -391,8 +397,3 @@ class Scheduler:
                 if queue is not self.running:
                     self._num_queued_tokens -= sequence.num_uncomputed
                 return
-
-
-def _require(holds: bool, difference: str) -> None:
-    if not holds:
-        raise AssertionError(difference)
