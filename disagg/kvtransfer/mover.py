@@ -244,7 +244,7 @@ class Mover:
             self._wire.notify(name, ticket_id.encode())
         except Exception as error:
             self._broken.add(name)
-            _log.warning("ticket %s was not released at %s: %r", ticket_id, name, error)
+            _log.warning("%s did not hear of ticket %r: %r", name, ticket_id, error)
 
     def _look(self) -> None:
         try:

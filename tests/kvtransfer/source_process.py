@@ -1,0 +1,56 @@
+"""A source in a process of its own, for tests: `python -m tests.kvtransfer.source_process`.
+
+Prints its peer as one line of JSON, then answers every command on stdin with one line: "ticket ID
+BLOCK..." with a ticket, "released" with the tickets that readers gave back so far, "churn" with
+"ok", after which blocks 0 to 23 are used again and again in between commands.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+
+import msgspec
+
+from disagg.kvtransfer.nixl_transport import NixlTransport
+from disagg.kvtransfer.transport import TicketReleased
+from tests.kvtransfer.memory import Memory
+
+
+def main(epoch: int, block_nbytes: int, ucx_config: str) -> None:
+    memory = Memory("source", epoch=epoch, block_nbytes=block_nbytes)
+    side = NixlTransport(
+        "source", epoch, memory.slab, memory.stamps, clock=time.monotonic, ucx_config=ucx_config
+    )
+    released: list[str] = []
+    between_steps = threading.Lock()
+
+    def churn() -> None:
+        rng = random.Random(epoch)
+        while True:
+            with between_steps:
+                memory.reuse(rng.randrange(24))
+
+    def answer(command: str, arguments: list[str]) -> object:
+        if command == "ticket":
+            return memory.ticket(arguments[0], map(int, arguments[1:]))
+        if command == "released":
+            events = side.poll()
+            released.extend(e.ticket_id for e in events if isinstance(e, TicketReleased))
+            return released
+        threading.Thread(target=churn, daemon=True).start()
+        return "ok"
+
+    print(msgspec.json.encode(side.peer).decode(), flush=True)
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        with between_steps:
+            reply = answer(command, arguments)
+        print(msgspec.json.encode(reply).decode(), flush=True)
+    side.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

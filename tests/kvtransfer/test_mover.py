@@ -1,0 +1,276 @@
+"""Any fault at any step of the wire: every pull ends once, and no unfinished transfer is let go."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.kvtransfer.mover import (
+    MAX_UNREAD_NOTICES,
+    Close,
+    Connect,
+    Ended,
+    Job,
+    Look,
+    Mover,
+    Notice,
+    Notify,
+    Piece,
+    agent_name,
+)
+from disagg.kvtransfer.pulls import PullBook
+from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.transport import TicketReleased
+from tests.kvtransfer.memory import Memory
+
+
+class Fault(Exception):
+    """Like NIXL's errors, of no family."""
+
+
+@dataclass
+class Reading:
+    pieces: Sequence[Piece]
+    looks: int  # until it is done
+    posted: bool = False
+    ended: bool = False
+    released: bool = False
+
+
+class FaultyWire:
+    """Copies with memmove, `slowness` looks after the post; raises when `fails` says so.
+
+    Args:
+        fails: is told the step and how many times it was taken before.
+    """
+
+    def __init__(self, fails: Callable[[str, int], bool], slowness: int = 0) -> None:
+        self._fails = fails
+        self._steps: Counter[str] = Counter()
+        self._slowness = slowness
+        self.readings: list[Reading] = []
+        self.sent: list[tuple[str, bytes]] = []
+        self.inbox: list[bytes] = []
+        self.connected: Counter[str] = Counter()
+        self.closed = False
+        self.misuse: list[str] = []  # the mover survives exceptions, so they would hide it
+
+    def _step(self, name: str) -> None:
+        number = self._steps[name]
+        self._steps[name] += 1
+        if self._fails(name, number):
+            raise Fault(f"{name} {number}")
+
+    def connect(self, record: bytes) -> str:
+        self._step("connect")
+        self.connected[record.decode()] += 1
+        return record.decode()
+
+    def forget(self, name: str) -> None:
+        if any(reading.posted and not reading.ended for reading in self.readings):
+            self.misuse.append(f"forgot {name} during a transfer")
+        self.connected[name] -= 1
+        self._step("forget")
+
+    def read_blocks(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+        return self._read(peer, pieces)
+
+    def read_stamps(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+        return self._read(peer, pieces)
+
+    def _read(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+        self._step("prepare")
+        if self.connected[agent_name(peer)] != 1:
+            self.misuse.append(f"read from {agent_name(peer)} without a connection")
+        self.readings.append(Reading(pieces, self._slowness))
+        return self.readings[-1]
+
+    def post(self, transfer: Reading) -> None:
+        transfer.posted = True
+        try:
+            self._step("post")
+        except Fault:
+            transfer.ended = True
+            raise
+
+    def is_done(self, transfer: Reading) -> bool:
+        try:
+            self._step("is_done")
+        except Fault:
+            transfer.ended = True
+            raise
+        if transfer.looks > 0:
+            transfer.looks -= 1
+            return False
+        for local_address, remote_address, nbytes in transfer.pieces:
+            ctypes.memmove(local_address, remote_address, nbytes)
+        transfer.ended = True
+        return True
+
+    def release(self, transfer: Reading) -> None:
+        if transfer.posted and not transfer.ended:
+            self.misuse.append("released a transfer under way")
+        if transfer.released:
+            self.misuse.append("released a transfer twice")
+        self._step("release")
+        transfer.released = True
+
+    def notify(self, name: str, message: bytes) -> None:
+        self._step("notify")
+        if message:
+            self.sent.append((name, message))
+
+    def messages(self) -> list[bytes]:
+        self._step("messages")
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def close(self) -> None:
+        self.closed = True
+        self._step("close")
+
+
+class Bench:
+    """A source, a reader and a mover that runs when told to, on a clock that counts calls."""
+
+    def __init__(self, wire: FaultyWire, pull_timeout_s: float = 1e6) -> None:
+        self.wire = wire
+        self.source, self.reader = Memory("source"), Memory("reader")
+        self.peer = self.source.peer(agent=b"source#1")
+        self.book = PullBook(self.reader.slab, "local")
+        self.book.add_peer(self.peer)
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.notices: SimpleQueue[Notice] = SimpleQueue()
+        ticks = itertools.count()
+        self.mover = Mover(
+            wire,
+            self.reader.slab,
+            array("Q", bytes(self.reader.stamps.nbytes)),
+            self.jobs,
+            self.notices,
+            clock=lambda: next(ticks) * 1e-3,
+            pull_timeout_s=pull_timeout_s,
+            settle_s=0.01,
+        )
+
+    def pull(self, blocks: list[int], into: list[int]) -> int:
+        ticket = self.source.ticket(f"t{blocks}-{into}", blocks)
+        pull = self.book.begin(ticket, 0, into, now=0.0)
+        self.jobs.put(pull)
+        return pull.pull_id
+
+    def run(self) -> list[Notice]:
+        self.jobs.put(Close())
+        self.mover.run()
+        assert self.wire.closed and self.wire.misuse == []
+        return [self.notices.get_nowait() for _ in range(self.notices.qsize())]
+
+
+def never(step: str, number: int) -> bool:
+    return False
+
+
+STEPS = ["connect", "forget", "prepare", "post", "is_done", "release", "notify", "close"]
+
+
+@given(
+    st.sets(st.tuples(st.sampled_from(STEPS), st.integers(0, 12)), max_size=5), st.integers(0, 3)
+)
+def test_whatever_fails_every_pull_ends_once_and_only_intact_ones_succeed(
+    faults: set[tuple[str, int]], slowness: int
+) -> None:
+    bench = Bench(FaultyWire(lambda step, number: (step, number) in faults, slowness))
+    bench.jobs.put(Connect(bench.peer, ()))
+    bench.source.reuse(9)
+    pulls = [
+        bench.pull([number * 4, number * 4 + 1], [number * 2, 31 - number]) for number in range(5)
+    ]
+    bench.source.reuse(8)
+    ended = [notice for notice in bench.run() if isinstance(notice, Ended)]
+    assert sorted(notice.pull.pull_id for notice in ended) == pulls
+    for notice in ended:
+        intact = bench.reader.holds_copy(
+            bench.source, notice.pull.ticket, list(notice.pull.local_blocks)
+        )
+        assert intact or notice.error is not None
+        if not faults:
+            assert (notice.error is None) == (8 not in notice.pull.ticket.block_ids)
+    if not any(step == "release" for step, _ in faults):
+        assert all(reading.released for reading in bench.wire.readings)
+    told = [message for _, message in bench.wire.sent]
+    assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize("step", ["connect", "prepare", "post", "is_done", "release"])
+def test_a_fault_is_named_and_the_next_pull_goes_well(step: str) -> None:
+    bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, 0)))
+    first = bench.pull([1], [1])
+    bench.jobs.put(Look())
+    for _ in range(40):  # the blocks of the broken transfer rest, then its peer is forgotten
+        bench.jobs.put(Look())
+    second = bench.pull([2], [2])
+    ended = {n.pull.pull_id: n.error for n in bench.run() if isinstance(n, Ended)}
+    assert f"{step} 0" in (ended[first] or "")
+    assert ended[second] is None
+
+
+def test_a_late_pull_is_not_accepted_and_its_transfer_not_let_go() -> None:
+    bench = Bench(FaultyWire(never, slowness=50), pull_timeout_s=0.005)
+    bench.pull([1], [1])
+    (ended,) = bench.run()
+    assert isinstance(ended, Ended)
+    assert ended.error is not None and "did not arrive within" in ended.error
+    (reading,) = bench.wire.readings  # no stamps were read
+    assert reading.ended and reading.released
+
+
+def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
+    bench = Bench(FaultyWire(never, slowness=30))
+    bench.pull([1], [1])
+    successor = Memory("source", epoch=2).peer(agent=b"source#2")
+    bench.jobs.put(Connect(successor, (bench.peer,)))  # FaultyWire.forget looks for pulls under way
+    (ended,) = bench.run()
+    assert isinstance(ended, Ended) and ended.error is None
+    assert bench.wire.connected == {"source#1": 0, "source#2": 1}
+
+
+def test_a_record_of_somebody_else_is_refused() -> None:
+    bench = Bench(FaultyWire(never))
+    bench.peer = bench.source.peer(agent=b"mallory#1")
+    bench.book.add_peer(bench.peer)
+    bench.pull([1], [1])
+    (ended,) = bench.run()
+    assert isinstance(ended, Ended)
+    assert ended.error is not None and "source#1 belongs to mallory#1" in ended.error
+    assert bench.wire.connected["mallory#1"] == 0
+
+
+def test_messages_become_released_tickets_within_bounds() -> None:
+    bench = Bench(FaultyWire(never))
+    bench.wire.inbox = [b"t1", b"", b"x" * 257, b"\xff\xfe", *[b"flood"] * MAX_UNREAD_NOTICES]
+    bench.jobs.put(Look())
+    notices = bench.run()
+    assert notices[:3] == [
+        TicketReleased("t1"),
+        TicketReleased("\ufffd\ufffd"),
+        TicketReleased("flood"),
+    ]
+    assert len(notices) == MAX_UNREAD_NOTICES
+
+
+def test_releases_reach_known_peers_only() -> None:
+    bench = Bench(FaultyWire(never))
+    bench.jobs.put(Notify(bench.peer, "before the connection"))
+    bench.jobs.put(Connect(bench.peer, ()))
+    bench.jobs.put(Notify(bench.peer, "t1"))
+    assert bench.run() == []
+    assert bench.wire.sent == [("source#1", b"t1")]
