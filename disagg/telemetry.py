@@ -227,10 +227,8 @@ def _wanted() -> bool:
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if environment.get(name, "http/protobuf") != "http/protobuf":
             _log.warning(
-                "%s=%s is not supported: spans go out as http/protobuf; point the endpoint at the"
-                " collector's OTLP/HTTP port (usually 4318).",
-                name,
-                environment[name],
+                f"{name}={environment[name]} is not supported: spans go out as http/protobuf;"
+                " point the endpoint at the collector's OTLP/HTTP port (usually 4318)."
             )
     return True
 
