@@ -101,8 +101,9 @@ class StepTimeModel:
         if num_new_tokens <= 0:
             return 0.0
         per_step, per_token, per_attended, _, _ = self.coefficients
-        num_steps = max(1.0, num_new_tokens / chunk_tokens)
-        reach = num_context_tokens + 0.5 * (num_new_tokens / max(1, num_sequences) + 1)
+        num_steps = num_new_tokens / chunk_tokens if num_new_tokens > chunk_tokens else 1.0
+        each = num_new_tokens / num_sequences if num_sequences > 1 else num_new_tokens
+        reach = num_context_tokens + 0.5 * (each + 1)
         return num_steps * per_step + num_new_tokens * (per_token + per_attended * reach)
 
     def decode_step_s(self, num_sequences: float, num_context_tokens: float) -> float:

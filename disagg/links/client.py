@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -132,7 +132,7 @@ class Link:
         *,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Run a request on this worker. Ends after the delta whose `is_last` is true.
 
         Closing the iterator early cancels the request on the worker.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from disagg.blocks import BlockHash
 from disagg.errors import WorkerLost
@@ -88,7 +88,7 @@ class FleetLinks:
         *,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
         return self.link(worker_id).stream(request, hand_over=hand_over, ticket=ticket)
 

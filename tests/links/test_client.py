@@ -105,7 +105,7 @@ async def test_closing_a_stream_cancels_it_and_no_other() -> None:
         link_id, closed = start_of(worker, "closed")
         worker.step({link_id: [TokenDelta(closed.stream_id, (1,))]})
         await first
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await until(lambda: worker.of_type(Cancel))
         assert worker.of_type(Cancel) == [Cancel(closed.stream_id)]
         _, start = start_of(worker, "kept")
@@ -125,7 +125,7 @@ async def test_a_cancelled_reader_cancels_the_request() -> None:
 
 
 async def test_what_waits_is_handed_over_together() -> None:
-    async with pair() as (worker, link, observer), aclosing(link.stream(make_request())) as stream:  # type: ignore[type-var]
+    async with pair() as (worker, link, observer), aclosing(link.stream(make_request())) as stream:
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "request-0")

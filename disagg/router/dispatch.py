@@ -1,0 +1,299 @@
+"""Carries a request from its prompt to its last token, whatever happens to workers on the way.
+
+The way of a request: choose a route; prefill on one worker, which hands over its first token and a
+ticket for the KV; go on with both on a decode worker. Or all on one worker. Wherever a worker is
+lost or answers with an error that another one may not have, the same move follows: route again
+with the tokens so far. The client sees one stream without a gap or a repeated token, and either
+exactly one last delta with a `finish_reason`, or a `DisaggError`.
+
+Knows workers only as `Workers`; time and randomness are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from disagg.blocks import hash_block
+from disagg.errors import DisaggError, Unavailable, WorkerLost
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, TokenDelta
+from disagg.router.deadline import Deadline
+from disagg.router.fleet import Fleet, FleetView, Load, Reservation
+from disagg.router.policy import Route, choose_decode, choose_route
+
+PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
+
+
+class Workers(Protocol):
+    """Streams by worker id. `links.fleet_links.FleetLinks` is one."""
+
+    def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Run the request there; closing the iterator cancels it.
+
+        Raises:
+            WorkerLost: here or while iterating.
+        """
+        ...
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One routing decision, for traces and `GET /debug/requests/{id}`."""
+
+    unix_s: float
+    route: Route
+    num_tokens: int  # prompt and output so far
+    because: str  # "" for the first, then the error that made the request move
+
+
+class Dispatcher:
+    """Generates answers on the workers of a fleet.
+
+    Args:
+        now: Unix time in seconds.
+        max_moves: how often a request may be routed again before its error is final.
+        patience_s: how long a request that had a worker waits for another one to appear. A
+            request that finds none at first is refused at once.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        fleet: Fleet,
+        *,
+        now: Callable[[], float],
+        rng: random.Random,
+        max_moves: int = 5,
+        patience_s: float = 30.0,
+        max_num_decisions: int = 1024,
+    ) -> None:
+        self._workers = workers
+        self._fleet = fleet
+        self._now = now
+        self._rng = rng
+        self._max_moves = max_moves
+        self._patience_s = patience_s
+        self._max_num_decisions = max_num_decisions
+        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+
+    def decision(self, request_id: str) -> tuple[Decision, ...]:
+        """The routing decisions of a recent request, oldest first; empty when forgotten."""
+        return tuple(self._decisions.get(request_id, ()))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """The answer. Closing the iterator cancels the request wherever it is.
+
+        Every delta but the last has new tokens; only the last has a `finish_reason`. The first
+        one's `num_cached_tokens` counts prompt tokens that were not computed anywhere. Stream ids
+        mean nothing.
+
+        Raises:
+            Unavailable, DeadlineExceeded: as their names say.
+            DisaggError: what a worker answered, when it was final.
+        """
+        journey = _Journey(request)
+        while not journey.is_finished:
+            route, reservations = await self._choose(journey)
+            try:
+                async with aclosing(self._travel(journey, route, reservations)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            except DisaggError as error:
+                if not error.retryable or journey.num_moves >= self._max_moves:
+                    raise
+                journey.move(error)
+            finally:
+                for reservation in reservations:
+                    self._fleet.release(reservation)
+
+    async def _travel(
+        self, journey: _Journey, route: Route, reservations: tuple[Reservation, ...]
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """One route, to the end or to the error that ends it."""
+        for reservation in reservations:
+            if journey.is_finished:
+                return
+            hand_over = reservation.worker_id == route.prefill
+            async with aclosing(self._visit(journey, reservation, hand_over)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _visit(
+        self, journey: _Journey, reservation: Reservation, hand_over: bool
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """What one worker contributes. Raises its error when that is not the answer's end."""
+        journey.worker_id = worker_id = reservation.worker_id
+        stream = self._workers.stream(
+            worker_id,
+            journey.request(self._block_size(journey.model)),
+            hand_over=hand_over,
+            ticket=None if hand_over else journey.ticket,
+        )
+        self._fleet.sent(reservation)
+        is_ended = False
+        ends_at = asyncio.get_running_loop().time() + journey.deadline_unix_s - self._now()
+        with Deadline(ends_at) as deadline:
+            async with aclosing(stream):
+                while not is_ended:
+                    try:
+                        delta = await deadline.next(stream)
+                    except StopAsyncIteration:
+                        raise WorkerLost(f"Worker {worker_id} ended a stream early.") from None
+                    self._fleet.release(reservation)  # its own reports show it from here on
+                    is_ended = delta.is_last
+                    shown = journey.take(delta)
+                    if shown is not None:
+                        yield shown
+                    if delta.error is not None:
+                        raise delta.error.to_error()
+
+    async def _choose(self, journey: _Journey) -> tuple[Route, tuple[Reservation, ...]]:
+        """Choose and reserve in one step, waiting for a worker where that makes sense."""
+        waits_until = self._now() + self._patience_s
+        while True:
+            try:
+                route = self._route(journey)
+                return route, self._reserve(journey, route)
+            except Unavailable:
+                if journey.num_moves == 0 or self._now() >= waits_until:
+                    raise
+            journey.excluded.clear()
+            left_s = journey.deadline_unix_s - self._now()
+            await asyncio.sleep(max(0.0, min(PAUSE_S, left_s)))
+
+    def _route(self, journey: _Journey) -> Route:
+        view, now = self._fleet.view(), self._now()
+        request = journey.request(self._block_size(journey.model))
+        ticket = journey.ticket
+        if ticket is not None and _is_alive(ticket, view):
+            route = choose_decode(
+                request,
+                ticket.source_id,
+                ticket.num_tokens,
+                view,
+                self._fleet.index,
+                now,
+                self._rng,
+                journey.excluded,
+            )
+        else:
+            journey.ticket = None
+            route = choose_route(request, view, self._fleet.index, now, self._rng, journey.excluded)
+        self._remember(
+            request.request_id, Decision(now, route, len(request.token_ids), journey.because)
+        )
+        return route
+
+    def _reserve(self, journey: _Journey, route: Route) -> tuple[Reservation, ...]:
+        """Claims in the order of the visits."""
+        num_tokens = journey.num_tokens
+        num_new = num_tokens - route.num_cached_tokens
+        if route.prefill is None:
+            return (self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens)),)
+        return (
+            self._fleet.reserve(route.prefill, Load(num_new)),
+            self._fleet.reserve(route.decode, Load(0, 1, num_tokens)),
+        )
+
+    def _block_size(self, model: str) -> int | None:
+        """The same for all workers of a model; None while there are none."""
+        workers = self._fleet.view().workers.values()
+        return next((w.record.block_size for w in workers if w.record.model == model), None)
+
+    def _remember(self, request_id: str, decision: Decision) -> None:
+        decisions = self._decisions.setdefault(request_id, [])
+        decisions.append(decision)
+        del decisions[: -self._max_moves - 1]  # ids come from clients, who may repeat them
+        self._decisions.move_to_end(request_id)
+        while len(self._decisions) > self._max_num_decisions:
+            self._decisions.popitem(last=False)
+
+
+class _Journey:
+    """How far a request has come."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.ticket: KVTicket | None = None  # KV that waits for the next decode worker
+        self.excluded: set[str] = set()  # workers that failed this request
+        self.num_moves = 0
+        self.because = ""
+        self.is_finished = False
+        self.worker_id = ""  # where it is
+        self._request = request
+        self._generated: list[int] = []  # beyond `_request.token_ids`
+        self._is_first = True
+
+    @property
+    def model(self) -> str:
+        return self._request.model
+
+    @property
+    def deadline_unix_s(self) -> float:
+        return self._request.deadline_unix_s
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.token_ids) + len(self._generated)
+
+    def request(self, block_size: int | None) -> GenerateRequest:
+        """What to ask the next worker: everything so far, and the names of its full blocks."""
+        if self._generated and block_size is not None:
+            self._request = grown(self._request, self._generated, block_size)
+            self._generated = []
+        return self._request
+
+    def take(self, delta: TokenDelta) -> TokenDelta | None:
+        """Note what a worker said. Returns what the client gets of it."""
+        self._generated += delta.token_ids
+        self.is_finished = delta.finish_reason is not None
+        if delta.ticket is not None:
+            self.ticket = delta.ticket
+        elif delta.token_ids:
+            self.ticket = None  # used up by the worker that generates from it
+        if not delta.token_ids and not self.is_finished:
+            return None
+        num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
+        self._is_first = False
+        is_plain = delta.ticket is None and delta.error is None
+        if is_plain and num_cached_tokens == delta.num_cached_tokens:
+            return delta
+        return TokenDelta(
+            delta.stream_id,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.logprobs,
+            num_cached_tokens,
+        )
+
+    def move(self, error: DisaggError) -> None:
+        self.num_moves += 1
+        self.because = f"{error.code}: {error.message}"
+        self.excluded.add(self.worker_id)
+
+
+def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
+    """`request` with more tokens after it, and the names of the blocks that these fill."""
+    tokens = (*request.token_ids, *token_ids)
+    hashes = list(request.block_hashes)
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else request.hash_root
+        hashes.append(hash_block(parent, tokens[start : start + block_size]))
+    return msgspec.structs.replace(request, token_ids=tokens, block_hashes=tuple(hashes))
+
+
+def _is_alive(ticket: KVTicket, view: FleetView) -> bool:
+    source = view.workers.get(ticket.source_id)
+    return source is not None and source.record.epoch == ticket.epoch

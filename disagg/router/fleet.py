@@ -1,0 +1,221 @@
+"""What one ingress knows about all workers: an immutable view for decisions, and its keeper.
+
+`Fleet` hears from the links (it is their observer) and answers with a `FleetView`. A worker is in
+the view from its snapshot until its link ends. Decisions are made on what workers report plus
+what this ingress has sent them and their reports cannot show yet (`Ledger`): without that, all
+requests of one millisecond would choose the same worker.
+
+No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from disagg.blocks import BlockHash
+from disagg.messages import KVEvent, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.router.prefix_index import PrefixIndex
+from disagg.time_model import StepTimeModel
+
+# The report in flight when a request is sent, that of the step it arrives in, the first with it.
+NUM_STATUSES_UNTIL_SEEN = 3
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a request adds to a worker."""
+
+    num_uncomputed_tokens: int = 0  # to prefill
+    num_sequences: int = 0  # to decode
+    num_context_tokens: int = 0  # that decoding reads, and that need blocks
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One worker at one moment, with what is on its way to it."""
+
+    worker_id: str
+    record: WorkerRecord
+    times: StepTimeModel
+    num_waiting: int  # sequences that have tokens to prefill
+    num_uncomputed_tokens: int
+    num_decoding: int
+    num_context_tokens: int
+    num_free_blocks: int
+    accepting: bool
+    transfers: tuple[TransferFigure, ...]  # what pulling from each source took
+
+    @classmethod
+    def of(cls, record: WorkerRecord, status: WorkerStatus, coming: Load) -> WorkerView:
+        blocks_coming = -(-coming.num_context_tokens // record.block_size)
+        return cls(
+            record.worker_id,
+            record,
+            _times_of(status.step_costs),
+            status.num_waiting + (coming.num_uncomputed_tokens > 0),
+            status.num_uncomputed_tokens + coming.num_uncomputed_tokens,
+            status.num_running + coming.num_sequences,
+            status.num_context_tokens + coming.num_context_tokens,
+            status.num_free_blocks - blocks_coming,
+            status.accepting,
+            status.transfers,
+        )
+
+
+_DEFAULT_TIMES = StepTimeModel()
+
+
+def _times_of(costs: StepCosts | None) -> StepTimeModel:
+    return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+
+
+class FleetView(msgspec.Struct, frozen=True):
+    """All routable workers. Immutable; a decision sees one view from beginning to end."""
+
+    workers: Mapping[str, WorkerView]
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerView]) -> FleetView:
+        return cls({worker.worker_id: worker for worker in workers})
+
+
+class Reservation:
+    """A claim of one request on one worker. Opaque to its owner."""
+
+    __slots__ = ("load", "seen_after", "worker_id")
+
+    def __init__(self, worker_id: str, load: Load) -> None:
+        self.worker_id = worker_id
+        self.load = load
+        self.seen_after: int | None = None  # the number of the status that must include it
+
+
+class Ledger:
+    """What was routed by this ingress and cannot be in the workers' own reports yet.
+
+    A reservation counts from the choice until the worker was heard often enough after `sent`, or
+    until `release` (first token, or the end), whichever comes first.
+    """
+
+    def __init__(self) -> None:
+        self._reservations: dict[str, set[Reservation]] = {}
+        self._num_statuses: dict[str, int] = {}
+
+    def reserve(self, worker_id: str, load: Load) -> Reservation:
+        reservation = Reservation(worker_id, load)
+        self._reservations.setdefault(worker_id, set()).add(reservation)
+        return reservation
+
+    def sent(self, reservation: Reservation) -> None:
+        """The request is on its way to the worker."""
+        heard = self._num_statuses.get(reservation.worker_id, 0)
+        reservation.seen_after = heard + NUM_STATUSES_UNTIL_SEEN
+
+    def release(self, reservation: Reservation) -> bool:
+        """Whether it still counted. May be repeated."""
+        held = self._reservations.get(reservation.worker_id)
+        if held is None or reservation not in held:
+            return False
+        held.remove(reservation)
+        if not held:
+            del self._reservations[reservation.worker_id]
+        return True
+
+    def heard(self, worker_id: str) -> None:
+        """A status came from the worker."""
+        number = self._num_statuses.get(worker_id, 0) + 1
+        self._num_statuses[worker_id] = number
+        for reservation in list(self._reservations.get(worker_id, ())):
+            if reservation.seen_after is not None and number >= reservation.seen_after:
+                self.release(reservation)
+
+    def drop(self, worker_id: str) -> None:
+        self._reservations.pop(worker_id, None)
+        self._num_statuses.pop(worker_id, None)
+
+    def coming_to(self, worker_id: str) -> Load:
+        held = self._reservations.get(worker_id)
+        if not held:
+            return _NOTHING
+        return Load(
+            sum(reservation.load.num_uncomputed_tokens for reservation in held),
+            sum(reservation.load.num_sequences for reservation in held),
+            sum(reservation.load.num_context_tokens for reservation in held),
+        )
+
+
+_NOTHING = Load()
+
+
+class Fleet:
+    """Keeps the view and the prefix index current. The observer of an ingress's links."""
+
+    def __init__(self, index: PrefixIndex | None = None) -> None:
+        self.index = index if index is not None else PrefixIndex()
+        self._ledger = Ledger()
+        self._records: dict[str, WorkerRecord] = {}
+        self._statuses: dict[str, WorkerStatus] = {}
+        self._views: dict[str, WorkerView] = {}
+        self._changed: set[str] = set()
+        self._view = FleetView({})
+
+    def view(self) -> FleetView:
+        """The fleet now."""
+        if self._changed:
+            for worker_id in self._changed:
+                self._views[worker_id] = WorkerView.of(
+                    self._records[worker_id],
+                    self._statuses[worker_id],
+                    self._ledger.coming_to(worker_id),
+                )
+            self._changed.clear()
+            self._view = FleetView(dict(self._views))
+        return self._view
+
+    def reserve(self, worker_id: str, load: Load) -> Reservation:
+        """Count `load` from now on. Raises `KeyError` for a worker that is not in the view."""
+        _ = self._records[worker_id]
+        self._changed.add(worker_id)
+        return self._ledger.reserve(worker_id, load)
+
+    def sent(self, reservation: Reservation) -> None:
+        self._ledger.sent(reservation)
+
+    def release(self, reservation: Reservation) -> None:
+        """Stop counting it. May be repeated."""
+        if self._ledger.release(reservation):
+            self._changed.add(reservation.worker_id)
+
+    # links.client.LinkObserver
+
+    def link_up(self, record: WorkerRecord) -> None:
+        """Not routable before its snapshot."""
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        self._records[record.worker_id] = record
+        self._statuses[record.worker_id] = status
+        self._changed.add(record.worker_id)
+        self.index.snapshot(record.worker_id, block_hashes)
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+    ) -> None:
+        if worker_id not in self._records:
+            return
+        self._statuses[worker_id] = status
+        self._changed.add(worker_id)
+        self._ledger.heard(worker_id)
+        if kv_events:
+            self.index.apply(worker_id, kv_events)
+
+    def worker_lost(self, worker_id: str) -> None:
+        if self._records.pop(worker_id, None) is None:
+            return
+        del self._statuses[worker_id]
+        self._views.pop(worker_id, None)
+        self._changed.discard(worker_id)
+        self._view = FleetView(dict(self._views))
+        self._ledger.drop(worker_id)
+        self.index.drop(worker_id)

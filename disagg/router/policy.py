@@ -1,0 +1,232 @@
+"""Where a request goes: one function of the request, the fleet, the index, the time and the rng.
+
+Prefill workers are preferred for prefill and decode workers for decode, but that is all a role
+means. A prompt is prefilled elsewhere only where that is predicted to be cheaper than doing it on
+the decode worker, transfer included; and when no decode worker is left, prefill workers decode.
+
+Pairs are not all looked at: a pair's cost is its prefill side, its decode side and the transfer,
+so the cheapest few of each side are enough.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from heapq import nsmallest
+from operator import attrgetter
+
+import msgspec
+
+from disagg.errors import DeadlineExceeded, Unavailable
+from disagg.messages import GenerateRequest
+from disagg.router.costs import (
+    TYPICAL_OUTPUT_TOKENS,
+    UNMEASURED_S_PER_BYTE,
+    DecodeCost,
+    PrefillCost,
+    decode_cost,
+    prefill_cost,
+    transfer_s,
+)
+from disagg.router.fleet import FleetView, WorkerView
+from disagg.router.prefix_index import PrefixIndex
+
+NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
+NUM_CANDIDATES_KEPT = 6
+TIE = 1e-3  # costs this close, as a fraction, are decided by the rng
+
+_total_s = attrgetter("total_s")
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One way to serve a request, in predicted seconds."""
+
+    prefill: str | None  # None: on the decode worker
+    decode: str
+    first_token_s: float
+    total_s: float  # with transfer, decode, and what others wait because of it
+    num_cached_tokens: int
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The chosen way, and what it was chosen from."""
+
+    prefill: str | None
+    decode: str
+    predicted_s: float  # to the first token
+    num_cached_tokens: int  # predicted
+    candidates: tuple[Candidate, ...]  # cheapest first, the chosen one among them
+    reason: str
+
+
+def choose_route(
+    request: GenerateRequest,
+    fleet: FleetView,
+    index: PrefixIndex,
+    now: float,
+    rng: random.Random,
+    exclude: Collection[str] = (),
+) -> Route:
+    """The cheapest way to serve `request`.
+
+    Args:
+        now: Unix time in seconds.
+        exclude: workers that must not be asked (again).
+
+    Raises:
+        Unavailable: no worker of the request's model takes requests.
+        DeadlineExceeded: the request's deadline has passed.
+    """
+    prefills, decodes = _eligible(request, fleet, now, exclude)
+    prefills = _rotated(prefills, rng)
+    decodes = _rotated(decodes, rng)
+    held = _held_tokens(index, request, decodes)
+    num_tokens = len(request.token_ids)
+    num_output = _expected_output(request)
+    goals = [
+        decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output)
+        for worker in decodes
+    ]
+    candidates = [
+        _local(prefill_cost(goal.worker, num_tokens, goal.num_held_tokens), goal) for goal in goals
+    ]
+    if prefills:
+        sources = nsmallest(
+            NUM_PER_SIDE,
+            (
+                prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0))
+                for worker in prefills
+            ),
+            key=_total_s,
+        )
+        nearest = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
+        candidates += [_remote(source, goal, num_tokens) for source in sources for goal in nearest]
+    return _choose(candidates, rng)
+
+
+def choose_decode(
+    request: GenerateRequest,
+    source_id: str,
+    num_kv_tokens: int,
+    fleet: FleetView,
+    index: PrefixIndex,
+    now: float,
+    rng: random.Random,
+    exclude: Collection[str] = (),
+) -> Route:
+    """Where a request goes on whose first `num_kv_tokens` tokens' KV waits on `source_id`.
+
+    Raises what `choose_route` raises.
+    """
+    _, decodes = _eligible(request, fleet, now, exclude)
+    held = _held_tokens(index, request, decodes)
+    source = fleet.workers.get(source_id)
+    num_tokens = len(request.token_ids)
+    num_output = _expected_output(request)
+    candidates = []
+    for worker in decodes:
+        num_held = held.get(worker.worker_id, 0)
+        goal = decode_cost(worker, num_tokens, num_held, num_output)
+        local = _local(prefill_cost(worker, num_tokens, num_held), goal)
+        if source is not None and num_kv_tokens > num_held:
+            rest = prefill_cost(worker, num_tokens, num_kv_tokens)
+            pull_s = transfer_s(source, worker, num_kv_tokens - num_held)
+            pulled = _local(rest, goal, pull_s)
+            local = min(local, pulled, key=_total_s)
+        candidates.append(local)
+    return _choose(candidates, rng)
+
+
+def _eligible(
+    request: GenerateRequest, fleet: FleetView, now: float, exclude: Collection[str]
+) -> tuple[list[WorkerView], list[WorkerView]]:
+    """Who may prefill for others, and who may decode (and prefill for itself)."""
+    if now >= request.deadline_unix_s:
+        raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
+    prefills: list[WorkerView] = []
+    decodes: list[WorkerView] = []
+    for worker in fleet.workers.values():
+        record = worker.record
+        if record.model != request.model or not worker.accepting or worker.worker_id in exclude:
+            continue
+        (decodes if record.role == "decode" else prefills).append(worker)
+    if decodes:
+        return prefills, decodes
+    if prefills:
+        return [], prefills
+    raise Unavailable(
+        f"No worker of model {request.model!r} takes requests at the moment; try again shortly."
+    )
+
+
+def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
+    """So that cutting off the cheapest few does not always prefer the same ones among equals."""
+    start = int(rng.random() * len(workers))
+    return workers[start:] + workers[:start]
+
+
+def _held_tokens(
+    index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
+) -> Mapping[str, int]:
+    """Leading tokens of the request that each worker of the model holds KV of."""
+    block_size = workers[0].record.block_size  # one per model
+    return {
+        worker_id: num_blocks * block_size
+        for worker_id, num_blocks in index.match(request.block_hashes).items()
+    }
+
+
+def _expected_output(request: GenerateRequest) -> int:
+    num_generated = len(request.token_ids) - request.num_prompt_tokens
+    return max(1, min(request.sampling.max_tokens - num_generated, TYPICAL_OUTPUT_TOKENS))
+
+
+def _arrival_s(goal: DecodeCost) -> float:
+    """For comparing decode workers before it is known where their KV comes from."""
+    peer, block_size = goal.worker.record.peer, goal.worker.record.block_size
+    held_nbytes = goal.num_held_tokens // block_size * peer.block_nbytes
+    return goal.total_s - held_nbytes * UNMEASURED_S_PER_BYTE
+
+
+def _local(source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0) -> Candidate:
+    return Candidate(
+        None,
+        goal.worker.worker_id,
+        source.first_token_s + pull_s,
+        source.total_s + pull_s + goal.total_s,
+        source.num_cached_tokens,
+    )
+
+
+def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate:
+    move_s = transfer_s(source.worker, goal.worker, max(0, num_tokens - goal.num_held_tokens))
+    return Candidate(
+        source.worker.worker_id,
+        goal.worker.worker_id,
+        source.first_token_s,
+        source.total_s + move_s + goal.total_s,
+        source.num_cached_tokens,
+    )
+
+
+def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
+    best = nsmallest(NUM_CANDIDATES_KEPT, candidates, key=_total_s)
+    limit = best[0].total_s * (1.0 + TIE)
+    chosen = rng.choice([candidate for candidate in best if candidate.total_s <= limit])
+    return Route(
+        chosen.prefill,
+        chosen.decode,
+        chosen.first_token_s,
+        chosen.num_cached_tokens,
+        tuple(best),
+        _reason(chosen, candidates),
+    )
+
+
+def _reason(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    local = chosen.prefill is None
+    others = [c.total_s for c in candidates if (c.prefill is None) != local]
+    kind = "local prefill" if local else "remote prefill"
+    if not others:
+        return f"{kind}: the only kind available"
+    return f"{kind}: {min(others) - chosen.total_s:.4f} s cheaper than the other kind"
