@@ -1,4 +1,4 @@
-"""Traces (OpenTelemetry) and metrics (Prometheus): the only place that knows either library.
+"""Traces (OpenTelemetry, which only this file imports) and the metrics of a fleet (Prometheus).
 
 Tracing is off, and then nearly free, unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT or
 OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set when `setup` runs; the SDK reads the other OTEL_*
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import SpanContext, Tracer
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry
 
 Value: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes: TypeAlias = Mapping[str, Value]
@@ -258,99 +258,39 @@ def _bounded(call: Callable[[], object], timeout_s: float) -> bool:
     return not thread.is_alive()
 
 
-# Upper bounds in seconds; spread for a first token of milliseconds on a GPU to minutes in a queue.
-_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3, 0.6, 1.25, 2.5, 5, 10, 30, 80, 160)
-_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
-_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
-_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+class FleetMetrics:
+    """An ingress's view of its workers, as Prometheus metrics.
 
+    Labels are bounded by the configuration and the membership: `forget_worker` drops the series
+    of a worker that has left.
 
-class Metrics:
-    """What `GET /metrics` shows, from one ingress's point of view. Names follow vLLM's.
-
-    Labels are bounded by the configuration (tiers), the error tree and the membership:
-    `forget_worker` drops the series of a worker that has left.
+    Args:
+        registry: what `GET /metrics` renders; None makes one.
     """
 
-    def __init__(self) -> None:
-        import prometheus_client as prometheus
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
 
-        self._registry: CollectorRegistry = prometheus.CollectorRegistry()
+        self.registry = registry or CollectorRegistry()
         self._workers: set[tuple[str, str, str]] = set()
         self._pairs: set[tuple[str, str]] = set()
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        model, worker = ("model_name",), ("model_name", "role", "worker_id")
-        self._requests = counter("requests", "Requests that ended", *model, "finished_reason")
-        self._errors = counter("request_errors", "Requests that failed", *model, "code")
-        self._moves = counter("request_moves", "Requests routed again midway", *model)
-        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests", *model)
-        self._generated = counter("generation_tokens", "Tokens sent to clients", *model)
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up", *model)
-        self._hits = counter("prefix_cache_hits", "Prompt tokens not computed again", *model)
-        self._ttft = histogram("time_to_first_token_seconds", "Time to first token", _TTFT_S)
-        self._itl = histogram("inter_token_latency_seconds", "Between tokens", _INTER_TOKEN_S)
-        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token", _E2E_S)
-        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt sizes", _TOKENS)
-        self._output_sizes = histogram("request_generation_tokens", "Output sizes", _TOKENS)
-        self._running = gauge("num_requests_running", "Sequences in the running batch", *worker)
-        self._waiting = gauge("num_requests_waiting", "Sequences in the queue", *worker)
-        self._kv_usage = gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", *worker)
-        self._holds = gauge("kv_holds", "Tickets whose blocks wait to be pulled", *worker)
-        self._rate = gauge("kv_transfer_bytes_per_second", "Measured", "source_id", "worker_id")
-        self._latency = gauge("kv_transfer_latency_seconds", "Measured", "source_id", "worker_id")
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        from prometheus_client import Counter
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"disagg_{name}", text, labels, registry=self.registry)
 
-        return Counter(f"disagg_{name}", text, labels, registry=self._registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        from prometheus_client import Gauge
-
-        return Gauge(f"disagg_{name}", text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
-        from prometheus_client import Histogram
-
-        return Histogram(
-            f"disagg_{name}", text, ("model_name",), buckets=bounds, registry=self._registry
+        worker, pair = ("model_name", "role", "worker_id"), ("source_id", "worker_id")
+        self._running = gauge("worker_num_requests_running", "Sequences in the batch", *worker)
+        self._waiting = gauge("worker_num_requests_waiting", "Sequences in the queue", *worker)
+        self._kv_usage = gauge("worker_kv_cache_usage_perc", "KV in use, 0 to 1", *worker)
+        self._holds = gauge("worker_kv_holds", "Tickets whose blocks wait to be pulled", *worker)
+        self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
+        self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
+        self._moves = Counter(
+            "disagg_request_moves",
+            "Requests that went on elsewhere after a worker or a transfer failed",
+            ("model_name",),
+            registry=self.registry,
         )
-
-    def first_token(self, model: str, since_arrival_s: float) -> None:
-        self._ttft.labels(model).observe(since_arrival_s)
-
-    def next_tokens(self, model: str, num_tokens: int, since_last_s: float) -> None:
-        """`num_tokens` came together, `since_last_s` after the ones before: one interval each."""
-        observe = self._itl.labels(model).observe
-        for _ in range(num_tokens):
-            observe(since_last_s / num_tokens)
-
-    def request_ended(
-        self,
-        model: str,
-        finished_reason: Literal["stop", "length", "abort", "error"],
-        *,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        num_output_tokens: int,
-        since_arrival_s: float,
-        error_code: str = "",
-    ) -> None:
-        """Every accepted request, once. `error_code` is a `DisaggError.code`."""
-        self._requests.labels(model, finished_reason).inc()
-        if error_code:
-            self._errors.labels(model, error_code).inc()
-        self._prompt.labels(model).inc(num_prompt_tokens)
-        self._queries.labels(model).inc(num_prompt_tokens)
-        self._hits.labels(model).inc(num_cached_tokens)
-        self._generated.labels(model).inc(num_output_tokens)
-        self._prompt_sizes.labels(model).observe(num_prompt_tokens)
-        self._output_sizes.labels(model).observe(num_output_tokens)
-        self._e2e.labels(model).observe(since_arrival_s)
-
-    def request_refused(self, model: str, error_code: str) -> None:
-        """Not accepted: overload, a draining fleet."""
-        self._errors.labels(model, error_code).inc()
 
     def request_moved(self, model: str) -> None:
         self._moves.labels(model).inc()
@@ -391,9 +331,3 @@ class Metrics:
             self._pairs.remove(pair)
             self._rate.remove(*pair)
             self._latency.remove(*pair)
-
-    def render(self) -> tuple[bytes, str]:
-        """The body of `GET /metrics` and its content type."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from disagg import telemetry
-from disagg.telemetry import Metrics, TraceParent, parse_traceparent, record_span, span
+from disagg.telemetry import FleetMetrics, TraceParent, parse_traceparent, record_span, span
 from tests.otlp_collector import OtlpCollector
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -260,53 +261,28 @@ def test_off_costs_a_handful_of_calls() -> None:
     assert len(calls) <= 10, calls
 
 
-def test_metrics_of_a_request() -> None:
-    metrics = Metrics()
-    metrics.first_token("small", 0.05)
-    metrics.next_tokens("small", 4, 0.2)
-    metrics.request_ended(
-        "small",
-        "stop",
-        num_prompt_tokens=100,
-        num_cached_tokens=64,
-        num_output_tokens=5,
-        since_arrival_s=0.7,
-    )
-    metrics.request_refused("small", "overloaded")
-    metrics.request_moved("small")
-    body, content_type = metrics.render()
-    assert content_type.startswith("text/plain")
-    lines = set(body.decode().splitlines())
-    assert {
-        'disagg_requests_total{finished_reason="stop",model_name="small"} 1.0',
-        'disagg_request_errors_total{code="overloaded",model_name="small"} 1.0',
-        'disagg_request_moves_total{model_name="small"} 1.0',
-        'disagg_prompt_tokens_total{model_name="small"} 100.0',
-        'disagg_prefix_cache_hits_total{model_name="small"} 64.0',
-        'disagg_generation_tokens_total{model_name="small"} 5.0',
-        'disagg_inter_token_latency_seconds_count{model_name="small"} 4.0',
-        'disagg_inter_token_latency_seconds_bucket{le="0.05",model_name="small"} 4.0',
-        'disagg_inter_token_latency_seconds_bucket{le="0.03",model_name="small"} 0.0',
-        'disagg_time_to_first_token_seconds_sum{model_name="small"} 0.05',
-        'disagg_e2e_request_latency_seconds_count{model_name="small"} 1.0',
-    } <= lines
-
-
-def test_metrics_of_a_worker_go_with_it() -> None:
-    metrics = Metrics()
+def test_the_series_of_a_worker_go_with_it() -> None:
+    registry = CollectorRegistry()
+    metrics = FleetMetrics(registry)
     for worker_id in ("p1", "d1"):
         metrics.worker(
             "m", "decode", worker_id, num_running=3, num_waiting=1, kv_usage=0.5, num_holds=2
         )
     metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9)
-    text = metrics.render()[0].decode()
-    assert 'num_requests_running{model_name="m",role="decode",worker_id="p1"} 3.0' in text
+    metrics.request_moved("m")
+    text = generate_latest(registry).decode()
+    series = 'model_name="m",role="decode",worker_id="p1"'
+    assert f"disagg_worker_num_requests_running{{{series}}} 3.0" in text
+    assert f"disagg_worker_num_requests_waiting{{{series}}} 1.0" in text
+    assert f"disagg_worker_kv_cache_usage_perc{{{series}}} 0.5" in text
+    assert f"disagg_worker_kv_holds{{{series}}} 2.0" in text
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text
+    assert 'kv_transfer_latency_seconds{source_id="p1",worker_id="d1"} 0.001' in text
+    assert 'disagg_request_moves_total{model_name="m"} 1.0' in text
     metrics.forget_worker("p1")
-    text = metrics.render()[0].decode()
-    assert '"p1"' not in text
-    assert 'kv_cache_usage_perc{model_name="m",role="decode",worker_id="d1"} 0.5' in text
+    text = generate_latest(registry).decode()
+    assert '"p1"' not in text and '"d1"' in text
     metrics.forget_worker("p1")
     metrics.transfer("p1", "d1", latency_s=0.002, bytes_per_s=1e9)
     metrics.forget_worker("d1")
-    assert '"d1"' not in metrics.render()[0].decode()
+    assert '"d1"' not in generate_latest(registry).decode()

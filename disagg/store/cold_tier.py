@@ -18,6 +18,8 @@ from disagg.time_model import TransferTimeModel
 
 STORE_ID = "store"  # its source id in a `TransferTimeModel`
 
+_STALE_S = 60.0  # a bad minute must not keep everyone from looking for ever
+
 _MAX_KNOWN = 32768  # names, about 200 bytes each
 
 
@@ -79,6 +81,8 @@ class ColdTier:
     ) -> None:
         self._block_nbytes = block_nbytes
         self._times = times
+        self._clock = clock
+        self._observed_s = clock()
         self._queue_nbytes = queue_nbytes
         self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
         self._thread = StoreThread(store, block_nbytes, clock, wake)
@@ -118,7 +122,9 @@ class ColdTier:
         return next((i for i, name in enumerate(hashes) if name not in self._known), len(hashes))
 
     def predicted_s(self, num_blocks: int) -> float:
-        """Seconds from a lookup until so many blocks are here."""
+        """Seconds from a lookup until so many blocks are here, as lately observed or by prior."""
+        if self._clock() - self._observed_s > _STALE_S:
+            self._times.forget(STORE_ID)
         return self._times.transfer_s(STORE_ID, num_blocks * self._block_nbytes)
 
     def lookup(
@@ -213,6 +219,7 @@ class ColdTier:
         elif not job.cancelled:
             nbytes = len(done.blocks) * self._block_nbytes
             self._times.observe(STORE_ID, nbytes, done.seconds)
+            self._observed_s = self._clock()
             self.stats.loaded_nbytes += nbytes
             self.stats.load_s += done.seconds
             self._remember(job.hashes[: done.num_found])

@@ -297,6 +297,26 @@ def test_blocks_are_loaded_only_when_that_is_faster(
     assert ("get" in gate.calls) == loads
 
 
+def test_a_slow_time_is_forgotten_when_nobody_looks() -> None:
+    now_s = 0.0
+
+    class Slow(MemoryStore):
+        def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
+            nonlocal now_s
+            now_s += 50.0
+            return super().get_many(keys)
+
+    store = Slow(1 << 20)
+    store.put_many([(name(0), block(0))])
+    tier = ColdTier(store, NBYTES, one_second_a_block(), clock=lambda: now_s)
+    for _ in range(5):
+        finish(tier, tier.lookup(names(0)))
+    assert tier.predicted_s(1) > 20
+    now_s += 61
+    assert tier.predicted_s(1) == 2.0
+    assert tier.close(timeout_s=20)
+
+
 def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
     new_tier: Opener, gate: Gate
 ) -> None:
