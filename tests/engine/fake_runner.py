@@ -37,7 +37,8 @@ def expected_tokens(
     prompt: SequenceOf[int], max_tokens: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0
 ) -> list[int]:
     """The output that any engine must give for `prompt`, whatever its blocks went through."""
-    kv, before, output = bytearray(), _NO_KV, []
+    kv, before = bytearray(), _NO_KV
+    output: list[int] = []
     pending = list(prompt)
     while len(output) < max_tokens:
         for token_id in pending:

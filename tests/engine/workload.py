@@ -100,15 +100,17 @@ def new_sequence(
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Tiny caches, so that every block is fought over; few prefixes, so that many are shared."""
-    block_size = draw(st.sampled_from([1, 2, 4]))
+    block_size = draw(st.sampled_from([4, 2, 1]))
     max_num_seqs = draw(st.integers(1, 4))
-    prefixes = draw(st.lists(st.lists(st.integers(4, 6), max_size=14), min_size=1, max_size=3))
+    prefixes = draw(
+        st.lists(st.lists(st.integers(4, 6), min_size=3, max_size=14), min_size=1, max_size=2)
+    )
     jobs = []
-    for _ in range(draw(st.integers(1, 10))):
+    for _ in range(draw(st.integers(2, 10))):
         prefix = draw(st.sampled_from(prefixes))
         suffix = draw(st.lists(st.integers(4, 8), min_size=1, max_size=6))
         job = Job(
-            step=draw(st.integers(0, 20)),
+            step=draw(st.integers(0, 3) | st.integers(0, 20)),
             prompt=tuple(prefix + suffix),
             max_tokens=draw(st.integers(1, 9)),
             seed=draw(st.integers(0, 1)),
@@ -123,7 +125,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
-        caching=draw(st.booleans()),
+        caching=draw(st.sampled_from([True, True, True, False])),
         jobs=tuple(jobs),
     )
 

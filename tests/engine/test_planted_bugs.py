@@ -1,0 +1,178 @@
+"""The oracle earns its trust: each bug planted here is noticed by the checks of the other tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from disagg.blocks import BlockHash, hash_block
+from disagg.engine import ownership, scheduler
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.engine.step import SampledToken, StepPlan, TokenEvent
+from tests.engine import workload
+from tests.engine.workload import ROOT, Driver, Workload, workloads
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+_allocate = BlockPool.allocate
+_apply = Scheduler.apply
+_publish = ownership.publish
+_give_back = ownership.give_back
+_find_prefix = ownership.find_prefix
+
+
+def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
+    def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
+        starts = range(0, len(tokens) - size + 1, size)
+        return [hash_block(ROOT, tokens[start : start + size]) for start in starts]
+
+    patch.setattr(workload, "hash_blocks", hash_blocks)
+
+
+def _publish_before_full(patch: pytest.MonkeyPatch) -> None:
+    def publish(pool: BlockPool, sequence: EngineSequence) -> None:
+        _publish(pool, sequence)
+        i = sequence.num_published
+        if i < len(sequence.block_hashes) and sequence.num_computed > i * pool.block_size:
+            pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
+        sequence.publish_at = 0  # look again after every step
+
+    patch.setattr(scheduler, "publish", publish)
+
+
+def _publish_on_admission(patch: pytest.MonkeyPatch) -> None:
+    """A planned block is not a computed one, however soon it will be."""
+
+    def adopt(pool: BlockPool, sequence: EngineSequence, found: list[int], new: list[int]) -> None:
+        ownership_adopt(pool, sequence, found, new)
+        for block_id, name in zip(sequence.block_ids, sequence.block_hashes, strict=False):
+            pool.publish(block_id, name)
+
+    ownership_adopt = ownership.adopt
+    patch.setattr(scheduler, "adopt", adopt)
+
+
+def _release_before_use(patch: pytest.MonkeyPatch) -> None:
+    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks)
+        pool.release((block_ids or [])[:1])
+        return block_ids
+
+    patch.setattr(BlockPool, "allocate", allocate)
+
+
+def _release_twice(patch: pytest.MonkeyPatch) -> None:
+    def give_back(pool: BlockPool, sequence: EngineSequence) -> None:
+        pool.release(sequence.block_ids[:1])
+        _give_back(pool, sequence)
+
+    patch.setattr(scheduler, "give_back", give_back)
+
+
+def _lose_a_block(patch: pytest.MonkeyPatch) -> None:
+    def give_back(pool: BlockPool, sequence: EngineSequence) -> None:
+        sequence.block_ids = sequence.block_ids[1:]
+        _give_back(pool, sequence)
+
+    patch.setattr(scheduler, "give_back", give_back)
+
+
+def _use_without_acquiring(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "acquire", lambda pool, block_ids: None)
+
+
+def _evict_but_keep_the_name(patch: pytest.MonkeyPatch) -> None:
+    def evict(pool: BlockPool) -> None:
+        block_id, _ = pool._idle.popitem(last=False)
+        pool._hash_of[block_id] = None
+        pool._free.add(block_id)
+
+    patch.setattr(BlockPool, "_evict", evict)
+
+
+def _keep_progress_when_preempted(patch: pytest.MonkeyPatch) -> None:
+    def give_back(pool: BlockPool, sequence: EngineSequence) -> None:
+        num_computed = sequence.num_computed
+        _give_back(pool, sequence)
+        sequence.num_computed = num_computed
+
+    patch.setattr(scheduler, "give_back", give_back)
+
+
+def _match_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    """The block after the last hit is taken for a hit, if there is any block at all."""
+
+    def find_prefix(pool: BlockPool, sequence: EngineSequence) -> list[int]:
+        found = _find_prefix(pool, sequence)
+        others = [i for i in pool.match(sequence.block_hashes) if i not in found]
+        idle = [i for i in pool._idle if i not in found]
+        return found + (others or idle)[:1]
+
+    patch.setattr(scheduler, "find_prefix", find_prefix)
+
+
+def _forget_the_last_token_of_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    def apply(
+        self: Scheduler, plan: StepPlan, sampled: Sequence[SampledToken | None]
+    ) -> list[TokenEvent]:
+        events = _apply(self, plan, sampled)
+        for work in plan.work[plan.num_decodes :]:
+            if work.sequence.num_uncomputed > 1:
+                work.sequence.num_computed += 1
+        return events
+
+    patch.setattr(Scheduler, "apply", apply)
+
+
+def _overlapping_blocks(patch: pytest.MonkeyPatch) -> None:
+    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks)
+        if block_ids is not None and len(block_ids) > 1:
+            pool.release(block_ids[1:2])
+            return [block_ids[0], block_ids[0], *block_ids[2:]]
+        return block_ids
+
+    patch.setattr(BlockPool, "allocate", allocate)
+
+
+def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
+    """Growth fails for ever once the cache is full: a livelock."""
+
+    def grow(self: Scheduler, sequence: EngineSequence) -> bool:
+        return ownership.extend(self.pool, sequence, 1)
+
+    patch.setattr(Scheduler, "_grow", grow)
+
+
+PLANTS: list[Plant] = [
+    _hashes_without_chain,
+    _publish_before_full,
+    _publish_on_admission,
+    _release_before_use,
+    _release_twice,
+    _lose_a_block,
+    _use_without_acquiring,
+    _evict_but_keep_the_name,
+    _keep_progress_when_preempted,
+    _match_one_block_too_many,
+    _forget_the_last_token_of_a_chunk,
+    _overlapping_blocks,
+    _never_take_blocks_back,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
+def test_the_oracle_notices(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    @settings(max_examples=3000, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(workloads())
+    def play(workload: Workload) -> None:
+        Driver(workload).play()
+
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
+        play()
