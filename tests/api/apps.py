@@ -1,13 +1,14 @@
-"""The application in process, behind `httpx` and behind the real OpenAI client."""
+"""The application in process, behind `httpx2` and behind the real OpenAI client."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 
 from disagg.api.answers import Generate
@@ -43,9 +44,9 @@ def make_app(
 
 
 @asynccontextmanager
-async def http_client(app: AsgiApp) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+async def http_client(app: AsgiApp) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=True)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
 
@@ -61,3 +62,9 @@ async def openai_client(
             max_retries=max_retries,
         )
         yield client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that only others can do; the test's time limit ends a vain wait."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from disagg.api.chat_template import ChatTemplate
 from disagg.api.served_model import ServedModel
 from disagg.api.tokenizer import Tokenizer
 from disagg.errors import DisaggError
-from disagg.messages import GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
@@ -132,7 +132,7 @@ class FakeGenerate:
                 self.num_cached_tokens if start == 0 else 0,
             )
 
-    def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], str]:
+    def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], FinishReason]:
         sampling = request.sampling
         ids = list(self.token_ids)
         if self.finish and END in sampling.stop_token_ids and len(ids) < sampling.max_tokens:

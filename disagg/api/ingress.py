@@ -1,0 +1,114 @@
+"""An ingress without its host: the API in front, the router in the middle, the links behind.
+
+`app/` puts it into a Serve replica, `local.py` into a plain process; both tell it who the workers
+are. Knows nothing of where membership comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from disagg.api.http import AsgiApp, Readiness, build_app
+from disagg.api.served_model import ServedModel
+from disagg.api.service import Service
+from disagg.config import ServeConfig, TierConfig
+from disagg.links.fleet_links import FleetLinks
+from disagg.messages import WorkerRecord
+from disagg.router.dispatch import Dispatcher
+from disagg.router.fleet import Fleet
+
+# Until a worker says what it uses; nothing is routed before that.
+PROVISIONAL_BLOCK_SIZE = 16
+
+
+class IngressCore:
+    """Everything of one ingress that outlives a request. Lives on one event loop.
+
+    Args:
+        ingress_id: shown to workers; unique among ingresses.
+        now: Unix seconds.
+
+    Raises:
+        ModelError: a tier's directory lacks what the API needs.
+    """
+
+    def __init__(
+        self, config: ServeConfig, ingress_id: str, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._config = config
+        self._records: list[WorkerRecord] = []
+        self._models = {tier.name: _served_model(tier) for tier in config.tiers}
+        rng = random.Random(ingress_id)
+        self.fleet = Fleet()
+        self.links = FleetLinks(
+            key=config.cluster_key.encode(),
+            ingress_id=ingress_id,
+            observer=self.fleet,
+            rng=rng,
+        )
+        self.dispatcher = Dispatcher(self.links, self.fleet, now=now, rng=rng)
+        self.service = Service(
+            self._models,
+            self.dispatcher.generate,
+            default_timeout_s=config.http.default_timeout_s,
+            clock=now,
+        )
+        self.app: AsgiApp = build_app(
+            self.service, config.http, readiness=self.readiness, explain=self._explain
+        )
+
+    def update(self, records: Sequence[WorkerRecord]) -> None:
+        """The workers there are now, all of them."""
+        self._records = list(records)
+        for record in records:
+            model = self._models.get(record.model)
+            if model is not None and _differs(model, record):
+                self._models[record.model] = dataclasses.replace(
+                    model, block_size=record.block_size, max_model_len=record.max_model_len
+                )
+        self.links.update(records)
+
+    def readiness(self) -> Readiness:
+        """Ready while every tier has a worker that takes requests: any of them can do it all."""
+        workers = self.fleet.view().workers.values()
+        pools = {}
+        for tier in self._config.tiers:
+            members = [w for w in workers if w.record.model == tier.name and w.accepting]
+            pools[tier.name] = {
+                "num_prefill": sum(w.record.role == "prefill" for w in members),
+                "num_decode": sum(w.record.role == "decode" for w in members),
+                "num_kv_blocks": sum(w.record.num_blocks for w in members),
+                "block_size": self._models[tier.name].block_size,
+            }
+        without = [
+            name for name, pool in pools.items() if not pool["num_prefill"] + pool["num_decode"]
+        ]
+        reason = f"no worker takes requests for {', '.join(without)}" if without else ""
+        return Readiness(not without, reason, pools)
+
+    async def close(self) -> None:
+        await self.links.close()
+
+    def _explain(self, request_id: str) -> bytes | None:
+        decisions = self.dispatcher.decision(request_id)
+        return msgspec.json.encode(decisions) if decisions else None
+
+
+def _served_model(tier: TierConfig) -> ServedModel:
+    return ServedModel.from_directory(
+        tier.directory,
+        name=tier.name,
+        block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
+        max_model_len=tier.engine.max_model_len,
+        chat_template=tier.chat_template,
+        created_unix_s=int(time.time()),
+    )
+
+
+def _differs(model: ServedModel, record: WorkerRecord) -> bool:
+    return (model.block_size, model.max_model_len) != (record.block_size, record.max_model_len)
