@@ -122,8 +122,6 @@ class RedisStore:
         try:
             yield
         except (redis.RedisError, OSError) as error:
-            # A connection that failed midway may still hold answers to the question before.
-            self._client.connection_pool.disconnect()
             self._why = f"{type(error).__name__}: {error}"
             self._breaker.failed(self._clock())
             raise Unavailable(f"Redis did not answer ({self._why}).") from error

@@ -335,6 +335,17 @@ def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
     assert len(again.blocks) == 4
 
 
+def test_blocks_that_nobody_polled_take_room(new_tier: Opener) -> None:
+    store, woken = MemoryStore(1 << 20), threading.Event()
+    store.put_many([(name(i), block(i)) for i in range(2)])
+    tier = new_tier(store, num_fetched=2, wake=woken.set)
+    one = tier.lookup(names(0, 1))
+    assert woken.wait(30)
+    two = tier.lookup(names(0, 1))
+    assert tier.poll() == [one, two]
+    assert (len(one.blocks), two.error) == (2, "too many fetches at once")
+
+
 def test_no_hashes_is_no_work(new_tier: Opener, gate: Gate) -> None:
     tier = new_tier(gate)
     fetch = tier.lookup([])
@@ -403,6 +414,22 @@ def test_close_stores_what_was_offered(gate: Gate) -> None:
     assert gate.store.contains_prefix(names(*range(4))) == 4
     assert tier.stats.num_stored == 4
     assert not tier.offer(name(9), block(9))
+
+
+def test_close_leaves_what_there_is_no_time_for(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.store.store_thread._CALL_NBYTES", NBYTES)
+    now_s = 0.0
+    tier = ColdTier(gate, NBYTES, one_second_a_block(), clock=lambda: now_s)
+    gate.open.clear()
+    for i in range(5):
+        tier.offer(name(i), block(i))
+    assert not tier.close(timeout_s=0.05)
+    now_s = 1.0
+    gate.open.set()
+    assert gate.closed.wait(30)
+    assert gate.calls == ["put"]
 
 
 def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
