@@ -5,12 +5,15 @@ Unknown keys are refused. "auto" is resolved where the machine is known: in the 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from disagg.errors import StartupError
+from disagg.errors import ModelError, StartupError
+
+ASSETS = Path(__file__).parent / "assets"
 
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Fraction: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -58,6 +61,23 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def name(self) -> str:
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
+    @property
+    def directory(self) -> Path:
+        """Where the model lies. A directory of that name wins over a bundled model.
+
+        Raises:
+            ModelError: there is neither.
+        """
+        for candidate in (Path(self.model), ASSETS / self.model):
+            if candidate.is_dir():
+                return candidate
+        bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
+        raise ModelError(
+            f"There is no model directory {self.model!r}, and the bundled models are {bundled}."
+            " Nothing is downloaded: give the path of a Hugging Face model directory.",
+            param="model",
+        )
+
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
@@ -79,6 +99,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links; the CLI draws one
     link_host: str | None = None  # where workers listen; None: the node's own address
+    drain_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a stopping worker finishes its streams
 
     def tier(self, name: str) -> TierConfig:
         for tier in self.tiers:

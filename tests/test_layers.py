@@ -11,9 +11,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "disagg"
 
 LAYERS = {
-    "cli": 5,
-    "app": 4,
-    "local": 4,
+    "cli": 6,
+    "app": 5,
+    "local": 5,
+    "worker": 4,
     "prefill_worker": 3,
     "decode_worker": 3,
     "api": 3,

@@ -1,0 +1,1 @@
+"""The door by which sequences arrive with KV that was computed elsewhere."""

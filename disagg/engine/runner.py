@@ -136,6 +136,23 @@ def build_engine(
     return Engine(scheduler, runner), kv_cache, model
 
 
+def check_engine(config: EngineConfig, directory: Path) -> None:
+    """What `build_engine` would refuse, as far as it can be known without reading the weights.
+
+    A GPU's memory is not looked at: this may run on a machine without one.
+
+    Raises:
+        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
+    """
+    model = ModelConfig.from_directory(directory)
+    max_model_len = _choose_max_model_len(config, model)
+    device = _choose_device(config)
+    dtype = _choose_dtype(config, model, device)
+    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
+    if device.type == "cpu":
+        choose_num_blocks(config, KVShape.of(model, block_size, dtype), max_model_len, device, 0)
+
+
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     wanted = config.max_model_len
     if wanted is not None and wanted > model.max_model_len:

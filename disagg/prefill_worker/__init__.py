@@ -1,0 +1,1 @@
+"""The door by which sequences leave: prompt in, first token and a ticket for its KV out."""

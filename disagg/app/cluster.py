@@ -1,0 +1,113 @@
+"""A Ray cluster as the command line needs it: start or join, deploy, watch, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatus
+
+from disagg.app.build import build_application
+from disagg.config import HttpConfig, ServeConfig
+from disagg.errors import StartupError
+
+APPLICATION = "disagg"
+
+
+class Cluster:
+    """The Ray that serves.
+
+    Args:
+        address: of a running cluster; None starts one on this machine, for loopback only.
+        scratch: where a cluster of our own keeps its files; removed by the caller.
+    """
+
+    def __init__(self, address: str | None, scratch: Path) -> None:
+        self._address = address
+        self._scratch = scratch
+
+    def start(self, http: HttpConfig) -> None:
+        if self._address is None:
+            self._start_local()
+        else:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(
+            proxy_location=ProxyLocation.EveryNode,
+            # No request_timeout_s: it would cut a stream in the middle without an error.
+            http_options=HTTPOptions(host=http.host, port=http.port),
+        )
+
+    def _start_local(self) -> None:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(self._scratch / "ray"),
+        )
+
+    def deploy(self, config: ServeConfig) -> None:
+        """Hand the application to Serve; `wait` follows it."""
+        serve.run_many(
+            [serve.RunTarget(build_application(config), name=APPLICATION, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def wait(
+        self, progress: Callable[[str], None], timeout_s: float, stop: threading.Event
+    ) -> None:
+        """Until every replica runs. `progress` hears who is up; `stop` ends the wait.
+
+        Raises:
+            StartupError: a replica cannot start, in the replica's own words.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not stop.wait(0.2):
+            application = serve.status().applications.get(APPLICATION)
+            if application is None:
+                continue
+            if application.status is ApplicationStatus.RUNNING:
+                return
+            if application.status in (
+                ApplicationStatus.DEPLOY_FAILED,
+                ApplicationStatus.UNHEALTHY,
+            ):
+                messages = [each.message for each in application.deployments.values()]
+                raise StartupError(_own_words([application.message, *messages]))
+            progress(
+                ", ".join(
+                    f"{name} {each.status.value.lower()}"
+                    for name, each in application.deployments.items()
+                )
+            )
+        if not stop.is_set():
+            raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
+
+    def stop(self) -> None:
+        """Take down what this object started: the application, and Ray if it is ours."""
+        if not ray.is_initialized():
+            return
+        if self._address is None:
+            serve.shutdown()
+        else:
+            serve.delete(APPLICATION)
+        ray.shutdown()
+
+
+def _own_words(messages: list[str]) -> str:
+    """The sentence of our own error inside Serve's message with its tracebacks."""
+    text = "\n".join(message for message in messages if message)
+    for line in reversed(text.splitlines()):
+        if line.startswith("disagg.errors."):
+            return line.split(": ", 1)[-1]
+    return text or f"The application failed to deploy; see the logs (pid {os.getpid()})."

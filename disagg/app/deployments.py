@@ -1,0 +1,47 @@
+"""A worker as a Serve replica: Serve places, watches and drains it; requests come over its link."""
+
+from __future__ import annotations
+
+import secrets
+
+import ray
+from ray import serve
+
+from disagg import telemetry
+from disagg.app import membership
+from disagg.config import ServeConfig
+from disagg.messages import Role
+from disagg.worker.worker import Worker
+
+
+class WorkerReplica:
+    """Holds one `Worker`; every method here is control, none is on a request's path."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServeConfig, tier_name: str, role: Role
+    ) -> None:
+        self._drain_s = config.drain_s
+        replica = serve.get_replica_context().replica_id.unique_id
+        telemetry.setup(f"disagg-{role}", {"disagg.worker": replica})
+        self._worker = await Worker.start(
+            config,
+            config.tier(tier_name),
+            role,
+            worker_id=f"{tier_name}-{role}-{replica}",
+            epoch=secrets.randbits(63),
+            host=config.link_host or ray.util.get_node_ip_address(),
+        )
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return membership.to_metadata(self._worker.record)
+
+    async def check_health(self) -> None:
+        self._worker.check_health()
+
+    async def warm(self) -> str:
+        """Answers when the replica is up: a control call that starts a pool from zero."""
+        return self._worker.record.worker_id
+
+    async def __del__(self) -> None:
+        await self._worker.drain(self._drain_s)
+        telemetry.shutdown()

@@ -1,0 +1,47 @@
+"""The root deployment: an `IngressCore` in a Serve replica, told by Serve who the workers are."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from disagg import telemetry
+from disagg.api.http import AsgiApp
+from disagg.api.ingress import IngressCore
+from disagg.app import membership
+from disagg.config import ServeConfig
+from disagg.messages import WorkerRecord
+
+
+class Ingress:
+    """HTTP in, tokens out. Serve runs its own HTTP server around the app that this class gives.
+
+    Args:
+        pools: one handle per worker pool. Nothing is called through them on a request's path; a
+            handle is what makes Serve push the pool's membership into this process.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServeConfig, *pools: DeploymentHandle
+    ) -> None:
+        replica = serve.get_replica_context().replica_id.unique_id
+        telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
+        self._core = IngressCore(config, replica)
+        self._loop = asyncio.get_running_loop()
+        membership.subscribe(self._membership_changed)
+        for pool in pools:
+            pool._init()  # starts the push; a handle that was never called has none
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._core.app
+
+    def _membership_changed(self, records: list[WorkerRecord]) -> None:
+        """Called from Serve's router thread."""
+        self._loop.call_soon_threadsafe(self._core.update, records)
+
+    async def __del__(self) -> None:
+        membership.unsubscribe(self._membership_changed)
+        await self._core.close()
+        telemetry.shutdown()

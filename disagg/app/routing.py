@@ -1,0 +1,30 @@
+"""The request router that Serve runs inside the ingress for each worker deployment.
+
+Requests do not go through it: they travel over our own links, to the worker that
+`router/policy.py` chose. It is here because Serve pushes membership to routers, at once and with
+each replica's metadata, and to nobody else.
+"""
+
+from __future__ import annotations
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+
+
+class MembershipRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray is untyped here
+    """Hands on who is there. Control calls (warm-up, drain) may go to any replica."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        # Imported by name: this class travels by value (see `membership`).
+        from disagg.app import membership
+
+        found = [membership.from_metadata(replica.replica_metadata) for replica in replicas]
+        deployment = self._deployment_id.name
+        membership.replace(deployment, [record for record in found if record is not None])
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        return [candidate_replicas]

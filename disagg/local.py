@@ -1,0 +1,96 @@
+"""The whole system in one process, without Ray: the same ingress, links and workers.
+
+For tests, debugging and offline use. Links are real loopback connections; engines have their own
+threads; KV moves by the transport that the configuration names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from disagg.api.ingress import IngressCore
+from disagg.config import ServeConfig, TierConfig
+from disagg.kvtransfer.local_transport import LocalFleet
+from disagg.messages import Role
+from disagg.worker.parts import Parts, build_parts
+from disagg.worker.worker import Worker
+
+POLL_S = 0.005
+READY_TIMEOUT_S = 60.0
+
+
+class LocalCluster:
+    """Workers and an ingress on one event loop. Use `running`."""
+
+    def __init__(self, config: ServeConfig, build: Callable[..., Parts]) -> None:
+        self.config = config
+        self.workers: list[Worker] = []
+        self.ingress = IngressCore(config, "local")
+        self._build = build
+
+    async def start_worker(self, tier: TierConfig, role: Role) -> Worker:
+        """One worker more; the ingress learns of it at once."""
+        worker = await Worker.start(
+            self.config,
+            tier,
+            role,
+            worker_id=f"{tier.name}-{role}-{secrets.token_hex(4)}",
+            epoch=secrets.randbits(63),
+            host="127.0.0.1",
+            build=self._build,
+        )
+        self.workers.append(worker)
+        self._tell()
+        return worker
+
+    async def stop_worker(self, worker: Worker, drain_s: float | None = None) -> None:
+        """Take a worker away, after its streams ended if `drain_s` allows."""
+        self.workers.remove(worker)
+        if drain_s is None:
+            await worker.close()
+        else:
+            await worker.drain(drain_s)
+        self._tell()
+
+    async def wait_ready(self) -> None:
+        """Until every worker is known to the router."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while len(self.ingress.fleet.view().workers) < len(self.workers):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        await self.ingress.close()
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    def _tell(self) -> None:
+        self.ingress.update([worker.record for worker in self.workers])
+
+
+@asynccontextmanager
+async def running(
+    config: ServeConfig, build: Callable[..., Parts] | None = None
+) -> AsyncIterator[LocalCluster]:
+    """A cluster with the workers that `config` asks for, ready to serve; closed at the end.
+
+    Args:
+        build: makes a worker's parts; tests give one with a fake model.
+
+    Raises:
+        StartupError: in words for the user.
+    """
+    build = build or functools.partial(build_parts, local_fleet=LocalFleet())
+    cluster = LocalCluster(config, build)
+    try:
+        for tier in config.tiers:
+            for _ in range(tier.prefill.num_replicas):
+                await cluster.start_worker(tier, "prefill")
+            for _ in range(tier.decode.num_replicas):
+                await cluster.start_worker(tier, "decode")
+        await cluster.wait_ready()
+        yield cluster
+    finally:
+        await cluster.close()

@@ -1,0 +1,74 @@
+"""The leaving door: what a finished prefill hands over, and how long its blocks are kept.
+
+Decides when blocks of a sequence that left go back to the pool. Knows nothing of links or of who
+reads the blocks. Owned by the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.kvtransfer.holds import Holds, issue_ticket
+from disagg.kvtransfer.ticket import KVTicket, Peer
+
+# A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
+# fails its stamp check and the prompt is computed where it is.
+HOLD_TTL_S = 60.0
+
+
+class Leaving:
+    """Blocks of sequences that left.
+
+    Args:
+        peer: this worker's own, which tickets name as their source.
+        generations: the slab's stamp table.
+    """
+
+    def __init__(self, engine: Engine, peer: Peer, generations: Sequence[int]) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._generations = generations
+        self._holds = Holds()
+
+    @property
+    def num_holds(self) -> int:
+        return self._holds.num_holds
+
+    def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
+        """Take over the blocks of a sequence that ended here and issue the claim check for them.
+
+        The ticket covers the tokens with KV: all but the one that was just sampled.
+        """
+        pool = self._engine.pool
+        num_blocks = -(-sequence.num_computed // pool.block_size)
+        kept, spare = sequence.block_ids[:num_blocks], sequence.block_ids[num_blocks:]
+        pool.release(spare)
+        ticket = issue_ticket(
+            self._peer,
+            self._generations,
+            ticket_id=sequence.request_id,
+            num_tokens=sequence.num_computed,
+            block_ids=kept,
+        )
+        self._holds.hold(ticket.ticket_id, kept, now, HOLD_TTL_S)
+        sequence.block_ids = []
+        return ticket
+
+    def release(self, ticket_id: str) -> None:
+        """The reader needs the blocks no longer."""
+        self._holds.release(ticket_id)
+
+    def advance(self, now: float) -> None:
+        """Give back blocks whose hold ended, and break a hold if the engine is stuck without."""
+        for block_ids in self._holds.collect(now):
+            self._engine.pool.release(block_ids)
+        if self._engine.has_work and not self._engine.last_plan.work:
+            broken = self._holds.break_oldest()
+            if broken is not None:
+                self._engine.pool.release(broken)
+
+    def holders(self) -> Iterable[Sequence[int]]:
+        """Blocks held for readers, for `Engine.check`."""
+        return self._holds.holders()

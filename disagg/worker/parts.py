@@ -1,0 +1,98 @@
+"""What a worker is made of: engine, KV memory, transport, store. Built once, at start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass
+
+from disagg.config import ServeConfig, TierConfig
+from disagg.engine.engine import Engine
+from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.nixl_transport import NixlTransport
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.transport import Transport
+from disagg.store.cold_tier import ColdTier
+from disagg.store.redis_store import RedisStore
+from disagg.time_model import TransferTimeModel
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A worker's parts, each made for the others.
+
+    read_block, write_block: a block's bytes, by block id; for the cold tier.
+    """
+
+    engine: Engine
+    stamps: Stamps
+    transport: Transport
+    cold_tier: ColdTier | None
+    read_block: Callable[[int], bytes]
+    write_block: Callable[[int, bytes], None]
+
+
+def build_parts(
+    config: ServeConfig,
+    tier: TierConfig,
+    worker_id: str,
+    epoch: int,
+    local_fleet: LocalFleet | None = None,
+) -> Parts:
+    """Load the model and reserve the memory. Slow: seconds to minutes.
+
+    Args:
+        local_fleet: where workers of this process find each other with `transport: local`.
+
+    Raises:
+        StartupError: in words for the user.
+    """
+    # Here, and not above: the scheduler's users must not need torch to import this package.
+    from disagg.engine.runner import build_engine
+
+    made: list[Stamps] = []
+
+    def new_generations(num_blocks: int) -> MutableSequence[int]:
+        made.append(Stamps(num_blocks, worker_id, epoch))
+        return made[0].generations
+
+    engine, kv_cache, _ = build_engine(tier.engine, tier.directory, new_generations=new_generations)
+    slab = Slab(
+        kv_cache.base_address,
+        kv_cache.num_blocks,
+        kv_cache.block_nbytes,
+        kv_cache.layout,
+        kv_cache.device_id,
+        owner=kv_cache,
+    )
+    return Parts(
+        engine,
+        made[0],
+        new_transport(config, worker_id, epoch, slab, made[0], local_fleet),
+        new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
+        kv_cache.read_block,
+        kv_cache.write_block,
+    )
+
+
+def new_transport(
+    config: ServeConfig,
+    worker_id: str,
+    epoch: int,
+    slab: Slab,
+    stamps: Stamps,
+    local_fleet: LocalFleet | None,
+) -> Transport:
+    if config.transport == "local":
+        fleet = local_fleet if local_fleet is not None else LocalFleet()
+        return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
+    return NixlTransport(worker_id, epoch, slab, stamps, clock=time.monotonic)
+
+
+def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
+    """The way to the store, if there is one and it may hold KV."""
+    if config.redis_url is None or not config.cold_tier_nbytes:
+        return None
+    store = RedisStore(config.redis_url, slab.layout, secret=config.cluster_key.encode())
+    return ColdTier(store, slab.block_nbytes, TransferTimeModel())

@@ -1,0 +1,126 @@
+"""Which sequence answers which stream, and what a step's events become on the links.
+
+Decides how a `Start` becomes a sequence and an event becomes a delta. Owned by the engine's
+thread. Knows nothing of sockets, transports or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import TokenEvent
+from disagg.errors import DisaggError
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import Start, TokenDelta, WireError
+from disagg.worker.phases import Phases
+
+LinkId = int
+Leave = Callable[[Sequence], KVTicket]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request of one link, while it is here."""
+
+    link_id: LinkId
+    stream_id: int
+    sequence: Sequence
+    phases: Phases
+    is_first_delta: bool = True
+
+
+def sequence_id(link_id: LinkId, stream_id: int) -> str:
+    """The name of a stream's sequence and ticket: unique in this process, whatever clients send."""
+    return f"{link_id}/{stream_id}"
+
+
+class Streams:
+    """All open streams of a worker."""
+
+    def __init__(self) -> None:
+        self._by_sequence: dict[str, Stream] = {}
+        self._queued: dict[str, Stream] = {}  # not yet in any step, for the queue's span
+
+    @property
+    def num_open(self) -> int:
+        return len(self._by_sequence)
+
+    def open(self, link_id: LinkId, start: Start, now: float) -> Sequence:
+        """A sequence for a request. The ingress never uses a stream id twice on a link."""
+        sequence = Sequence(start.request, hand_over=start.hand_over)
+        sequence.request_id = sequence_id(link_id, start.stream_id)
+        phases = Phases(start.request, now, is_prefill=start.ticket is None)
+        stream = Stream(link_id, start.stream_id, sequence, phases)
+        self._by_sequence[sequence.request_id] = stream
+        self._queued[sequence.request_id] = stream
+        return sequence
+
+    def close(self, name: str) -> None:
+        """Nobody listens any more."""
+        self._by_sequence.pop(name, None)
+        self._queued.pop(name, None)
+
+    def of_link(self, link_id: LinkId) -> list[str]:
+        return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
+
+    def traceparent(self, sequence: Sequence) -> str:
+        stream = self._by_sequence.get(sequence.request_id)
+        return "" if stream is None else stream.phases.traceparent
+
+    def deltas(
+        self, events: tuple[TokenEvent, ...], leave: Leave, now: float, step_s: float
+    ) -> dict[LinkId, list[TokenDelta]]:
+        """What a step gained, for each link.
+
+        Args:
+            leave: turns a sequence that left into a ticket for its blocks.
+            now: Unix seconds at the end of the step, which took `step_s`.
+        """
+        self._end_queues(now - step_s)
+        deltas: dict[LinkId, list[TokenDelta]] = {}
+        for event, stream in self._known(events):
+            ticket = leave(event.sequence) if event.left else None
+            deltas.setdefault(stream.link_id, []).append(_delta(event, stream, ticket))
+            stream.phases.gained(now, event)
+            if event.is_last:
+                self.close(event.sequence.request_id)
+        return deltas
+
+    def fail_all(self, error: DisaggError) -> dict[LinkId, list[TokenDelta]]:
+        """The last delta of every open stream, wherever its sequence is."""
+        deltas: dict[LinkId, list[TokenDelta]] = {}
+        for stream in self._by_sequence.values():
+            last = TokenDelta(stream.stream_id, (), error=WireError.of(error))
+            deltas.setdefault(stream.link_id, []).append(last)
+        self._by_sequence.clear()
+        self._queued.clear()
+        return deltas
+
+    def _known(self, events: tuple[TokenEvent, ...]) -> Iterator[tuple[TokenEvent, Stream]]:
+        for event in events:
+            stream = self._by_sequence.get(event.sequence.request_id)
+            if stream is not None:
+                yield event, stream
+
+    def _end_queues(self, step_began_s: float) -> None:
+        admitted = [name for name, each in self._queued.items() if each.sequence.was_admitted]
+        for name in admitted:
+            self._queued.pop(name).phases.admitted(step_began_s)
+
+
+def _delta(event: TokenEvent, stream: Stream, ticket: KVTicket | None) -> TokenDelta:
+    num_cached_tokens = 0
+    if stream.is_first_delta:
+        stream.is_first_delta = False
+        num_cached_tokens = event.sequence.num_cached_tokens
+    return TokenDelta(
+        stream.stream_id,
+        event.token_ids,
+        event.finish_reason,
+        event.logprobs,
+        num_cached_tokens,
+        ticket,
+        None if event.error is None else WireError.of(event.error),
+    )

@@ -1,0 +1,46 @@
+"""A small random checkpoint with a real tokenizer and chat template, written by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0) -> Path:
+    """A two-layer Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"})
+    )
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_model_len,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        initializer_range=0.3,  # far from uniform, so that a wrong KV block changes the answer
+    )
+    Qwen3ForCausalLM(config).eval().save_pretrained(directory)
+    return directory
