@@ -33,7 +33,7 @@ from disagg.router.prefix_index import PrefixIndex
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
 NUM_CANDIDATES_KEPT = 6
-TIE = 1e-3  # costs this close, as a fraction, are decided by the rng
+TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
 _total_s = attrgetter("total_s")
 
@@ -212,7 +212,9 @@ def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate
 def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
     best = nsmallest(NUM_CANDIDATES_KEPT, candidates, key=_total_s)
     limit = best[0].total_s * (1.0 + TIE)
-    chosen = rng.choice([candidate for candidate in best if candidate.total_s <= limit])
+    is_local = best[0].prefill is None
+    equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]
+    chosen = rng.choice(equals)
     return Route(
         chosen.prefill,
         chosen.decode,

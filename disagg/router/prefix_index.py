@@ -40,6 +40,8 @@ class PrefixIndex:
         holders = self._holders
         leading: dict[str, int] = {}
         remaining = self._alive
+        if not remaining:
+            return leading
         depth = 0
         for block_hash in block_hashes:
             still = holders.get(block_hash, 0) & remaining

@@ -1,0 +1,83 @@
+"""Hand-made fleets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disagg.blocks import BlockHash, hash_blocks, hash_root
+from disagg.kvtransfer.ticket import Peer
+from disagg.messages import (
+    GenerateRequest,
+    SamplingParams,
+    StepCosts,
+    WorkerRecord,
+    WorkerStatus,
+)
+from disagg.router.fleet import Fleet
+
+BLOCK_SIZE = 16
+ROOT = hash_root("toy", BLOCK_SIZE)
+
+# 10 ms a step, 0.1 ms a prompt token: a prompt of 1,000 tokens takes about 110 ms.
+COSTS = StepCosts((1e-2, 1e-4, 1e-9, 1e-4, 1e-8), 100, 0.05)
+
+
+def make_record(worker_id: str, **changes: Any) -> WorkerRecord:
+    peer = Peer(
+        worker_id=worker_id,
+        epoch=changes.get("epoch", 1),
+        transport="local",
+        layout=changes.pop("layout", "toy/bs16"),
+        num_blocks=1000,
+        block_nbytes=changes.pop("block_nbytes", 1 << 14),
+        base_address=0,
+        stamps_address=0,
+        device_id=-1,
+        agent=b"",
+    )
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "role": "prefill" if worker_id.startswith("p") else "decode",
+        "model": "toy",
+        "host": "127.0.0.1",
+        "port": 1,
+        "epoch": 1,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 1000,
+        "max_model_len": 8192,
+        "peer": peer,
+        "pid": 1,
+    }
+    return WorkerRecord(**(fields | changes))
+
+
+def make_status(**changes: Any) -> WorkerStatus:
+    fields: dict[str, Any] = {"num_free_blocks": 1000, "num_blocks": 1000, "step_costs": COSTS}
+    return WorkerStatus(**(fields | changes))
+
+
+def make_fleet(
+    *records: WorkerRecord | str, held: dict[str, list[BlockHash]] | None = None
+) -> Fleet:
+    """An idle fleet; names that begin with p prefill, others decode."""
+    fleet = Fleet()
+    for record in records:
+        if isinstance(record, str):
+            record = make_record(record)
+        fleet.worker_synced(record, (held or {}).get(record.worker_id, []), make_status())
+    return fleet
+
+
+def make_request(num_tokens: int = 100, **changes: Any) -> GenerateRequest:
+    token_ids = changes.pop("token_ids", tuple(range(num_tokens)))
+    fields: dict[str, Any] = {
+        "request_id": "request-0",
+        "model": "toy",
+        "token_ids": token_ids,
+        "num_prompt_tokens": len(token_ids),
+        "hash_root": ROOT,
+        "block_hashes": tuple(hash_blocks(ROOT, token_ids, BLOCK_SIZE)),
+        "sampling": SamplingParams(max_tokens=changes.pop("max_tokens", 64)),
+        "deadline_unix_s": 1e12,
+    }
+    return GenerateRequest(**(fields | changes))

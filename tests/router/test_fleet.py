@@ -1,0 +1,93 @@
+"""The view shows what workers report and what is on its way to them, nothing twice for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.messages import KVEvent
+from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Load, WorkerView
+from disagg.time_model import StepTimeModel
+from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
+
+
+def worker(fleet: Fleet, worker_id: str = "d0") -> WorkerView:
+    return fleet.view().workers[worker_id]
+
+
+def test_a_worker_is_in_the_view_from_its_snapshot_to_its_loss() -> None:
+    fleet = Fleet()
+    fleet.link_up(make_record("d0"))
+    assert fleet.view().workers == {}
+    fleet.worker_synced(make_record("d0"), [], make_status())
+    assert set(fleet.view().workers) == {"d0"}
+    fleet.worker_lost("d0")
+    fleet.worker_lost("d0")
+    assert fleet.view().workers == {}
+
+
+def test_a_view_does_not_change_under_a_decision() -> None:
+    fleet = make_fleet("d0", "d1")
+    before = fleet.view()
+    fleet.worker_stepped("d0", (), make_status(num_running=5))
+    fleet.worker_lost("d1")
+    assert before.workers["d0"].num_decoding == 0
+    assert "d1" in before.workers
+    assert fleet.view().workers["d0"].num_decoding == 5
+    assert fleet.view() is fleet.view()
+
+
+def test_events_and_losses_reach_the_index() -> None:
+    request = make_request(64)
+    fleet = make_fleet("d0", "d1", held={"d0": list(request.block_hashes)})
+    fleet.worker_stepped("d1", [KVEvent("stored", request.block_hashes[:2])], make_status())
+    assert fleet.index.match(request.block_hashes) == {"d0": 4, "d1": 2}
+    fleet.worker_lost("d0")
+    fleet.worker_stepped("d0", [KVEvent("stored", request.block_hashes)], make_status())
+    assert fleet.index.match(request.block_hashes) == {"d1": 2}
+
+
+def test_a_view_speaks_the_workers_own_costs() -> None:
+    fleet = make_fleet("d0")
+    assert worker(fleet).times == StepTimeModel(COSTS.coefficients)
+    fleet.worker_stepped("d0", (), make_status(step_costs=None))
+    assert worker(fleet).times == StepTimeModel()
+
+
+def test_a_reservation_counts_at_once_and_until_release() -> None:
+    fleet = make_fleet("d0")
+    first = fleet.reserve("d0", Load(100, 1, 160))
+    fleet.reserve("d0", Load(50, 1, 10))
+    seen = worker(fleet)
+    assert (seen.num_uncomputed_tokens, seen.num_decoding, seen.num_context_tokens) == (150, 2, 170)
+    assert seen.num_waiting == 1
+    assert seen.num_free_blocks == 1000 - 11
+    fleet.release(first)
+    fleet.release(first)
+    assert worker(fleet).num_uncomputed_tokens == 50
+
+
+def test_a_reservation_ends_when_reports_must_contain_it() -> None:
+    fleet = make_fleet("d0")
+    reservation = fleet.reserve("d0", Load(100))
+    for _ in range(2 * NUM_STATUSES_UNTIL_SEEN):
+        fleet.worker_stepped("d0", (), make_status())
+    assert worker(fleet).num_uncomputed_tokens == 100  # it has not been sent yet
+    fleet.sent(reservation)
+    for _ in range(NUM_STATUSES_UNTIL_SEEN - 1):
+        fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
+        assert worker(fleet).num_uncomputed_tokens == 200
+    fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
+    assert worker(fleet).num_uncomputed_tokens == 100
+    fleet.release(reservation)
+    assert worker(fleet).num_uncomputed_tokens == 100
+
+
+def test_a_lost_workers_reservations_go_with_it() -> None:
+    fleet = make_fleet("d0")
+    reservation = fleet.reserve("d0", Load(100))
+    fleet.worker_lost("d0")
+    fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
+    assert worker(fleet).num_uncomputed_tokens == 0
+    fleet.release(reservation)
+    with pytest.raises(KeyError):
+        fleet.reserve("gone", Load(1))

@@ -1,0 +1,227 @@
+"""Hand-made fleets in which the right choice is known."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.errors import DeadlineExceeded, Unavailable
+from disagg.messages import GenerateRequest, KVEvent, TransferFigure
+from disagg.router.fleet import Fleet, Load
+from disagg.router.policy import Route, choose_decode, choose_route
+from tests.router.fakes import make_fleet, make_record, make_request, make_status
+
+
+def choose(
+    fleet: Fleet, request: GenerateRequest, seed: int = 0, exclude: tuple[str, ...] = ()
+) -> Route:
+    rng = random.Random(seed)
+    return choose_route(request, fleet.view(), fleet.index, 0.0, rng, exclude)
+
+
+def busy(fleet: Fleet, worker_id: str, **status: int) -> None:
+    fleet.worker_stepped(worker_id, (), make_status(**status))
+
+
+def test_a_long_prompt_is_kept_away_from_running_decodes() -> None:
+    fleet = make_fleet("p0", "d0")
+    busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
+    route = choose(fleet, make_request(2000))
+    assert (route.prefill, route.decode) == ("p0", "d0")
+    assert route.reason.startswith("remote prefill: ")
+
+
+def test_a_cached_prompt_stays_where_it_is() -> None:
+    request = make_request(2000)
+    fleet = make_fleet("p0", "d0", "d1", held={"d1": list(request.block_hashes)})
+    busy(fleet, "d1", num_running=2, num_context_tokens=2000)
+    route = choose(fleet, request)
+    assert (route.prefill, route.decode) == (None, "d1")
+    assert route.num_cached_tokens == 1999
+    assert route.reason.startswith("local prefill: ")
+
+
+def test_an_idle_fleet_hands_long_prompts_over_and_computes_short_rests_in_place() -> None:
+    fleet = make_fleet("p0", "d0")
+    assert choose(fleet, make_request(500)).prefill == "p0"
+    assert choose(fleet, make_request(16)).prefill is None
+    request = make_request(500)
+    fleet.worker_stepped("d0", [KVEvent("stored", request.block_hashes[:-1])], make_status())
+    assert choose(fleet, request).prefill is None
+
+
+def test_a_slow_network_keeps_prefill_local() -> None:
+    fleet = make_fleet("p0", make_record("d0", block_nbytes=1 << 20))
+    slow = (TransferFigure("p0", 1.0, 1e5),)
+    status = make_status(num_running=16, num_context_tokens=16_000, transfers=slow)
+    fleet.worker_stepped("d0", (), status)
+    assert choose(fleet, make_request(2000)).prefill is None
+
+
+def test_a_long_queue_at_prefill_is_avoided() -> None:
+    fleet = make_fleet("p0", "d0")
+    busy(fleet, "d0", num_running=2, num_context_tokens=2000)
+    busy(fleet, "p0", num_waiting=40, num_uncomputed_tokens=40_000)
+    assert choose(fleet, make_request(1000)).prefill is None
+
+
+def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
+    request = make_request(2000)
+    fleet = make_fleet("p0", "p1", "p2", "d0", held={"p1": list(request.block_hashes[:100])})
+    busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
+    route = choose(fleet, request)
+    assert (route.prefill, route.num_cached_tokens) == ("p1", 1600)
+
+
+def test_a_prefix_is_left_when_the_queue_before_it_is_longer() -> None:
+    request = make_request(2000)
+    fleet = make_fleet("p0", "p1", "d0", held={"p1": list(request.block_hashes[:100])})
+    busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
+    busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
+    assert choose(fleet, request).prefill == "p0"
+
+
+def test_decode_goes_to_the_least_crowded_worker() -> None:
+    fleet = make_fleet("d0", "d1", "d2")
+    busy(fleet, "d0", num_running=10, num_context_tokens=10_000)
+    busy(fleet, "d1", num_running=3, num_context_tokens=3000)
+    busy(fleet, "d2", num_running=20, num_context_tokens=20_000)
+    assert choose(fleet, make_request(100)).decode == "d1"
+
+
+def test_unequal_layouts_are_never_paired() -> None:
+    fleet = make_fleet(make_record("p0", layout="another"), "d0")
+    busy(fleet, "d0", num_running=30, num_context_tokens=30_000)
+    assert choose(fleet, make_request(2000)).prefill is None
+
+
+def test_without_decode_workers_prefill_workers_decode() -> None:
+    fleet = make_fleet("p0", "p1")
+    route = choose(fleet, make_request())
+    assert route.prefill is None
+    assert route.decode in ("p0", "p1")
+    assert route.reason == "local prefill: the only kind available"
+
+
+def test_only_workers_of_the_model_that_accept_and_are_not_excluded_are_chosen() -> None:
+    fleet = make_fleet("d0", "d1", "d2", make_record("d3", model="large"))
+    fleet.worker_stepped("d0", (), make_status(accepting=False))
+    chosen = {choose(fleet, make_request(), seed, exclude=("d1",)).decode for seed in range(30)}
+    assert chosen == {"d2"}
+    with pytest.raises(Unavailable, match="'toy'"):
+        choose(fleet, make_request(), exclude=("d1", "d2"))
+    assert choose(fleet, make_request(model="large")).decode == "d3"
+
+
+def test_an_empty_fleet_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        choose(Fleet(), make_request())
+
+
+def test_a_passed_deadline_is_said_so() -> None:
+    with pytest.raises(DeadlineExceeded):
+        choose(make_fleet("d0"), make_request(deadline_unix_s=0.0))
+
+
+def test_ties_are_spread_and_repeatable() -> None:
+    fleet = make_fleet(*(f"d{i}" for i in range(10)))
+    counts = Counter(choose(fleet, make_request(), seed).decode for seed in range(1000))
+    assert len(counts) == 10
+    assert max(counts.values()) < 3 * min(counts.values())
+    assert choose(fleet, make_request(), 7) == choose(fleet, make_request(), 7)
+
+
+def test_a_burst_is_spread_by_its_own_reservations() -> None:
+    fleet = make_fleet("d0", "d1", "d2", "d3")
+    counts: Counter[str] = Counter()
+    for seed in range(40):
+        route = choose(fleet, make_request(400), seed)
+        fleet.reserve(route.decode, Load(400, 1, 400))
+        counts[route.decode] += 1
+    assert set(counts.values()) == {10}
+
+
+def test_candidates_are_sorted_and_contain_the_choice() -> None:
+    fleet = make_fleet("p0", "p1", "d0", "d1")
+    route = choose(fleet, make_request(1500))
+    costs = [candidate.total_s for candidate in route.candidates]
+    assert costs == sorted(costs)
+    assert (route.prefill, route.decode) in [(c.prefill, c.decode) for c in route.candidates]
+
+
+def choose_after_prefill(
+    fleet: Fleet, request: GenerateRequest, exclude: tuple[str, ...] = ()
+) -> Route:
+    rng = random.Random(0)
+    return choose_decode(request, "p0", 2000, fleet.view(), fleet.index, 0.0, rng, exclude)
+
+
+def test_finished_kv_goes_to_a_decode_worker_and_is_not_computed_again() -> None:
+    request = make_request(2001)
+    fleet = make_fleet("p0", "d0", "d1")
+    busy(fleet, "d0", num_running=10, num_context_tokens=10_000)
+    route = choose_after_prefill(fleet, request)
+    assert (route.prefill, route.decode, route.num_cached_tokens) == (None, "d1", 2000)
+    assert choose_after_prefill(fleet, request, exclude=("d1",)).decode == "d0"
+
+
+def test_finished_kv_whose_source_left_is_computed_again() -> None:
+    fleet = make_fleet("d0")
+    route = choose_after_prefill(fleet, make_request(2001))
+    assert (route.decode, route.num_cached_tokens) == ("d0", 0)
+
+
+loads = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 20_000), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    roles=st.lists(st.sampled_from("pd"), min_size=1, max_size=12),
+    load=st.lists(loads, min_size=12, max_size=12),
+    held=st.lists(st.integers(0, 62), min_size=12, max_size=12),
+    num_tokens=st.integers(1, 1000),
+    seed=st.integers(0, 100),
+)
+def test_no_fleet_leads_to_a_worker_that_cannot_serve(
+    roles: list[str],
+    load: list[tuple[int, int, int, bool]],
+    held: list[int],
+    num_tokens: int,
+    seed: int,
+) -> None:
+    request = make_request(num_tokens)
+    names = [f"{role}{i}" for i, role in enumerate(roles)]
+    fleet = make_fleet(
+        *names,
+        held={
+            name: list(request.block_hashes[:count])
+            for name, count in zip(names, held, strict=False)
+        },
+    )
+    for name, (num_running, num_waiting, num_uncomputed, accepting) in zip(
+        names, load, strict=False
+    ):
+        status = make_status(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_uncomputed_tokens=num_uncomputed,
+            num_context_tokens=200 * num_running,
+            accepting=accepting,
+        )
+        fleet.worker_stepped(name, (), status)
+    able = {name for name, status in zip(names, load, strict=False) if status[3]}
+    if not able:
+        with pytest.raises(Unavailable):
+            choose(fleet, request, seed)
+        return
+    route = choose(fleet, request, seed)
+    assert route.decode in able
+    assert route.prefill is None or route.prefill in able
+    assert route.prefill is None or route.prefill.startswith("p")
+    assert route.decode.startswith("d") or not any(name.startswith("d") for name in able)
+    assert route.predicted_s > 0
+    assert 0 <= route.num_cached_tokens < num_tokens
