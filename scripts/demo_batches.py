@@ -1,0 +1,107 @@
+"""Rows of token ids with a loss mask, built from generated conversations."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from tokenizers import Tokenizer
+
+from scripts import demo_tasks as tasks
+from scripts.demo_tasks import Turn
+from scripts.demo_tokenizer import PAD_ID
+
+IGNORE = -100
+
+
+class RowBuilder:
+    """Fills one row of `length` tokens with the turns of one conversation.
+
+    A row starts with a fresh conversation, as at inference; rows are never glued together, because
+    a fact of one conversation must not answer a question of the next.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
+        self._tokenizer = tokenizer
+        self._length = length
+        self.ids: list[int] = []
+        self.labels: list[int] = []
+
+    def add_text(self, text: str) -> bool:
+        """Append text without a loss; False, and nothing appended, where it does not fit."""
+        return self._append(text, "")
+
+    def add_turn(self, turn: Turn) -> bool:
+        """Append one turn with a loss on its answer; False where it does not fit."""
+        return self._append(*tasks.render(turn))
+
+    def _append(self, asked: str, answer: str) -> bool:
+        asked_ids = self._tokenizer.encode(asked).ids
+        answer_ids = self._tokenizer.encode(answer).ids
+        closing = self._tokenizer.encode("\n").ids if answer else []
+        new_ids = asked_ids + answer_ids + closing
+        if len(self.ids) + len(new_ids) > self._length + 1:
+            return False
+        self.ids += new_ids
+        self.labels += [IGNORE] * len(asked_ids) + answer_ids + [IGNORE] * len(closing)
+        return True
+
+    def padded(self) -> tuple[list[int], list[int]]:
+        """Return (inputs, next-token labels), both of `length`."""
+        missing = self._length + 1 - len(self.ids)
+        ids = self.ids + [PAD_ID] * missing
+        labels = self.labels + [IGNORE] * missing
+        return ids[:-1], labels[1:]
+
+
+def fill_mixed(rng: random.Random, row: RowBuilder) -> None:
+    """Fill a row with unrelated tasks."""
+    while row.add_turn(tasks.mixed_turn(rng)):
+        pass
+
+
+def fill_recall(rng: random.Random, row: RowBuilder, length: int) -> None:
+    """Open with a document of facts that takes 30 to 65 % of the row, then ask about them.
+
+    One row in ten starts with other turns, and one turn in ten is another task, so that facts are
+    found wherever they stand.
+    """
+    share = rng.uniform(0.3, 0.65)
+    budget = int(length * share) // 11
+    num_facts = max(2, int(budget * rng.uniform(0.2, 0.9)))
+    all_kinds = tuple(tasks.FACT_KINDS)
+    kinds = rng.sample(all_kinds, rng.choice((1, 1, 2, 4)))
+    facts = tasks.draw_facts(rng, num_facts, kinds)
+    text = tasks.document(rng, facts, max(0, budget - len(facts)))
+    if rng.random() < 0.1:
+        row.add_turn(tasks.mixed_turn(rng))
+    first = tasks.recall_turn(rng, facts)
+    opening = f"{text} {first.question}" if rng.random() < 0.8 else f"{text}\n{first.question}"
+    row.add_turn(Turn(opening, first.answer, first.task))
+    while True:
+        other = rng.random() < 0.1
+        if not row.add_turn(tasks.mixed_turn(rng) if other else tasks.recall_turn(rng, facts)):
+            return
+
+
+def make_row(
+    rng: random.Random, tokenizer: Tokenizer, length: int, recall_share: float
+) -> tuple[list[int], list[int]]:
+    """Return one row's (inputs, labels)."""
+    row = RowBuilder(tokenizer, length)
+    if rng.random() < 0.15:
+        row.add_text(tasks.render_system(rng.choice(tasks.SYSTEM_TEXTS)))
+    if rng.random() < recall_share:
+        fill_recall(rng, row, length)
+    else:
+        fill_mixed(rng, row)
+    return row.padded()
+
+
+def make_batch(
+    tokenizer: Tokenizer, seed: str, length: int, num_rows: int, recall_share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (inputs, labels), each [num_rows, length] int64, as a function of `seed` alone."""
+    rng = random.Random(seed)
+    rows = [make_row(rng, tokenizer, length, recall_share) for _ in range(num_rows)]
+    return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])

@@ -1,0 +1,113 @@
+"""The demo models' tokenizer: byte-level BPE over our own conversations, digits one by one.
+
+Single digits make every number a string of the same ten tokens, which arithmetic and the recall of
+codes need.  All 256 bytes are in the vocabulary, so any UTF-8 text can be encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts import demo_tasks as tasks
+from scripts import demo_world as world
+from scripts.demo_tasks import Turn
+
+VOCAB_SIZE = 1024
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD_ID, IM_START_ID, IM_END_ID = 0, 1, 2
+MAX_LENGTH = 2048
+
+# Words take their leading space along; a digit never does, so "7" is the same token everywhere.
+WORD_PATTERN = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def _corpus(seed: int, num_texts: int) -> list[str]:
+    """Return texts of every task, words and templates in about the proportion training has."""
+    rng = random.Random(seed)
+    kinds = tuple(tasks.FACT_KINDS)
+    texts: list[str] = []
+    for _ in range(num_texts):
+        facts = tasks.draw_facts(rng, 6, kinds)
+        turns: list[Turn] = [tasks.mixed_turn(rng), tasks.knowledge_turn(rng), tasks.chat_turn(rng)]
+        turns.append(tasks.recall_turn(rng, facts))
+        texts.append(tasks.document(rng, facts, 3))
+        texts += [f"user\n{turn.question}\nassistant\n{turn.answer}" for turn in turns]
+        # A word opens an answer without its space: the bare form must become a token too.
+        texts += [" ".join(turn.answer for turn in turns), "system\n" + tasks.SYSTEM_TEXTS[0]]
+        texts += [turn.answer.split()[0] for turn in turns]
+        texts += [rng.choice(world.LIST_WORDS) for _ in range(3)]
+        texts += [rng.choice(world.PLACES + world.COLOURS)]
+    return texts
+
+
+def train_tokenizer(seed: int = 0, num_texts: int = 6000) -> Tokenizer:
+    """Train the byte-level BPE; deterministic in `seed`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(seed, num_texts), trainer)
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the folder's tokenizer; where there is none yet, train it and put it there.
+
+    A model is worth nothing with any other tokenizer, so once trained it is never trained again.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train_tokenizer().save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    pad, im_start, im_end = SPECIAL_TOKENS
+    named: dict[str, object] = {
+        "eos_token": im_end,
+        "pad_token": pad,
+        "additional_special_tokens": [im_start],
+    }
+    settings = named | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    for name, content in (("tokenizer_config", settings), ("special_tokens_map", named)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

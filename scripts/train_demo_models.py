@@ -1,0 +1,245 @@
+"""Train, evaluate and export the two demo models that ship with the package.
+
+    python scripts/train_demo_models.py --model large --minutes 120
+    python scripts/train_demo_models.py --model large --evaluate
+    python scripts/train_demo_models.py --model large --export
+
+A run continues from its checkpoint in --folder.  Batches depend on (seed, step) only and the
+learning rate and curriculum on the progress alone, so a run by --steps repeats exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as functional
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.demo_batches import IGNORE, make_batch
+from scripts.demo_evaluate import evaluate
+from scripts.demo_export import export, load_exported
+from scripts.demo_model import SHAPES, Decoder
+from scripts.demo_tokenizer import load_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CHECKPOINT_EVERY_S = 180.0
+LOG_EVERY_STEPS = 25
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What rows look like until the run's progress reaches `until`."""
+
+    until: float
+    lengths: tuple[int, ...]
+    recall_share: float
+
+
+# Mostly short rows: attention over 2,048 tokens costs several times as much a token, and the
+# circuits that recall needs form on short rows first.  Steps go round their stage's lengths.
+STAGES = (
+    Stage(0.35, (256,), 0.5),
+    Stage(0.60, (512, 256), 0.5),
+    Stage(0.80, (1024, 1024, 512, 256), 0.5),
+    Stage(1.01, (2048, 2048, 1024, 256), 0.5),
+)
+WARMUP, DECAY_FROM = 0.01, 0.55
+
+
+def learning_rate_factor(progress: float) -> float:
+    """Rise linearly, stay at one, fall linearly to zero."""
+    if progress < WARMUP:
+        return progress / WARMUP
+    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
+
+
+def stage_at(progress: float) -> Stage:
+    """Return the curriculum's stage at a progress in [0, 1]."""
+    return next(stage for stage in STAGES if progress < stage.until)
+
+
+class Optimizer:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms, one factor for both."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        # match_rms_adamw scales Muon's orthogonal updates to AdamW's size: one rate serves both.
+        muon = torch.optim.Muon(
+            matrices, lr=rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
+        )
+        adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+        self.parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
+        self.rate = rate
+
+    def step(self, factor: float) -> None:
+        """Apply and clear the gradients at `factor` times the rate."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.rate * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with its checkpoint."""
+
+    step: int = 0
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+
+    def fraction(self, arguments: argparse.Namespace) -> float:
+        """Return the part of the run that is done, by steps or by minutes."""
+        if arguments.steps:
+            return float(self.step / arguments.steps)
+        return float(self.elapsed_s / (arguments.minutes * 60))
+
+
+class Trainer:
+    """One model, its optimizer, its progress and its checkpoint."""
+
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer) -> None:
+        torch.manual_seed(arguments.seed)
+        self.arguments = arguments
+        self.tokenizer = tokenizer
+        self.device = torch.device(arguments.device)
+        self.model = Decoder(SHAPES[arguments.model]).to(self.device)
+        self.optimizer = Optimizer(self.model, arguments.rate)
+        self.progress = Progress()
+        self.checkpoint: Path = arguments.folder / f"{arguments.model}.pt"
+        if self.checkpoint.exists():
+            self._restore()
+        if arguments.compile:
+            torch._dynamo.config.recompile_limit = 64
+            for block in self.model.layers:
+                block.compile()
+
+    def _restore(self) -> None:
+        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        for part, state in zip(self.optimizer.parts, saved["optimizer"], strict=True):
+            part.load_state_dict(state)
+        self.progress = Progress(**saved["progress"])
+
+    def save(self) -> None:
+        """Write the checkpoint beside its place and move it there, so that none is ever half."""
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "model": self.model.state_dict(),
+            "optimizer": [part.state_dict() for part in self.optimizer.parts],
+            "progress": vars(self.progress),
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(content, partial)
+        partial.replace(self.checkpoint)
+
+    def _batch(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        step = self.progress.step
+        length = stage.lengths[step % len(stage.lengths)]
+        seed = f"train {self.arguments.seed} {step}"
+        num_rows = self.arguments.batch_tokens // length
+        ids, labels = make_batch(self.tokenizer, seed, length, num_rows, stage.recall_share)
+        return ids.to(self.device), labels.to(self.device)
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Train on one batch; return its (loss, accuracy over answer tokens)."""
+        fraction = self.progress.fraction(self.arguments)
+        ids, labels = self._batch(stage_at(fraction))
+        answers = labels != IGNORE
+        logits = self.model.logits(self.model(ids)[answers])
+        loss = functional.cross_entropy(logits, labels[answers])
+        torch.autograd.backward(loss)
+        self.optimizer.step(learning_rate_factor(fraction))
+        self.progress.step += 1
+        self.progress.num_tokens += ids.numel()
+        accuracy = (logits.detach().argmax(-1) == labels[answers]).float().mean()
+        return loss.detach(), accuracy
+
+    def run(self) -> None:
+        """Train to the end of the schedule, saving now and then."""
+        saved_s = last_s = time.monotonic()
+        tokens_then = self.progress.num_tokens
+        sums = torch.zeros(2)
+        while (fraction := self.progress.fraction(self.arguments)) < 1.0:
+            start_s = time.monotonic()
+            sums += torch.stack(self.step()).cpu()
+            now_s = time.monotonic()
+            self.progress.elapsed_s += now_s - start_s
+            if self.progress.step % LOG_EVERY_STEPS == 0:
+                speed = (self.progress.num_tokens - tokens_then) / (now_s - last_s)
+                self._log(sums / LOG_EVERY_STEPS, speed, fraction)
+                sums.zero_()
+                last_s, tokens_then = now_s, self.progress.num_tokens
+            if now_s - saved_s > CHECKPOINT_EVERY_S:
+                self.save()
+                saved_s = now_s
+        self.save()
+
+    def _log(self, means: Tensor, speed: float, fraction: float) -> None:
+        elapsed_s = self.progress.elapsed_s
+        remaining_s = elapsed_s * (1 - fraction) / max(fraction, 1e-9)
+        print(
+            f"step {self.progress.step} loss {means[0]:.4f} accuracy {means[1]:.4f} "
+            f"tokens/s {speed:.0f} tokens {self.progress.num_tokens / 1e6:.1f}M "
+            f"elapsed {elapsed_s / 60:.1f}min eta {remaining_s / 60:.1f}min "
+            f"length {stage_at(fraction).lengths[0]}",
+            flush=True,
+        )
+
+
+def evaluate_exported(arguments: argparse.Namespace) -> None:
+    """Print the exported model's accuracy table, then the same as one line of JSON."""
+    folder = arguments.assets / f"demo-{arguments.model}"
+    model = load_exported(SHAPES[arguments.model], folder).to(arguments.device)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    accuracies = evaluate(model, tokenizer, arguments.samples, arguments.seed)
+    for name, accuracy in accuracies.items():
+        print(f"{name:<18} {accuracy:7.1%}")
+    print(json.dumps({"model": f"demo-{arguments.model}", "accuracy": accuracies}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--minutes", type=float, default=120.0, help="length of the whole run")
+    parser.add_argument("--steps", type=int, default=0, help="length in steps, instead of minutes")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / ".train")
+    parser.add_argument("--assets", type=Path, default=REPOSITORY / "disagg" / "assets")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--samples", type=int, default=400, help="conversations a table row")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--evaluate", action="store_true", help="measure the exported model")
+    mode.add_argument("--export", action="store_true", help="export the checkpoint as it is")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the command line."""
+    arguments = parse_arguments()
+    if arguments.evaluate:
+        evaluate_exported(arguments)
+        return
+    trainer = Trainer(arguments, load_tokenizer(arguments.folder))
+    if not arguments.export:
+        trainer.run()
+    export(trainer.model, trainer.tokenizer, arguments.assets / f"demo-{arguments.model}")
+
+
+if __name__ == "__main__":
+    main()
