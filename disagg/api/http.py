@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from disagg import telemetry
 from disagg.api import openai_responses as responses
 from disagg.api.answers import Piece, Run
 from disagg.api.http_reply import Reply, Send, Writer, watch
@@ -131,6 +132,16 @@ class _App:
 
     async def _serve(self, request: HttpRequest, send: Send) -> None:
         """Answer one request, unless its client goes away first."""
+        if request.path in OPEN_PATHS:
+            await self._serve_untraced(request, send)
+            return
+        named = {"http.request.method": request.method, "url.path": request.path[:128]}
+        with telemetry.span("http", request.traceparent, named, "server") as span:
+            request.traceparent = span.traceparent
+            span.set("http.response.status_code", await self._serve_untraced(request, send))
+
+    async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
+        """Returns the status that was sent; 499 if the client went away before."""
         writer = Writer(send, request.request_id)
         self._metrics.num_running.inc()
         self._num_running += 1
@@ -146,8 +157,9 @@ class _App:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-        route = request.route or "other"
-        self._metrics.http_requests.labels(route, str(writer.status or 499)).inc()
+        status = writer.status or 499
+        self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
+        return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:
         try:

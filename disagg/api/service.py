@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from disagg import telemetry
 from disagg.api.answers import Choice, Generate, Job, Run
 from disagg.api.openai_requests import (
     ChatMessage,
@@ -96,31 +97,23 @@ class Service:
     async def chat(self, request: ChatRequest, caller: Caller) -> Run:
         """Check a chat request and make it ready to run. Raises `RequestError`."""
         model = self.model(request.model)
-        token_ids = await self._chat_tokens(
-            model,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            arguments=request.chat_template_kwargs or {},
-        )
+        with telemetry.span("tokenize", caller.traceparent) as span:
+            token_ids = await self._chat_tokens(
+                model,
+                request.messages,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                arguments=request.chat_template_kwargs or {},
+            )
+            span.set("disagg.num_prompt_tokens", len(token_ids))
         limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
         return self._run(request, caller, model, [token_ids], limit)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
         model = self.model(request.model)
-        special = request.add_special_tokens is not False
-        token_lists, echoes = [], []
-        for prompt in prompts(request):
-            if isinstance(prompt, str):
-                token_ids = await self._text_tokens(model, prompt, special, "prompt")
-            else:
-                token_ids = prompt
-                _check_ids(token_ids, model, "prompt")
-            token_lists.append(token_ids)
-            if request.echo:
-                echoes.append(
-                    prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids)
-                )
+        with telemetry.span("tokenize", caller.traceparent) as span:
+            token_lists, echoes = await self._completion_tokens(model, request)
+            span.set("disagg.num_prompt_tokens", sum(map(len, token_lists)))
         limit = self._token_limit(
             model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
         )
@@ -171,6 +164,25 @@ class Service:
         )
         _check_text(rendered, model, "messages")
         return await model.tokenizer.encode_async(rendered, chat=True, add_special_tokens=False)
+
+    async def _completion_tokens(
+        self, model: ServedModel, request: CompletionRequest
+    ) -> tuple[list[list[int]], list[str]]:
+        """The tokens of each prompt, and their texts if they are to be repeated."""
+        special = request.add_special_tokens is not False
+        token_lists, echoes = [], []
+        for prompt in prompts(request):
+            if isinstance(prompt, str):
+                token_ids = await self._text_tokens(model, prompt, special, "prompt")
+            else:
+                token_ids = prompt
+                _check_ids(token_ids, model, "prompt")
+            token_lists.append(token_ids)
+            if request.echo:
+                echoes.append(
+                    prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids)
+                )
+        return token_lists, echoes
 
     async def _text_tokens(
         self, model: ServedModel, text: str, add_special_tokens: bool, param: str

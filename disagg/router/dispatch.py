@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from disagg import telemetry
 from disagg.blocks import hash_block
 from disagg.errors import DisaggError, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
@@ -177,25 +178,26 @@ class Dispatcher:
     def _route(self, journey: _Journey) -> Route:
         view, now = self._fleet.view(), self._now()
         request = journey.request(self._block_size(journey.model))
-        ticket = journey.ticket
-        if ticket is not None and _is_alive(ticket, view):
-            route = choose_decode(
-                request,
-                ticket.source_id,
-                ticket.num_tokens,
-                view,
-                self._fleet.index,
-                now,
-                self._rng,
-                journey.excluded,
-            )
-        else:
-            journey.ticket = None
-            route = choose_route(request, view, self._fleet.index, now, self._rng, journey.excluded)
+        with telemetry.span("route", request.traceparent) as span:
+            route = self._decide(journey, request, view, now)
+            if telemetry.enabled():
+                _describe(route, journey.because, span)
         self._remember(
             request.request_id, Decision(now, route, len(request.token_ids), journey.because)
         )
         return route
+
+    def _decide(
+        self, journey: _Journey, request: GenerateRequest, view: FleetView, now: float
+    ) -> Route:
+        index, rng, excluded = self._fleet.index, self._rng, journey.excluded
+        ticket = journey.ticket
+        if ticket is not None and _is_alive(ticket, view):
+            return choose_decode(
+                request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
+            )
+        journey.ticket = None
+        return choose_route(request, view, index, now, rng, excluded)
 
     def _reserve(self, journey: _Journey, route: Route) -> tuple[Reservation, ...]:
         """Claims in the order of the visits."""
@@ -282,6 +284,23 @@ class _Journey:
         self.num_moves += 1
         self.because = f"{error.code}: {error.message}"
         self.excluded.add(self.worker_id)
+
+
+def _describe(route: Route, because: str, span: telemetry.Span) -> None:
+    """The decision with its candidates, as attributes of its span."""
+    span.set("disagg.route.prefill", route.prefill or "")
+    span.set("disagg.route.decode", route.decode)
+    span.set("disagg.route.predicted_s", route.predicted_s)
+    span.set("disagg.route.num_cached_tokens", route.num_cached_tokens)
+    span.set("disagg.route.reason", route.reason)
+    span.set("disagg.route.moved_because", because)
+    span.set(
+        "disagg.route.candidates",
+        [
+            f"{each.prefill or '-'} > {each.decode}: {each.total_s:.6f} s"
+            for each in route.candidates
+        ],
+    )
 
 
 def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
