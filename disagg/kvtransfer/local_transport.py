@@ -80,7 +80,8 @@ class LocalTransport:
         return self._peer
 
     def add_peer(self, peer: Peer) -> None:
-        self._book.add_peer(peer)
+        if peer.worker_id != self._peer.worker_id:
+            self._book.add_peer(peer)
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         pull = self._book.begin(ticket, first_block, into, self._clock())

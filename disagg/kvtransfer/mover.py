@@ -323,8 +323,8 @@ class Mover:
         if copy.transfer is not None:
             self._try_release(copy.transfer)
         pull = copy.pull
-        self._notify(pull.peer, pull.ticket.ticket_id)
         self._notices.put(Ended(pull, copy.error, self._clock() - pull.started_at))
+        self._notify(pull.peer, pull.ticket.ticket_id)
 
     def _try_release(self, transfer: Any) -> None:
         try:

@@ -106,6 +106,8 @@ class NixlTransport:
         return self._peer
 
     def add_peer(self, peer: Peer) -> None:
+        if peer.worker_id == self._peer.worker_id:
+            return  # membership lists name everybody; nobody pulls from itself
         gone = self._book.add_peer(peer)
         self._jobs.put(Connect(peer, tuple(gone)))
 

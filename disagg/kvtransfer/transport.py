@@ -40,15 +40,20 @@ class Transport(Protocol):
     def add_peer(self, peer: Peer) -> None:
         """Make `peer` known. A new epoch of a known worker replaces the old one.
 
+        Shakes hands in the background; where that fails, pulls from the peer end with an error.
+        The side's own peer is ignored, because membership lists name everybody.
+
         Raises:
-            TransferFailed: layouts differ (the message names both) or the handshake failed.
+            TransferFailed: layouts differ (the message names both), or numbers that cannot be.
         """
         ...
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         """Start copying `ticket.block_ids[first_block:]` into the local blocks `into`.
 
-        Returns a pull id that a later `poll` reports exactly once.
+        Returns a pull id that a later `poll` reports exactly once. Until then the blocks `into`
+        belong to the transport, however long a hanging source takes: who cannot wait computes
+        into other blocks.
 
         Raises:
             TransferFailed: unknown peer, wrong epoch, layout or block id; nothing was started.

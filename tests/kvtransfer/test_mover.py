@@ -142,7 +142,9 @@ class FaultyWire:
 class Bench:
     """A source, a reader and a mover that runs when told to, on a clock that counts calls."""
 
-    def __init__(self, wire: FaultyWire, pull_timeout_s: float = 1e6) -> None:
+    def __init__(
+        self, wire: FaultyWire, pull_timeout_s: float = 1e6, settle_s: float = 0.01
+    ) -> None:
         self.wire = wire
         self.source, self.reader = Memory("source"), Memory("reader")
         self.peer = self.source.peer(agent=b"source#1")
@@ -159,7 +161,7 @@ class Bench:
             self.notices,
             clock=lambda: next(ticks) * 1e-3,
             pull_timeout_s=pull_timeout_s,
-            settle_s=0.01,
+            settle_s=settle_s,
         )
 
     def pull(self, blocks: list[int], into: list[int]) -> int:
@@ -221,6 +223,14 @@ def test_a_fault_is_named_and_the_next_pull_goes_well(step: str) -> None:
     ended = {n.pull.pull_id: n.error for n in bench.run() if isinstance(n, Ended)}
     assert f"{step} 0" in (ended[first] or "")
     assert ended[second] is None
+
+
+@pytest.mark.parametrize("step", ["post", "is_done"])
+def test_the_blocks_of_a_broken_transfer_rest_before_they_are_given_back(step: str) -> None:
+    bench = Bench(FaultyWire(lambda name, number: name == step), settle_s=0.5)
+    bench.pull([1], [1])
+    (ended,) = bench.run()
+    assert isinstance(ended, Ended) and ended.error is not None and ended.seconds >= 0.5
 
 
 def test_a_late_pull_is_not_accepted_and_its_transfer_not_let_go() -> None:

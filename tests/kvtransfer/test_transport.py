@@ -130,6 +130,12 @@ def test_a_peer_of_another_layout_is_refused(shared: Pair) -> None:
     next_events(shared.serving)
 
 
+def test_nobody_pulls_from_itself(shared: Pair) -> None:
+    shared.reading.add_peer(shared.reading.peer)
+    with pytest.raises(TransferFailed, match="reader is not known"):
+        shared.reading.pull(shared.reader.ticket(new_id(), [3]), 0, [0])
+
+
 def test_many_pulls_at_once_end_once_each(shared: Pair) -> None:
     tickets = [shared.source.ticket(new_id(), [block]) for block in range(32)]
     ids = [shared.reading.pull(ticket, 0, [31 - n]) for n, ticket in enumerate(tickets)]
