@@ -139,7 +139,8 @@ class Run:
         self._generate = generate
         self._clock = clock
         self._answers = [Answer(choice, job.model) for choice in job.choices]
-        self._inbox: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
+        self._inbox: list[Piece | Exception] = []
+        self._arrived = asyncio.Event()
 
     @property
     def num_cached_tokens(self) -> int:
@@ -158,7 +159,8 @@ class Run:
         num_open = len(tasks)
         try:
             while num_open:
-                batch = self._merge([await self._inbox.get(), *self._waiting()])
+                await self._arrived.wait()
+                batch = self._take()
                 num_open -= sum(piece.finish_reason is not None for piece in batch)
                 self.num_completion_tokens += sum(piece.num_tokens for piece in batch)
                 yield batch
@@ -167,20 +169,30 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _waiting(self) -> list[Piece | BaseException]:
-        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+    def _take(self) -> list[Piece]:
+        """What arrived since the last call, at most one piece per choice.
 
-    @staticmethod
-    def _merge(arrived: list[Piece | BaseException]) -> list[Piece]:
+        Raises the failure that arrived, once all text before it has been taken.
+        """
         merged: dict[int, Piece] = {}
-        for item in arrived:
-            if isinstance(item, BaseException):
-                raise item
+        arrived, self._inbox = self._inbox, []
+        self._arrived.clear()
+        for position, item in enumerate(arrived):
+            if isinstance(item, Exception):
+                if not merged:
+                    raise item
+                self._inbox = arrived[position:]
+                self._arrived.set()
+                break
             if item.index in merged:
                 merged[item.index].extend(item)
             else:
                 merged[item.index] = item
         return list(merged.values())
+
+    def _put(self, item: Piece | Exception) -> None:
+        self._inbox.append(item)
+        self._arrived.set()
 
     async def _follow(self, choice: Choice) -> None:
         """Feed the inbox until this choice ended, one way or another."""
@@ -189,11 +201,11 @@ class Run:
             async with asyncio.timeout(max(0.0, remaining_s)):
                 await self._follow_deltas(choice)
         except TimeoutError:
-            self._inbox.put_nowait(
+            self._put(
                 DeadlineExceeded("The request's time was over before its answer was complete.")
             )
         except Exception as error:  # whatever it is, the client must hear of an end
-            self._inbox.put_nowait(error)
+            self._put(error)
 
     async def _follow_deltas(self, choice: Choice) -> None:
         answer = self._answers[choice.index]
@@ -202,7 +214,7 @@ class Run:
             async for delta in deltas:
                 piece = answer.advance(delta)
                 if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
-                    self._inbox.put_nowait(piece)
+                    self._put(piece)
                 if piece.finish_reason is not None:
                     return
         finally:

@@ -79,6 +79,8 @@ class RequestTimer:
     def __init__(self, metrics: ApiMetrics, model: str, num_choices: int, arrived_s: float) -> None:
         self._metrics = metrics
         self._model = model
+        self._ttft = metrics.ttft.labels(model)
+        self._itl = metrics.itl.labels(model)
         self._num_choices = num_choices
         self._arrived_s = arrived_s
         self._last_s: float | None = None
@@ -88,11 +90,11 @@ class RequestTimer:
             return
         now = self._metrics.clock()
         if self._last_s is None:
-            self._metrics.ttft.labels(self._model).observe(now - self._arrived_s)
+            self._ttft.observe(now - self._arrived_s)
         else:
             # Choices run side by side: each gains its share of the tokens of this interval.
             gap_s = (now - self._last_s) * self._num_choices / num_tokens
-            self._metrics.itl.labels(self._model).observe(gap_s)
+            self._itl.observe(gap_s)
         self._last_s = now
 
     def ended(self, num_prompt: int, num_cached: int, num_completion: int) -> None:

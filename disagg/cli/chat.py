@@ -1,0 +1,268 @@
+"""Talk to a server from the terminal.
+
+Streams answers as they come. Ctrl-C stops an answer by closing its connection, which ends the work
+on the server too. With --message it asks one question, prints the bare answer and exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from disagg.errors import DisaggError, StartupError, Unavailable
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+_HELP = "/clear forgets the conversation, /system TEXT sets the instructions, /exit leaves."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    parser.add_argument("--model", help="default: the first one the server lists")
+    parser.add_argument("--message", help="ask this and exit; - reads it from standard input")
+    parser.add_argument("--system", help="instructions put before the conversation")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `DisaggError` when the server cannot be reached or refuses the request."""
+    server = Server(args.url, api_key=args.api_key, timeout_s=args.timeout)
+    options = {
+        name: value
+        for name in ("max_tokens", "temperature", "seed")
+        if (value := getattr(args, name)) is not None
+    }
+    conversation = Conversation(
+        server, args.model or server.first_model(), options, system=args.system
+    )
+    if args.message is not None:
+        question = sys.stdin.read() if args.message == "-" else args.message
+        for text in conversation.ask(question):
+            print(text, end="", flush=True)
+        print()
+        return 0
+    return _talk(conversation, Console(highlight=False))
+
+
+# What is read of a server's answers. Unknown fields are ignored, so any OpenAI server will do.
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = "The server gave no reason."
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _Listed(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Listed] = []
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+class Server:
+    """An OpenAI server behind `url`, with or without a path before `/v1`.
+
+    Raises:
+        StartupError: the URL is not one of http or https.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
+        secure = parts.scheme == "https"
+        self._connect: Callable[..., http.client.HTTPConnection] = (
+            http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        )
+        self._host, self._port = parts.hostname, parts.port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.url = url
+
+    def first_model(self) -> str:
+        with self._exchange("GET", "/v1/models") as reply:
+            models = _decode(reply.read(), _Models).data
+        if not models:
+            raise Unavailable(f"{self.url} serves no model.")
+        return models[0].id
+
+    def chunks(self, body: dict[str, Any]) -> Generator[_Chunk, None, None]:
+        """The events of a streamed chat completion. Closing the iterator hangs up.
+
+        Raises:
+            DisaggError: what the server says is wrong.
+            Unavailable: it cannot be reached, or the stream broke off.
+        """
+        with self._exchange("POST", "/v1/chat/completions", json.dumps(body).encode()) as reply:
+            for line in reply:
+                if not line.startswith(b"data:"):
+                    continue
+                event = line.removeprefix(b"data:").strip()
+                if event == b"[DONE]":
+                    return
+                chunk = _decode(event, _Chunk)
+                if chunk.error is not None:
+                    raise DisaggError(chunk.error.message)
+                yield chunk
+        raise Unavailable("The server hung up before the answer was complete.")
+
+    @contextmanager
+    def _exchange(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request(method, self._prefix + path, body, self._headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise _refusal(reply)
+            yield reply
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise Unavailable(
+                f"{self.url} cannot be reached ({reason}); start a server with `disagg serve`, or"
+                " give its address with --url."
+            ) from error
+        finally:
+            connection.close()
+
+
+def _refusal(reply: http.client.HTTPResponse) -> DisaggError:
+    try:
+        message = msgspec.json.decode(reply.read(), type=_Refusal).error.message
+    except msgspec.MsgspecError:
+        message = f"The server answered {reply.status} {reply.reason}."
+    return DisaggError(message)
+
+
+def _decode(raw: bytes, kind: type[Answer]) -> Answer:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Unavailable(f"The server does not speak OpenAI's protocol: {error}.") from error
+
+
+@dataclass
+class Conversation:
+    """Turns so far, and the question under way."""
+
+    server: Server
+    model: str
+    options: dict[str, Any]
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    num_tokens: int = 0  # of the last answer
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """The answer in pieces. It is remembered as far as it came; a failed question is not."""
+        asked = {"role": "user", "content": question}
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        body = {
+            "model": self.model,
+            "messages": [*instructions, *self.turns, asked],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        answer = ""
+        self.num_tokens = 0
+        try:
+            with closing(self.server.chunks(body)) as chunks:
+                for chunk in chunks:
+                    if chunk.usage is not None:
+                        self.num_tokens = chunk.usage.completion_tokens
+                    for choice in chunk.choices[:1]:
+                        text = choice.delta.content or ""
+                        answer += text
+                        yield text
+        finally:
+            if answer:
+                self.turns += [asked, {"role": "assistant", "content": answer}]
+
+
+def _talk(conversation: Conversation, console: Console) -> int:
+    console.print(Text(f"{conversation.model} at {conversation.server.url}. {_HELP}", style="dim"))
+    while True:
+        try:
+            line = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return 0
+        command, _, rest = line.partition(" ")
+        if command in ("/exit", "/quit"):
+            return 0
+        if command == "/clear":
+            conversation.turns.clear()
+        elif command == "/system":
+            conversation.system = rest or None
+        elif command.startswith("/"):
+            console.print(Text(_HELP, style="dim"))
+        elif line:
+            _show_answer(conversation, line, console)
+
+
+def _show_answer(conversation: Conversation, question: str, console: Console) -> None:
+    started_s = time.monotonic()
+    first_s: float | None = None
+    pieces = conversation.ask(question)
+    try:
+        for text in pieces:
+            if text and first_s is None:
+                first_s = time.monotonic() - started_s
+            # Without escapes: a model must not steer the terminal.
+            console.print(Text(text.replace("\x1b", "")), end="", soft_wrap=True)
+    except KeyboardInterrupt:
+        pieces.close()  # hangs up
+        console.print(Text(" (stopped)", style="dim"), end="")
+    except DisaggError as error:
+        console.print(Text("\n" + error.message if first_s else error.message, style="red"), end="")
+    console.print()
+    if first_s is not None and conversation.num_tokens:
+        total_s = time.monotonic() - started_s
+        figures = (
+            f"{conversation.num_tokens} tokens, first after {first_s:.2f} s,"
+            f" {conversation.num_tokens / total_s:.0f} tokens/s"
+        )
+        console.print(Text(figures, style="dim"))
