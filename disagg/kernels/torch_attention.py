@@ -4,12 +4,13 @@ Decoding sequences of similar length are gathered into one dense batch and atten
 a prompt without cached prefix is attended straight from the step's own keys and values. All index
 arithmetic happens once per step (`plan_paging`), not once per layer.
 
-The cache is seen as rows: [num_blocks * num_layers * 2 * num_kv_heads, block_size * head_dim].
+The cache is seen as pages, one row each: [num_blocks * num_layers * 2 * num_kv_heads,
+block_size * head_dim]. Page numbers are for layer 0; a layer adds its offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from disagg.kernels.ops import PagedBatch
 
 _MAX_WASTED_TOKENS = 512  # padding in a group of decodes that costs as much as one more group
+_PIECE_TOKENS = 256  # queries of a prompt that share one mask
+
+
+@dataclass(frozen=True, slots=True)
+class CachedKeys:
+    """What is gathered for some sequences, and which of it they see."""
+
+    pages: Tensor  # int64 [2 * num_seqs * num_kv_heads * num_blocks]
+    num_seqs: int
+    first: int  # of the gathered positions, [first, last) are looked at
+    last: int
+    mask: Tensor | None  # added to the scores; None: all of [first, last) is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,52 +39,49 @@ class DecodeGroup:
     """Decoding sequences that are attended together."""
 
     queries: Tensor | None  # int64 [num_seqs]: their token rows; None: all decodes, in order
-    page_rows: Tensor  # int64 [2 * num_seqs * num_kv_heads * num_pages], for layer 0
-    num_seqs: int
-    first: int  # keys [first, last) of what is gathered are looked at
-    last: int
-    mask: Tensor | None  # [num_seqs, 1, 1, num_keys], added to the scores
+    keys: CachedKeys
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one sequence: a prompt, a part of one, or a few tokens to verify."""
+    """Consecutive tokens [start, end) of one sequence."""
 
     start: int
     end: int
-    page_rows: Tensor | None  # as in `DecodeGroup`; None: nothing cached before this chunk
-    first: int
-    last: int
-    mask: Tensor | None  # [num_queries, num_keys]; None: causal
+    keys: CachedKeys | None  # None: causal over the chunk itself
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPaging:
-    """What one step's layers need. Rows are for layer 0; a layer adds its offset."""
+    """What one step's layers need."""
 
-    write_rows: Tensor  # int64 [num_tokens, 2 * num_kv_heads] of [*, head_dim]
-    groups: dict[int | None, list[DecodeGroup]]
+    write_rows: Tensor  # int64 [num_tokens, 2 * num_kv_heads] of the cache as [*, head_dim]
+    groups: dict[int | None, list[DecodeGroup]]  # by window
     chunks: dict[int | None, list[Chunk]]
     num_decodes: int
+    scratch: Tensor  # [num_pages, block_size * head_dim]: where pages are gathered
 
 
-def plan_paging(batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]) -> TorchPaging:
-    """Derive the rows to write and to read, for every window size in use."""
-    _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.shape
-    pages_per_block = num_layers * 2 * num_kv_heads
-    blocks = batch.slots.div(block_size, rounding_mode="floor")
-    page = torch.arange(2 * num_kv_heads, device=kv_cache.device)
-    write_rows = (blocks * pages_per_block)[:, None] + page
-    write_rows = write_rows * block_size + (batch.slots - blocks * block_size)[:, None]
+def plan_paging(
+    batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None], scratch: Tensor
+) -> TorchPaging:
+    """Derive the rows to write and to read, for every window size in use.
+
+    `scratch` is the one of an earlier step, kept if it still fits.
+    """
     _clear_begun_blocks(batch, kv_cache)
     planner = _Planner(batch, kv_cache)
     unique = set(windows)
-    return TorchPaging(
-        write_rows=write_rows,
-        groups={window: planner.groups(window) for window in unique},
-        chunks={window: planner.chunks(window) for window in unique},
-        num_decodes=batch.num_decodes,
-    )
+    groups = {window: planner.groups(window) for window in unique}
+    chunks = {window: planner.chunks(window) for window in unique}
+    gathered = [group.keys for some in groups.values() for group in some]
+    gathered += [piece.keys for some in chunks.values() for piece in some if piece.keys]
+    num_pages = max((keys.pages.shape[0] for keys in gathered), default=0)
+    page_size = kv_cache.shape[4] * kv_cache.shape[5]
+    fits = scratch.shape[0] >= num_pages and scratch.shape[1] == page_size
+    if scratch.dtype != kv_cache.dtype or not fits:
+        scratch = kv_cache.new_empty(num_pages + num_pages // 4, page_size)
+    return TorchPaging(planner.write_rows(), groups, chunks, batch.num_decodes, scratch)
 
 
 def paged_attention(
@@ -81,56 +91,68 @@ def paged_attention(
     num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     first_page = layer * 2 * num_kv_heads
-    values = kv_cache.view(-1, head_dim)[first_page * block_size :]
-    values.index_put_((paging.write_rows,), qkv[:, num_heads:])
-    pages = kv_cache.view(-1, block_size * head_dim)[first_page:]
-    q = qkv[:, :num_heads]
-    parts = [
-        _attend_chunk(qkv, num_heads, pages, head_dim, chunk) for chunk in paging.chunks[window]
-    ]
+    vectors = kv_cache.view(-1, head_dim)[first_page * block_size :]
+    vectors.index_put_((paging.write_rows,), qkv[:, num_heads:])
+    attend = _Attend(kv_cache, first_page, paging.scratch)
+    parts = []
     groups = paging.groups[window]
+    q = qkv[: paging.num_decodes, :num_heads]
     if len(groups) == 1 and groups[0].queries is None:
-        parts.insert(0, _attend_group(q[: paging.num_decodes], pages, num_kv_heads, groups[0]))
+        parts.append(attend.group(q, groups[0].keys))
     elif groups:
         decoded = q.new_empty(paging.num_decodes, num_heads * head_dim)
         for group in groups:
-            decoded[group.queries] = _attend_group(q[group.queries], pages, num_kv_heads, group)
-        parts.insert(0, decoded)
+            decoded[group.queries] = attend.group(q[group.queries], group.keys)
+        parts.append(decoded)
+    parts += [attend.chunk(qkv[piece.start : piece.end], piece) for piece in paging.chunks[window]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_group(q: Tensor, pages: Tensor, num_kv_heads: int, group: DecodeGroup) -> Tensor:
-    num_seqs, num_heads, head_dim = q.shape
-    gathered = pages.index_select(0, group.page_rows)
-    keys, values = gathered.view(2, num_seqs, num_kv_heads, -1, head_dim)[
-        :, :, :, group.first : group.last
-    ].unbind(0)
-    out = scaled_dot_product_attention(
-        q.unsqueeze(2), keys, values, attn_mask=group.mask, enable_gqa=num_heads != num_kv_heads
-    )
-    return out.reshape(num_seqs, num_heads * head_dim)
+class _Attend:
+    """Attention calls of one layer."""
 
+    def __init__(self, kv_cache: Tensor, first_page: int, scratch: Tensor) -> None:
+        self._num_kv_heads, block_size, self._head_dim = kv_cache.shape[3:]
+        self._pages = kv_cache.view(-1, block_size * self._head_dim)[first_page:]
+        self._scratch = scratch
 
-def _attend_chunk(
-    qkv: Tensor, num_heads: int, pages: Tensor, head_dim: int, chunk: Chunk
-) -> Tensor:
-    own = qkv[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
-    num_kv_heads = (qkv.shape[1] - num_heads) // 2
-    q, keys, values = torch.split(own, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if chunk.page_rows is not None:
-        gathered = pages.index_select(0, chunk.page_rows)
-        keys, values = gathered.view(2, 1, num_kv_heads, -1, head_dim)[
-            :, :, :, chunk.first : chunk.last
-        ].unbind(0)
-    out = scaled_dot_product_attention(
-        q,
-        keys,
-        values,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        enable_gqa=num_heads != num_kv_heads,
-    )
-    return out.transpose(1, 2).reshape(-1, num_heads * head_dim)
+    def group(self, q: Tensor, cached: CachedKeys) -> Tensor:
+        """One query each: [num_seqs, num_heads, head_dim] in, heads flat out."""
+        keys, values = self._gather(cached)
+        out = scaled_dot_product_attention(
+            q.unsqueeze(2),
+            keys,
+            values,
+            attn_mask=cached.mask,
+            enable_gqa=q.shape[1] != self._num_kv_heads,
+        )
+        return out.reshape(q.shape[0], -1)
+
+    def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
+        """Queries of one sequence: [num_queries, all heads, head_dim] in, heads flat out."""
+        own = qkv.transpose(0, 1).unsqueeze(0)
+        q, keys, values = own.tensor_split((-2 * self._num_kv_heads, -self._num_kv_heads), dim=1)
+        mask = None
+        if chunk.keys is not None:
+            keys, values = self._gather(chunk.keys)
+            mask = chunk.keys.mask
+        out = scaled_dot_product_attention(
+            q,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=chunk.keys is None,
+            enable_gqa=q.shape[1] != self._num_kv_heads,
+        )
+        return out.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+    def _gather(self, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """Copy pages side by side: keys and values [num_seqs, num_kv_heads, num_keys, head_dim]."""
+        gathered = self._scratch[: cached.pages.shape[0]]
+        torch.index_select(self._pages, 0, cached.pages, out=gathered)
+        seen = gathered.view(2, cached.num_seqs, self._num_kv_heads, -1, self._head_dim)
+        keys, values = seen[:, :, :, cached.first : cached.last].unbind(0)
+        return keys, values
 
 
 def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
@@ -140,12 +162,11 @@ def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
     left there would survive the mask (0 * NaN is NaN).
     """
     block_size = kv_cache.shape[4]
+    spans = zip(batch.context_lens_host, batch.query_lens, strict=True)
     begun = [
-        (row, (length - 1) // block_size)
-        for row, (length, new) in enumerate(
-            zip(batch.context_lens_host, batch.query_lens, strict=True)
-        )
-        if length % block_size and (length - 1) // block_size * block_size >= length - new
+        (row, length // block_size)
+        for row, (length, new) in enumerate(spans)
+        if 0 < length % block_size <= new
     ]
     if begun:
         rows, columns = zip(*begun, strict=True)
@@ -154,111 +175,113 @@ def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
 
 
 class _Planner:
-    """Turns block tables into rows of pages, for one batch."""
+    """Turns block tables into page numbers, for one batch."""
 
     def __init__(self, batch: PagedBatch, kv_cache: Tensor) -> None:
-        _, num_layers, _, num_kv_heads, self._block_size, _ = kv_cache.shape
+        _, num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.shape
         self._batch = batch
         self._dtype = kv_cache.dtype
         self._device = kv_cache.device
-        self._pages_per_block = num_layers * 2 * num_kv_heads
-        kinds = torch.arange(2, device=self._device)[:, None, None, None] * num_kv_heads
-        heads = torch.arange(num_kv_heads, device=self._device)[:, None]
-        self._page_offsets = kinds + heads  # [2, 1, num_kv_heads, 1]
+        self._pages_per_block = num_layers * 2 * self._num_kv_heads
+        self._page = torch.arange(2 * self._num_kv_heads, device=self._device)
+
+    def write_rows(self) -> Tensor:
+        slots, size = self._batch.slots, self._block_size
+        blocks = slots.div(size, rounding_mode="floor")
+        pages = (blocks * self._pages_per_block)[:, None] + self._page
+        return pages * size + (slots - blocks * size)[:, None]
 
     def groups(self, window: int | None) -> list[DecodeGroup]:
         """Cut the decodes, longest first, where padding would cost more than another group."""
         lengths = self._batch.context_lens_host[: self._batch.num_decodes]
         if not lengths:
             return []
-        visible = [length if window is None else min(length, window) for length in lengths]
-        if max(visible) * len(visible) - sum(visible) <= _MAX_WASTED_TOKENS:
-            return [self._group(None, lengths, window)]
-        order = sorted(range(len(lengths)), key=lambda row: -visible[row])
-        groups: list[list[int]] = [[]]
+        tables = self._batch.block_tables
+        seen = [length if window is None else min(length, window) for length in lengths]
+        if max(seen) * len(seen) - sum(seen) <= _MAX_WASTED_TOKENS:
+            return [DecodeGroup(None, self._decode_keys(tables[: len(seen)], lengths, window))]
+        cuts: list[list[int]] = [[]]
         wasted = 0
-        for row in order:
-            if groups[-1]:
-                wasted += visible[groups[-1][0]] - visible[row]
+        for row in sorted(range(len(seen)), key=lambda row: -seen[row]):
+            wasted += seen[cuts[-1][0]] - seen[row] if cuts[-1] else 0
             if wasted > _MAX_WASTED_TOKENS:
-                groups.append([])
+                cuts.append([])
                 wasted = 0
-            groups[-1].append(row)
-        return [self._group(rows, [lengths[row] for row in rows], window) for rows in groups]
+            cuts[-1].append(row)
+        groups = []
+        for rows in cuts:
+            queries = torch.tensor(rows, device=self._device)
+            own = [lengths[row] for row in rows]
+            keys = self._decode_keys(tables.index_select(0, queries), own, window)
+            groups.append(DecodeGroup(queries, keys))
+        return groups
 
-    def _group(
-        self, rows: list[int] | None, lengths: tuple[int, ...] | list[int], window: int | None
-    ) -> DecodeGroup:
+    def _decode_keys(
+        self, tables: Tensor, lengths: Sequence[int], window: int | None
+    ) -> CachedKeys:
         size = self._block_size
         starts = [0 if window is None else max(length - window, 0) for length in lengths]
-        first_blocks = [start // size for start in starts]
-        counts = [
-            -(-length // size) - first for length, first in zip(lengths, first_blocks, strict=True)
-        ]
-        queries = None if rows is None else torch.tensor(rows, device=self._device)
-        tables = (
-            self._batch.block_tables[: len(lengths)]
-            if queries is None
-            else (self._batch.block_tables.index_select(0, queries))
-        )
-        page_rows = self._page_rows(tables, first_blocks, counts)
+        skipped = [start // size for start in starts]
+        counts = [-(-n // size) - skip for n, skip in zip(lengths, skipped, strict=True)]
+        pages = self._pages(tables, skipped, counts)
         if len(lengths) == 1:
-            first = first_blocks[0] * size
-            return DecodeGroup(queries, page_rows, 1, starts[0] - first, lengths[0] - first, None)
-        spans = torch.tensor((first_blocks, starts, lengths), device=self._device)
-        positions = spans[0][:, None] * size + torch.arange(max(counts) * size, device=self._device)
-        hidden = (positions < spans[1][:, None]) | (positions >= spans[2][:, None])
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(hidden, float("-inf"))
-        return DecodeGroup(
-            queries, page_rows, len(lengths), 0, max(counts) * size, mask[:, None, None, :]
-        )
+            base = skipped[0] * size
+            return CachedKeys(pages, 1, starts[0] - base, lengths[0] - base, None)
+        num_keys = max(counts) * size
+        bounds = torch.tensor((skipped, starts, lengths), device=self._device)
+        positions = bounds[0, :, None] * size + torch.arange(num_keys, device=self._device)
+        hidden = (positions < bounds[1, :, None]) | (positions >= bounds[2, :, None])
+        return CachedKeys(pages, len(lengths), 0, num_keys, self._mask(hidden)[:, None, None])
 
-    def _page_rows(self, tables: Tensor, first_blocks: list[int], counts: list[int]) -> Tensor:
-        """Rows [2, num_seqs, num_kv_heads, num_pages], flat; short sequences repeat a block.
+    def _pages(self, tables: Tensor, skipped: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Pages [2, num_seqs, num_kv_heads, num_blocks], flat; short sequences repeat a block.
 
         The repeated block is the sequence's own, so nothing of another one is ever read.
         """
-        columns = torch.arange(max(counts), device=self._device)
-        if min(counts) == max(counts) and not any(first_blocks):
-            picked = tables[:, : max(counts)].long()
+        most = max(counts)
+        if min(counts) == most and not any(skipped):
+            picked = tables[:, :most]
         else:
-            spans = torch.tensor((first_blocks, counts), device=self._device)
-            columns = torch.minimum(columns, spans[1][:, None] - 1) + spans[0][:, None]
-            picked = tables.gather(1, columns).long()
-        pages = (picked * self._pages_per_block)[None, :, None, :] + self._page_offsets
-        return pages.flatten()
+            bounds = torch.tensor((skipped, counts), device=self._device)
+            columns = torch.arange(most, device=self._device).minimum(bounds[1, :, None] - 1)
+            picked = tables.gather(1, columns + bounds[0, :, None])
+        first = (picked.long() * self._pages_per_block)[None, :, None, :]
+        return (first + self._page.view(2, 1, -1, 1)).flatten()
 
     def chunks(self, window: int | None) -> list[Chunk]:
+        """Cut what reads the cache into pieces, so that no mask grows with a prompt's square."""
         batch = self._batch
         chunks = []
-        start = batch.num_decodes
+        end = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
-            end = start + batch.query_lens[row]
-            chunks.append(self._chunk(row, start, end, window))
-            start = end
+            start, end = end, end + batch.query_lens[row]
+            length = batch.context_lens_host[row]
+            fresh = length == end - start
+            if fresh and (window is None or length <= window):
+                chunks.append(Chunk(start, end, None))
+                continue
+            for piece in range(start, end, _PIECE_TOKENS):
+                stop = min(piece + _PIECE_TOKENS, end)
+                span = (length - (end - piece), length - (end - stop))
+                chunks.append(Chunk(piece, stop, self._chunk_keys(row, span, window)))
         return chunks
 
-    def _chunk(self, row: int, start: int, end: int, window: int | None) -> Chunk:
-        length = self._batch.context_lens_host[row]
-        cached = length - (end - start)
-        reach = 0 if window is None else max(cached - window + 1, 0)  # first key any query sees
-        if cached == 0:
-            mask = None if window is None or length <= window else self._mask(0, 0, length, window)
-            return Chunk(start, end, None, 0, length, mask)
+    def _chunk_keys(self, row: int, span: tuple[int, int], window: int | None) -> CachedKeys:
+        """Keys of the queries at positions [span[0], span[1])."""
+        first_query, end = span
         size = self._block_size
-        first_block, num_blocks = reach // size, -(-length // size)
-        tables = self._batch.block_tables[row : row + 1]
-        page_rows = self._page_rows(tables, [first_block], [num_blocks - first_block])
-        base = first_block * size
-        mask = self._mask(reach, cached, length, window)
-        return Chunk(start, end, page_rows, reach - base, length - base, mask)
-
-    def _mask(self, first_key: int, first_query: int, end: int, window: int | None) -> Tensor:
+        first_key = 0 if window is None else max(first_query - window + 1, 0)
+        skipped = first_key // size
+        count = -(-end // size) - skipped
+        pages = self._pages(self._batch.block_tables[row : row + 1], [skipped], [count])
         keys = torch.arange(first_key, end, device=self._device)
         queries = torch.arange(first_query, end, device=self._device)[:, None]
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
+        base = skipped * size
+        return CachedKeys(pages, 1, first_key - base, end - base, self._mask(hidden))
+
+    def _mask(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,162 @@
+"""Tokens per second of the decoder alone: no engine, no network, greedy, random weights.
+
+    python -m bench.kernels_decoder --shape 15m --threads 2 [--peer]
+
+`--peer` times transformers' `generate` with a static batch on equal shapes, taking turns with ours
+so that both see the same machine. Prefill is one prompt of 1,024 tokens; every other figure is
+output tokens over the whole time of requests with 128 tokens in and 128 out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
+
+# vocabulary, hidden, inner, layers, heads, KV heads, head size
+SHAPES = {
+    "15m": (8192, 384, 1024, 6, 6, 2, 64),
+    "160m": (32000, 768, 3072, 12, 12, 4, 64),
+    "500m": (32000, 1024, 4096, 28, 16, 8, 64),
+}
+PROMPT, OUTPUT, LONG_PROMPT, BLOCK_SIZE = 128, 128, 1024, 16
+
+
+def config_of(shape: str) -> ModelConfig:
+    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
+    return ModelConfig(
+        family="LlamaForCausalLM",
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        max_model_len=4096,
+        dtype=torch.bfloat16,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        sliding_windows=(None,) * layers,
+    )
+
+
+def uniform_batch(token_ids: torch.Tensor, num_computed: int, tables: torch.Tensor) -> Batch:
+    """Batch the same number of new tokens of every sequence: `token_ids` is [seqs, new]."""
+    num_seqs, new = token_ids.shape
+    total = num_computed + new
+    positions = torch.arange(num_computed, total)
+    slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32)
+    return Batch(
+        token_ids=token_ids.flatten(),
+        positions=positions.repeat(num_seqs),
+        slots=slots.flatten(),
+        query_start=starts,
+        context_lens=torch.full((num_seqs,), total, dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=starts[1:].long() - 1,
+        num_decodes=num_seqs if new == 1 else 0,
+        max_query_len=new,
+        max_context_len=total,
+        query_lens=(new,) * num_seqs,
+        context_lens_host=(total,) * num_seqs,
+    )
+
+
+def generate(decoder: Decoder, slab: torch.Tensor, prompts: torch.Tensor, num_new: int) -> None:
+    """Decode greedily; blocks are scattered over the slab as after a while of serving."""
+    num_seqs, length = prompts.shape
+    num_blocks = -(-(length + num_new) // BLOCK_SIZE)
+    order = torch.randperm(slab.shape[0], generator=torch.Generator().manual_seed(0))
+    tables = order[: num_seqs * num_blocks].view(num_seqs, num_blocks).int()
+    new = prompts
+    computed = 0
+    for _ in range(num_new):
+        logits = decoder.forward(uniform_batch(new, computed, tables), slab)
+        computed += new.shape[1]
+        new = logits.argmax(-1, keepdim=True)
+
+
+def _rounds(timed: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+    """Median seconds of each, the contenders taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in range(num_rounds + 1):
+        for name, run in timed.items():
+            start = time.perf_counter()
+            run()
+            if turn > 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _peer(shape: str) -> Callable[[torch.Tensor, int], None]:
+    import transformers
+
+    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+    def run(prompts: torch.Tensor, num_new: int) -> None:
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            do_sample=False,
+        )
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="15m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    config = config_of(arguments.shape)
+    decoder = random_decoder(config, torch.bfloat16, torch.device("cpu"))
+    slab_shape = (1024, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    slab = torch.zeros(slab_shape, dtype=torch.bfloat16)
+    contenders: dict[str, Callable[[torch.Tensor, int], None]] = {
+        "disagg": lambda prompts, num_new: generate(decoder, slab, prompts, num_new)
+    }
+    if arguments.peer:
+        contenders["transformers"] = _peer(arguments.shape)
+    cases = {f"prefill {LONG_PROMPT}": (1, LONG_PROMPT, 1, LONG_PROMPT)}
+    cases |= {f"{n} at once": (n, PROMPT, OUTPUT, n * OUTPUT) for n in (1, 8, 32)}
+    for case, (num_seqs, length, num_new, num_counted) in cases.items():
+        prompts = torch.randint(0, config.vocab_size, (num_seqs, length))
+        timed = {
+            name: (lambda run=run, p=prompts, n=num_new: run(p, n))
+            for name, run in contenders.items()
+        }
+        for name, seconds in _rounds(timed, arguments.rounds).items():
+            print(f"{arguments.shape} {case:14s} {name:13s} {num_counted / seconds:9.0f} tok/s")
+
+
+if __name__ == "__main__":
+    main()
