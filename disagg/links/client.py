@@ -113,7 +113,7 @@ class Link:
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:
-            self._connection.end("the ingress closed the link", flush=True)
+            self._connection.end("the ingress closed the link")
             self._connection.lost()
 
     async def wait_closed(self) -> None:

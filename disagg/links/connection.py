@@ -18,6 +18,7 @@ from disagg.links.frames import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, BadFrame
 from disagg.messages import ToIngress, ToWorker, encode
 
 MAX_BUFFER_NBYTES = 64 << 20
+UNACKNOWLEDGED_MS = 10_000  # a host that vanished without a word is noticed after this time
 
 
 class Connection(asyncio.Protocol, ABC):
@@ -82,6 +83,8 @@ class Connection(asyncio.Protocol, ABC):
         self._transport = cast(asyncio.Transport, transport)
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; heartbeats keep bytes on their way
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
         self.is_open = True
         self.opened()
 

@@ -22,7 +22,7 @@ import msgspec
 
 from disagg import telemetry
 from disagg.blocks import hash_block
-from disagg.errors import DisaggError, Unavailable, WorkerLost
+from disagg.errors import DisaggError, EngineFailed, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.deadline import Deadline
@@ -113,7 +113,7 @@ class Dispatcher:
                     async for delta in deltas:
                         yield delta
             except DisaggError as error:
-                if not error.retryable or journey.num_moves >= self._max_moves:
+                if not journey.may_move(error) or journey.num_moves >= self._max_moves:
                     raise
                 journey.move(error)
             finally:
@@ -237,6 +237,7 @@ class _Journey:
         self._request = request
         self._generated: list[int] = []  # beyond `_request.token_ids`
         self._is_first = True
+        self._had_engine_failure = False
 
     @property
     def model(self) -> str:
@@ -280,7 +281,15 @@ class _Journey:
             num_cached_tokens,
         )
 
+    def may_move(self, error: DisaggError) -> bool:
+        """An engine that failed takes all its requests with it, so one failure says nothing about
+        this one. A second makes it the suspect, and it must not go on to break a third."""
+        if isinstance(error, EngineFailed):
+            return not self._had_engine_failure
+        return error.retryable
+
     def move(self, error: DisaggError) -> None:
+        self._had_engine_failure |= isinstance(error, EngineFailed)
         self.num_moves += 1
         self.because = f"{error.code}: {error.message}"
         self.excluded.add(self.worker_id)

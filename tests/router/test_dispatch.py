@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from disagg.blocks import hash_blocks
 from disagg.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     DisaggError,
     EngineFailed,
@@ -273,15 +274,26 @@ async def test_prefill_that_dies_is_done_elsewhere() -> None:
 
 
 async def test_a_final_error_is_not_tried_again() -> None:
-    workers = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))]))
+    final = ContextLengthExceeded("Too long.")
+    workers = ScriptedWorkers(deque([Script(after=4, then=final)]))
     fleet = make_fleet("d0", "d1")
     got: list[int] = []
-    with pytest.raises(EngineFailed, match=r"A bug\."):
+    with pytest.raises(ContextLengthExceeded, match=r"Too long\."):
         async for delta in make_dispatcher(workers, fleet).generate(make_request()):
             got += delta.token_ids
     assert got == [token_at(100 + i) for i in range(4)]
     assert len(workers.calls) == 1
     assert_nothing_reserved(fleet)
+
+
+async def test_a_failed_engine_is_left_once_but_a_second_one_makes_the_request_suspect() -> None:
+    fleet, request = make_fleet("d0", "d1", "d2"), make_request()
+    once = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))]))
+    assert_complete(await collect(make_dispatcher(once, fleet), request), request)
+    twice = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))] * 2))
+    with pytest.raises(EngineFailed, match=r"A bug\."):
+        await collect(make_dispatcher(twice, fleet), request)
+    assert len({call.worker_id for call in twice.calls}) == len(twice.calls) == 2
 
 
 async def test_moves_are_bounded() -> None:
