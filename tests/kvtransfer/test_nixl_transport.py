@@ -157,6 +157,20 @@ def test_a_killed_source_fails_pulls_and_its_successor_serves(
         reader.pull(late, 0, [7, 8])
 
 
+@pytest.mark.parametrize("ucx_config", ["", TCP])
+def test_a_source_that_died_before_the_handshake_fails_pulls(
+    ucx_config: str, start: Start, open_reader: Open
+) -> None:
+    source, memory = start(ucx_config=ucx_config), Memory("reader")
+    tickets = [source.ticket(f"t{number}", [number]) for number in range(2)]
+    source.kill()
+    reader = open_reader(memory, ucx_config=ucx_config)
+    reader.add_peer(source.peer)
+    for ticket in tickets:
+        reader.pull(ticket, 0, [0])
+        assert finish(reader).error is not None
+
+
 def test_a_source_killed_in_the_middle_of_pulls_fails_them_all(
     start: Start, open_reader: Open
 ) -> None:
