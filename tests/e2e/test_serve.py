@@ -1,0 +1,186 @@
+"""The whole system as users start it: Ray, HAProxy or Serve's proxy, Redis, NIXL, HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from disagg.config import EngineConfig
+from tests.e2e.served import Served, served
+from tests.e2e.single_engine import SingleEngine
+from tests.otlp_collector import OtlpCollector, ReceivedSpan
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PROMPTS = [
+    "short",
+    "a prompt of middle length, " * 5,
+    "and one that needs many blocks, all of which are pulled: " * 6,
+]
+SPANS = {
+    "http",
+    "tokenize",
+    "route",
+    "prefill.queue",
+    "prefill.compute",
+    "kv.pull",
+    "decode.queue",
+    "decode",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> SingleEngine:
+    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpCollector]:
+    with OtlpCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module", params=["--haproxy", "--no-haproxy"])
+def server(
+    request: pytest.FixtureRequest,
+    model: Path,
+    collector: OtlpCollector,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    """Two ingresses, one prefill worker, two decode workers, an embedded Redis."""
+    flags = f"--served-model-name tiny --dtype float32 --num-threads 1 {request.param}"
+    pools = "--ingress 2 --prefill 1 --decode 2"
+    arguments = [str(model), *flags.split(), *pools.split()]
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
+    with served(arguments, tmp_path_factory.mktemp("serve"), environment) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "middle", "long"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_equals_a_single_engines(
+    client: openai.OpenAI, reference: SingleEngine, prompt: str, temperature: float
+) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        seed=7,
+        max_tokens=24,
+    )
+    expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
+    assert answer.choices[0].message.content == expected
+
+
+def test_streamed_text_is_the_same(client: openai.OpenAI, reference: SingleEngine) -> None:
+    prompt = "streamed " * 20
+    chunks = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage = "", None
+    for chunk in chunks:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == reference.chat(prompt, 24)
+    assert usage is not None
+    assert usage.prompt_tokens == len(reference.prompt(prompt))
+
+
+def test_prefix_hits_are_counted(client: openai.OpenAI, reference: SingleEngine) -> None:
+    prompt = "the same words again and again, told twice; " * 6
+    cached = []
+    for _ in range(3):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=4,
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+        assert answer.choices[0].message.content == reference.chat(prompt, 4)
+    num_full_block_tokens = (len(reference.prompt(prompt)) - 1) // 16 * 16
+    assert cached == [0, num_full_block_tokens, num_full_block_tokens]
+
+
+def test_many_choices_and_logprobs(client: openai.OpenAI, reference: SingleEngine) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": PROMPTS[1]}],
+        temperature=0,
+        max_tokens=6,
+        n=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert len(answer.choices) == 3
+    for choice in answer.choices:
+        assert choice.message.content == reference.chat(PROMPTS[1], 6)
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 6
+        for position in choice.logprobs.content:
+            assert position.top_logprobs[0].logprob == position.logprob  # greedy: the likeliest
+
+
+def test_errors_are_sentences(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most") as too_long:
+        client.completions.create(model="tiny", prompt="x" * 5000, max_tokens=4)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.completions.create(model="huge", prompt="x", max_tokens=4)
+
+
+def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpCollector) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "a traced request of its own: " * 12}],
+            "max_tokens": 8,
+        },
+        headers={"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+
+    def ours(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
+        return {span.name: span for span in spans if span.trace_id == trace_id}
+
+    collector.wait_for(lambda spans: set(ours(spans)) >= SPANS)
+    spans = ours(collector.spans)
+    assert spans["http"].parent_id == "b7ad6b7169203331"
+    for name in SPANS - {"http"}:
+        assert spans[name].parent_id == spans["http"].span_id, name
+    pull = spans["kv.pull"].attributes
+    assert pull["disagg.kv.num_blocks"] > 0 and pull["disagg.kv.nbytes"] > 0
+    assert len({json.dumps(span.resource, sort_keys=True) for span in spans.values()}) == 3
+
+
+def test_metrics_and_probes(server: Served) -> None:
+    for path in ("/live", "/ready", "/health", "/version"):
+        assert httpx.get(server.url + path).status_code == 200
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert "prompt_tokens" in metrics
