@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from disagg.errors import StartupError
-from disagg.kvtransfer.pulls import Pull, PullBook
+from disagg.kvtransfer.pulls import Pull, PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab
 from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -53,6 +53,7 @@ class LocalTransport:
             raise StartupError("the local transport copies host memory only; use nixl for a GPU")
         if (worker_id, epoch) in fleet.sides:
             raise StartupError(f"worker {worker_id} of epoch {epoch} has a local side already")
+        self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
         self._fleet = fleet
         self._slab = slab
         self._stamps = stamps
@@ -61,18 +62,6 @@ class LocalTransport:
         self._pulls: list[Pull] = []
         self._scratch = array("Q", bytes(slab.num_blocks * GENERATION_NBYTES))
         self._inbox: deque[str] = deque()  # other sides' threads append
-        self._peer = Peer(
-            worker_id=worker_id,
-            epoch=epoch,
-            transport=TRANSPORT,
-            layout=slab.layout,
-            num_blocks=slab.num_blocks,
-            block_nbytes=slab.block_nbytes,
-            base_address=slab.base_address,
-            stamps_address=stamps.address,
-            device_id=slab.device_id,
-            agent=b"",
-        )
         fleet.sides[worker_id, epoch] = self
 
     @property

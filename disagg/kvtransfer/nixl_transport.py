@@ -15,6 +15,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,7 +33,7 @@ from disagg.kvtransfer.mover import (
     Piece,
     agent_name,
 )
-from disagg.kvtransfer.pulls import PullBook
+from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -67,27 +68,15 @@ class NixlTransport:
         settle_s: float = 0.5,
         ucx_config: str = "",
     ) -> None:
-        if not worker_id:
-            raise StartupError("a worker needs an id before it can be reached by others")
+        self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
         self._clock = clock
         self._book = PullBook(slab, TRANSPORT)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._notices: SimpleQueue[Notice] = SimpleQueue()
         scratch = array("Q", bytes(stamps.nbytes))
-        name = f"{worker_id}#{epoch}"
+        name = agent_name(self._peer)
         wire = _NixlWire(name, slab, stamps, scratch, ucx_config)
-        self._peer = Peer(
-            worker_id=worker_id,
-            epoch=epoch,
-            transport=TRANSPORT,
-            layout=slab.layout,
-            num_blocks=slab.num_blocks,
-            block_nbytes=slab.block_nbytes,
-            base_address=slab.base_address,
-            stamps_address=stamps.address,
-            device_id=slab.device_id,
-            agent=wire.record,
-        )
+        self._peer = replace(self._peer, agent=wire.record)
         mover = Mover(
             wire,
             slab,

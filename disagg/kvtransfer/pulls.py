@@ -10,16 +10,45 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.errors import TransferFailed
+from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.holds import check_block_ids
 from disagg.kvtransfer.runs import Run, merge_runs
 from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import GENERATION_NBYTES
+from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 
 MAX_PEERS = 1024
 MAX_USED_TICKETS = 16_384  # forgetting one is harmless: the stamps still decide
 MAX_TICKET_ID_NBYTES = 256
+
+
+def describe(
+    worker_id: str, epoch: int, transport: str, slab: Slab, stamps: Stamps, agent: bytes = b""
+) -> Peer:
+    """How others reach a side's slab.
+
+    Raises:
+        StartupError: the worker has no id, or its stamps are not those of its slab.
+    """
+    if not worker_id:
+        raise StartupError("a worker needs an id before others can reach it")
+    if stamps.nbytes != slab.num_blocks * GENERATION_NBYTES:
+        raise StartupError(
+            f"the slab has {slab.num_blocks} blocks, the stamp table"
+            f" {stamps.nbytes // GENERATION_NBYTES}; every block needs one stamp"
+        )
+    return Peer(
+        worker_id=worker_id,
+        epoch=epoch,
+        transport=transport,
+        layout=slab.layout,
+        num_blocks=slab.num_blocks,
+        block_nbytes=slab.block_nbytes,
+        base_address=slab.base_address,
+        stamps_address=stamps.address,
+        device_id=slab.device_id,
+        agent=agent,
+    )
 
 
 @dataclass(frozen=True, slots=True)

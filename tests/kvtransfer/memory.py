@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterable
 
 from disagg.kvtransfer.holds import issue_ticket
+from disagg.kvtransfer.pulls import describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -54,18 +55,7 @@ class Memory:
 
     def peer(self, transport: str = "local", agent: bytes = b"") -> Peer:
         """How this memory describes itself, without a transport."""
-        return Peer(
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            transport=transport,
-            layout=self.slab.layout,
-            num_blocks=self.slab.num_blocks,
-            block_nbytes=self.slab.block_nbytes,
-            base_address=self.slab.base_address,
-            stamps_address=self.stamps.address,
-            device_id=self.slab.device_id,
-            agent=agent,
-        )
+        return describe(self.worker_id, self.epoch, transport, self.slab, self.stamps, agent)
 
     def ticket(self, ticket_id: str, block_ids: Iterable[int]) -> KVTicket:
         return issue_ticket(

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.errors import TransferFailed
-from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, PullBook
+from disagg.errors import StartupError, TransferFailed
+from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, PullBook, describe
+from disagg.kvtransfer.stamps import Stamps
 from tests.kvtransfer.memory import Memory
 
 SOURCE = Memory("source", epoch=3)
@@ -139,6 +140,13 @@ def test_the_peer_used_least_recently_is_forgotten() -> None:
 def test_a_peer_that_does_not_fit_is_refused_in_words(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TransferFailed, match=message):
         PullBook(READER.slab, "local").add_peer(dataclasses.replace(SOURCE.peer(), **change))
+
+
+def test_a_side_needs_a_name_and_one_stamp_per_block() -> None:
+    with pytest.raises(StartupError, match="needs an id"):
+        describe("", 1, "local", READER.slab, READER.stamps)
+    with pytest.raises(StartupError, match="32 blocks, the stamp table 31"):
+        describe("w", 1, "local", READER.slab, Stamps(31, "w", 1))
 
 
 NUMBERS = st.one_of(st.integers(-2, 40), st.integers(-(2**70), 2**70))
