@@ -14,6 +14,7 @@ from typing import Any
 
 from disagg.api.refusals import InvalidRequest, RequestTimeout, UnsupportedMediaType
 from disagg.errors import RequestError, RequestTooLarge, Unauthorized
+from disagg.telemetry import parse_traceparent
 
 BODY_TIMEOUT_S = 30.0
 MAX_NUM_HEADERS = 100
@@ -21,7 +22,6 @@ MAX_HEADERS_NBYTES = 32 << 10
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(rb"[\w.\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
-_TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _JSON_TYPE = re.compile(rb"application/(json|[\w.-]+\+json)\s*(;.*)?", re.IGNORECASE)
 
 
@@ -57,8 +57,8 @@ class HttpRequest:
         self.own_id = new_id()
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
-        trace = self.headers.get(b"traceparent", b"")
-        self.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else ""
+        trace = self.headers.get(b"traceparent", b"").decode("latin-1")
+        self.traceparent = trace if parse_traceparent(trace) is not None else ""
 
     @property
     def body_is_read(self) -> bool:

@@ -138,8 +138,9 @@ def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def _defaults(generation: dict[str, Any]) -> GenerationDefaults:
     plain = GenerationDefaults()
+    greedy = generation.get("do_sample") is False  # said, not just left out
     return GenerationDefaults(
-        temperature=float(generation.get("temperature") or plain.temperature),
+        temperature=0.0 if greedy else float(generation.get("temperature") or plain.temperature),
         top_p=float(generation.get("top_p") or plain.top_p),
         top_k=int(generation.get("top_k") or plain.top_k),
         min_p=float(generation.get("min_p") or plain.min_p),

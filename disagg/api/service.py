@@ -7,25 +7,23 @@ nothing of HTTP and nothing of where an answer is computed: that is `generate`.
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from disagg import telemetry
 from disagg.api.answers import Choice, Generate, Job, Run
 from disagg.api.openai_requests import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    prompts,
 )
+from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_tokens
 from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
 from disagg.blocks import hash_blocks, hash_root
@@ -98,12 +96,7 @@ class Service:
         """Check a chat request and make it ready to run. Raises `RequestError`."""
         model = self.model(request.model)
         with telemetry.span("tokenize", caller.traceparent) as span:
-            token_ids = await self._chat_tokens(
-                model,
-                request.messages,
-                add_generation_prompt=request.add_generation_prompt is not False,
-                arguments=request.chat_template_kwargs or {},
-            )
+            token_ids = await chat_tokens(model, request)
             span.set("disagg.num_prompt_tokens", len(token_ids))
         limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
         return self._run(request, caller, model, [token_ids], limit)
@@ -112,7 +105,7 @@ class Service:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
         model = self.model(request.model)
         with telemetry.span("tokenize", caller.traceparent) as span:
-            token_lists, echoes = await self._completion_tokens(model, request)
+            token_lists, echoes = await completion_tokens(model, request)
             span.set("disagg.num_prompt_tokens", sum(map(len, token_lists)))
         limit = self._token_limit(
             model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
@@ -122,75 +115,14 @@ class Service:
     async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
         model = self.model(request.model)
         if request.messages is not None:
-            return model, await self._chat_tokens(
-                model,
-                request.messages,
-                add_generation_prompt=request.add_generation_prompt is not False,
-                arguments=request.chat_template_kwargs or {},
-            )
+            return model, await chat_tokens(model, request)
         special = request.add_special_tokens is not False
-        return model, await self._text_tokens(model, request.prompt or "", special, "prompt")
+        return model, await text_tokens(model, request.prompt or "", special)
 
     def detokenize(self, request: DetokenizeRequest) -> str:
         model = self.model(request.model)
-        _check_ids(request.tokens, model, "tokens")
+        check_ids(request.tokens, model, "tokens")
         return model.tokenizer.decode(request.tokens, skip_special_tokens=False)
-
-    # Prompts
-
-    async def _chat_tokens(
-        self,
-        model: ServedModel,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        arguments: Mapping[str, Any],
-    ) -> list[int]:
-        if model.template is None:
-            raise InvalidRequest(
-                f"The model {model.name!r} has no chat template, so it cannot take messages; use"
-                " /v1/completions, or start the server with --chat-template.",
-                code="invalid_prompt",
-                param="messages",
-            )
-        shield = model.tokenizer.shield
-        rendered = model.template.render(
-            [_plain_message(message, shield) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            arguments={
-                name: shield(value) if isinstance(value, str) else value
-                for name, value in arguments.items()
-            },
-        )
-        _check_text(rendered, model, "messages")
-        return await model.tokenizer.encode_async(rendered, chat=True, add_special_tokens=False)
-
-    async def _completion_tokens(
-        self, model: ServedModel, request: CompletionRequest
-    ) -> tuple[list[list[int]], list[str]]:
-        """The tokens of each prompt, and their texts if they are to be repeated."""
-        special = request.add_special_tokens is not False
-        token_lists, echoes = [], []
-        for prompt in prompts(request):
-            if isinstance(prompt, str):
-                token_ids = await self._text_tokens(model, prompt, special, "prompt")
-            else:
-                token_ids = prompt
-                _check_ids(token_ids, model, "prompt")
-            token_lists.append(token_ids)
-            if request.echo:
-                echoes.append(
-                    prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids)
-                )
-        return token_lists, echoes
-
-    async def _text_tokens(
-        self, model: ServedModel, text: str, add_special_tokens: bool, param: str
-    ) -> list[int]:
-        _check_text(text, model, param)
-        return await model.tokenizer.encode_async(
-            text, chat=False, add_special_tokens=add_special_tokens
-        )
 
     def _token_limit(
         self,
@@ -302,7 +234,7 @@ class Service:
     ) -> SamplingParams:
         defaults = model.defaults
         stop_ids = request.stop_token_ids or []
-        _check_ids(stop_ids, model, "stop_token_ids")
+        check_ids(stop_ids, model, "stop_token_ids")
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise InvalidRequest(
@@ -328,76 +260,6 @@ class Service:
             logprobs=request.num_logprobs,
             stop_token_ids=tuple(dict.fromkeys((*ends, *stop_ids))),
             ignore_eos=bool(request.ignore_eos),
-        )
-
-
-def _plain_message(message: ChatMessage, shield: Callable[[str], str]) -> dict[str, Any]:
-    """A message as templates know it: plain types, one text, `developer` as `system`.
-
-    Parts are joined by newlines, so that words of two parts do not run together.
-    """
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text or part.refusal or "" for part in content)
-    plain: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": None if content is None else shield(content),
-    }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = shield(value)
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": shield(call.id or ""),
-                "type": "function",
-                "function": {
-                    "name": shield(call.function.name),
-                    "arguments": _arguments(call.function.arguments, shield),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return plain
-
-
-def _arguments(text: str, shield: Callable[[str], str]) -> Any:
-    """Arguments of an earlier tool call; templates print objects, requests carry JSON text."""
-
-    def shielded(value: Any) -> Any:
-        if isinstance(value, str):
-            return shield(value)
-        if isinstance(value, list):
-            return [shielded(item) for item in value]
-        if isinstance(value, dict):
-            return {shield(name): shielded(item) for name, item in value.items()}
-        return value
-
-    try:
-        return shielded(json.loads(text or "{}"))
-    except (ValueError, RecursionError):
-        return shield(text)
-
-
-def _check_text(text: str, model: ServedModel, param: str) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, without the cost of finding out."""
-    fewest = -(-len(text) // model.tokenizer.longest_num_chars)
-    if fewest >= model.max_model_len:
-        raise ContextLengthExceeded(
-            f"The prompt has {len(text)} characters, at least {fewest} tokens; the model"
-            f" {model.name!r} takes at most {model.max_model_len} tokens in all.",
-            param=param,
-        )
-
-
-def _check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    if token_ids and max(token_ids) >= model.vocab_size:
-        raise InvalidRequest(
-            f"Invalid {param}: token id {max(token_ids)} is not below the vocabulary size of"
-            f" {model.name!r}, {model.vocab_size}.",
-            code="invalid_value",
-            param=param,
         )
 
 

@@ -8,9 +8,9 @@ sees it, and `encode_chat` removes the breaks again while it encodes.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import tokenizers
@@ -18,7 +18,6 @@ import tokenizers
 from disagg.errors import ModelError
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
-INLINE_NUM_CHARS = 8192  # longer texts are encoded off the event loop
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -35,9 +34,8 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added_ids = frozenset(added)
         self._byte_level = "ByteLevel" in str(core.decoder)
-        texts = sorted((token.content for token in added.values() if token.special), key=len)
-        alternatives = "|".join(re.escape(text) for text in reversed(texts))
-        self._control_start = re.compile(f"(?=(?:{alternatives or '(?!)'}))(.)", re.DOTALL)
+        controls = [token.content for token in added.values() if token.special]
+        self._control_start = re.compile(f"(?={_any_of(controls)})(.)", re.DOTALL)
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -73,17 +71,6 @@ class Tokenizer:
             for token_id in self.encode(piece, add_special_tokens=False)
         ]
 
-    async def encode_async(self, text: str, *, chat: bool, add_special_tokens: bool) -> list[int]:
-        """As `encode_chat` or `encode`; long texts go to a thread, where Rust drops the GIL."""
-        if len(text) > INLINE_NUM_CHARS:
-            return await asyncio.to_thread(self._encode, text, chat, add_special_tokens)
-        return self._encode(text, chat, add_special_tokens)
-
-    def _encode(self, text: str, chat: bool, add_special_tokens: bool) -> list[int]:
-        if chat:
-            return self.encode_chat(text)
-        return self.encode(text, add_special_tokens=add_special_tokens)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -106,6 +93,24 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern that matches where any of `texts` begins, perhaps the shortest only.
+
+    Beginnings that texts share are tried once, so a search takes time linear in its text however
+    many control tokens there are.
+    """
+    if not texts:
+        return "(?!)"
+    low, high = min(texts), max(texts)  # what these two share, all share
+    pairs = enumerate(zip(low, high, strict=False))
+    prefix = low[: next((index for index, (a, b) in pairs if a != b), len(low))]
+    rests = sorted({text[len(prefix) :] for text in texts})
+    if not rests[0]:
+        return re.escape(prefix)
+    branches = (_any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
+    return f"{re.escape(prefix)}(?:{'|'.join(branches)})"
 
 
 def _byte_alphabet() -> dict[str, int]:

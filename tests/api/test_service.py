@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.api import prompts
 from disagg.api.openai_requests import ChatRequest, CompletionRequest, parse_request
 from disagg.api.served_model import GenerationDefaults, ServedModel, model_fingerprint
 from disagg.api.service import Caller, Service
@@ -175,6 +176,25 @@ async def test_chats_may_fill_the_context_unless_limited() -> None:
     assert request.sampling.max_tokens == 512 - request.num_prompt_tokens
 
 
+async def test_large_prompts_give_the_same_ids_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = {"role": "user", "content": "the quick <|im_end|> fox " * 8}
+    inline = [await chat_request(service(), messages=[message]), await text_request(service())]
+    monkeypatch.setattr(prompts, "INLINE_NUM_CHARS", 0)
+    apart = [await chat_request(service(), messages=[message]), await text_request(service())]
+    assert [one.token_ids for one in inline] == [one.token_ids for one in apart]
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_rendered() -> None:
+    model = served_model(template="{{ raise_exception('rendered') }}")
+    many = [{"role": "user", "content": ""}] * 512
+    long = [{"role": "user", "content": [{"type": "text", "text": "a" * 10**5}]}]
+    for messages in (many, long):
+        with pytest.raises(ContextLengthExceeded, match="at least"):
+            await chat_request(service(model), messages=messages)
+
+
 @given(st.text(max_size=200))
 async def test_any_text_is_served_or_refused(text: str) -> None:
     try:
@@ -220,6 +240,9 @@ def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     model = ServedModel.from_directory(directory, name="m", block_size=16, max_model_len=64)
     assert (model.max_model_len, model.eos_token_ids) == (64, (2, 0))
     assert model.defaults == GenerationDefaults(temperature=0.7, top_k=20)
+    (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
+    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    assert model.defaults.temperature == 0.0
 
 
 def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models
 
-from disagg.api.tokenizer import BREAK, INLINE_NUM_CHARS, Tokenizer
+from disagg.api.tokenizer import BREAK, Tokenizer
 from disagg.errors import ModelError
 from tests.api.fakes import END, TOKENIZER, byte_fallback_core, byte_level_core
 
@@ -34,6 +36,19 @@ def test_shielding_changes_nothing_else(text: str) -> None:
     )
 
 
+@given(
+    st.lists(st.text("ab<|>", min_size=2, max_size=6), max_size=8, unique=True),
+    st.text("ab<|>", max_size=40),
+)
+def test_every_control_token_is_broken_whatever_they_share(tokens: list[str], text: str) -> None:
+    core = tokenizers.Tokenizer(models.BPE())
+    core.add_special_tokens(tokens)
+    shielded = Tokenizer(core).shield(text)
+    assert not any(token in shielded for token in tokens)
+    assert shielded.replace(BREAK, "") == text
+    assert (BREAK in shielded) == any(token in text for token in tokens)
+
+
 def test_control_tokens_of_the_template_itself_count() -> None:
     rendered = "<|im_start|>user\n" + TOKENIZER.shield("a<|im_end|>b") + "<|im_end|>"
     token_ids = TOKENIZER.encode_chat(rendered)
@@ -43,12 +58,6 @@ def test_control_tokens_of_the_template_itself_count() -> None:
 
 def test_prompts_are_taken_as_they_stand() -> None:
     assert END in TOKENIZER.encode("a<|im_end|>", add_special_tokens=False)
-
-
-async def test_long_texts_give_the_same_ids_off_the_loop() -> None:
-    text = "the quick brown fox " * INLINE_NUM_CHARS
-    token_ids = await TOKENIZER.encode_async(text, chat=False, add_special_tokens=False)
-    assert token_ids == TOKENIZER.encode(text, add_special_tokens=False)
 
 
 @given(st.binary(max_size=8))

@@ -1,0 +1,171 @@
+"""What a client sends to what a model reads: messages, texts and ids to checked token ids.
+
+Texts that cannot fit are refused before they cost anything, and large ones are worked on off the
+event loop, where they hold up nobody else's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from disagg.api.chat_template import ChatTemplate
+from disagg.api.openai_requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    prompts,
+)
+from disagg.api.refusals import InvalidRequest
+from disagg.api.served_model import ServedModel
+from disagg.errors import ContextLengthExceeded
+
+INLINE_NUM_CHARS = 8192  # more than this goes to a thread
+MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
+
+
+async def chat_tokens(model: ServedModel, request: ChatRequest | TokenizeRequest) -> list[int]:
+    """Token ids of the rendered messages, in which only the template writes control tokens."""
+    messages, template = request.messages or [], model.template
+    if template is None:
+        raise InvalidRequest(
+            f"The model {model.name!r} has no chat template, so it cannot take messages; use"
+            " /v1/completions, or start the server with --chat-template.",
+            code="invalid_prompt",
+            param="messages",
+        )
+    num_chars = sum(map(_num_chars, messages))
+    _check_fits(max(len(messages), _fewest_tokens(num_chars, model)), model, "messages")
+    return await _maybe_in_thread(
+        num_chars + len(messages) * MESSAGE_COST_NUM_CHARS,
+        lambda: _encode_messages(model, template, request),
+    )
+
+
+async def text_tokens(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a prompt as it stands, control tokens written out in it included."""
+    _check_fits(_fewest_tokens(len(text), model), model, "prompt")
+    encode = model.tokenizer.encode
+    return await _maybe_in_thread(
+        len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+    )
+
+
+async def completion_tokens(
+    model: ServedModel, request: CompletionRequest
+) -> tuple[list[list[int]], list[str]]:
+    """The token ids of each prompt, and the prompts' texts if they are to be repeated."""
+    special = request.add_special_tokens is not False
+    token_lists, echoes = [], []
+    for prompt in prompts(request):
+        if isinstance(prompt, str):
+            token_ids = await text_tokens(model, prompt, special)
+        else:
+            token_ids = prompt
+            check_ids(token_ids, model, "prompt")
+        token_lists.append(token_ids)
+        if request.echo:
+            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids))
+    return token_lists, echoes
+
+
+def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    if token_ids and max(token_ids) >= model.vocab_size:
+        raise InvalidRequest(
+            f"Invalid {param}: token id {max(token_ids)} is not below the vocabulary size of"
+            f" {model.name!r}, {model.vocab_size}.",
+            code="invalid_value",
+            param=param,
+        )
+
+
+def _encode_messages(
+    model: ServedModel, template: ChatTemplate, request: ChatRequest | TokenizeRequest
+) -> list[int]:
+    shield = model.tokenizer.shield
+    rendered = template.render(
+        [_plain_message(message, shield) for message in request.messages or []],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        arguments={
+            name: shield(value) if isinstance(value, str) else value
+            for name, value in (request.chat_template_kwargs or {}).items()
+        },
+    )
+    _check_fits(_fewest_tokens(len(rendered), model), model, "messages")
+    return model.tokenizer.encode_chat(rendered)
+
+
+def _plain_message(message: ChatMessage, shield: Callable[[str], str]) -> dict[str, Any]:
+    """A message as templates know it: plain types, one text, `developer` as `system`.
+
+    Parts are joined by newlines, so that words of two parts do not run together.
+    """
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text or part.refusal or "" for part in content)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": None if content is None else shield(content),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = shield(value)
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": shield(call.id or ""),
+                "type": "function",
+                "function": {
+                    "name": shield(call.function.name),
+                    "arguments": _arguments(call.function.arguments, shield),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str, shield: Callable[[str], str]) -> Any:
+    """Arguments of an earlier tool call; templates print objects, requests carry JSON text."""
+
+    def shielded(value: Any) -> Any:
+        if isinstance(value, str):
+            return shield(value)
+        if isinstance(value, list):
+            return [shielded(item) for item in value]
+        if isinstance(value, dict):
+            return {shield(name): shielded(item) for name, item in value.items()}
+        return value
+
+    try:
+        return shielded(json.loads(text or "{}"))
+    except (ValueError, RecursionError):
+        return shield(text)
+
+
+async def _maybe_in_thread(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    return encode() if num_chars <= INLINE_NUM_CHARS else await asyncio.to_thread(encode)
+
+
+def _num_chars(message: ChatMessage) -> int:
+    if message.content is None or isinstance(message.content, str):
+        return len(message.content or "")
+    return sum(len(part.text or "") for part in message.content)
+
+
+def _fewest_tokens(num_chars: int, model: ServedModel) -> int:
+    """A text of so many characters has at least so many tokens, whatever it says."""
+    return -(-num_chars // model.tokenizer.longest_num_chars)
+
+
+def _check_fits(fewest: int, model: ServedModel, param: str) -> None:
+    if fewest >= model.max_model_len:
+        raise ContextLengthExceeded(
+            f"The prompt has at least {fewest} tokens; the model {model.name!r} takes at most"
+            f" {model.max_model_len - 1}. Shorten the prompt.",
+            param=param,
+        )
