@@ -1,0 +1,190 @@
+"""The thread that owns an engine: everything posted is answered, whatever happens."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from disagg.engine.engine import Engine
+from disagg.engine.engine_thread import EngineThread, StepResult
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan, TokenEvent
+from disagg.errors import DeadlineExceeded, EngineFailed, RequestError, WorkerLost
+from tests.engine.fake_runner import expected_tokens
+from tests.engine.workload import new_engine, new_sequence
+
+NO_STOP: frozenset[int] = frozenset()
+LONG_S = 30.0
+
+
+class Inbox:
+    """Results as they come, and a way to wait for a sequence's last event."""
+
+    def __init__(self) -> None:
+        self.results: queue.Queue[StepResult] = queue.Queue()
+        self.seen: list[StepResult] = []
+
+    def events_of(self, sequence: Sequence) -> list[TokenEvent]:
+        """All events of a sequence, up to its last one."""
+        while True:
+            events = [e for r in self.seen for e in r.events if e.sequence is sequence]
+            if events and events[-1].is_last:
+                return events
+            self.seen.append(self.results.get(timeout=LONG_S))
+
+    def wait_for(self, holds: Callable[[StepResult], bool]) -> StepResult:
+        while not (self.seen and holds(self.seen[-1])):
+            self.seen.append(self.results.get(timeout=LONG_S))
+        return self.seen[-1]
+
+
+@contextmanager
+def started(
+    engine: Engine,
+    between_steps: Callable[[float], bool] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[tuple[EngineThread, Inbox]]:
+    inbox = Inbox()
+    thread = EngineThread(
+        engine,
+        publish=inbox.results.put,
+        clock=clock,
+        timer=time.perf_counter,
+        between_steps=between_steps,
+    )
+    thread.start()
+    try:
+        yield thread, inbox
+    finally:
+        assert thread.stop(LONG_S)
+
+
+def test_submitted_sequences_come_back_as_events() -> None:
+    engine, _ = new_engine(40, 4)
+    with started(engine) as (thread, inbox):
+        sequences = [new_sequence((5, 6, i), 4, 6, stop_ids=NO_STOP) for i in range(6)]
+        for sequence in sequences:
+            thread.submit(sequence)
+        for i, sequence in enumerate(sequences):
+            tokens = [t for event in inbox.events_of(sequence) for t in event.token_ids]
+            assert tokens == expected_tokens((5, 6, i), 6)
+        timed = [result for result in inbox.seen if result.features is not None]
+        assert timed and all(result.seconds > 0.0 for result in timed)
+        assert inbox.wait_for(lambda r: r.status.num_running == 0).status.num_free_blocks == 40
+        stored = {n for r in inbox.seen for e in r.kv_events for n in e.block_hashes}
+        assert stored == set(engine.pool.hashes())
+        assert thread.is_alive and thread.failed is None
+
+
+def test_a_refusal_is_the_only_event() -> None:
+    engine, _ = new_engine(2, 4)
+    with started(engine) as (thread, inbox):
+        sequence = new_sequence((5,) * 30, 4)
+        thread.submit(sequence)
+        (event,) = inbox.events_of(sequence)
+        assert isinstance(event.error, RequestError)
+        assert thread.failed is None
+
+
+def test_abort_frees_the_blocks() -> None:
+    engine, _ = new_engine(300, 4)
+    with started(engine) as (thread, inbox):
+        sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP)
+        thread.submit(sequence)
+        inbox.wait_for(lambda r: r.status.num_running == 1)
+        thread.abort(sequence.request_id)
+        inbox.wait_for(lambda r: r.status.num_running == 0 and r.status.num_free_blocks == 300)
+
+
+def test_deadlines_are_kept_by_the_given_clock() -> None:
+    engine, _ = new_engine(300, 4)
+    now = [100.0]
+    with started(engine, clock=lambda: now[0]) as (thread, inbox):
+        sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP, deadline_unix_s=200.0)
+        thread.submit(sequence)
+        inbox.wait_for(lambda r: bool(r.events))
+        now[0] = 201.0
+        assert isinstance(inbox.events_of(sequence)[-1].error, DeadlineExceeded)
+
+
+def test_between_steps_runs_in_the_engines_thread_with_the_clock() -> None:
+    engine, _ = new_engine(8, 4)
+    calls: queue.Queue[tuple[float, int]] = queue.Queue()
+
+    def between_steps(now: float) -> bool:
+        calls.put((now, threading.get_ident()))
+        return True
+
+    with started(engine, between_steps, clock=lambda: 42.0) as (thread, _):
+        asked: queue.Queue[int] = queue.Queue()
+        thread.post(lambda: asked.put(threading.get_ident()))
+        ident = asked.get(timeout=LONG_S)
+        assert [calls.get(timeout=LONG_S) for _ in range(3)] == [(42.0, ident)] * 3
+        assert ident != threading.get_ident()
+
+
+def test_an_idle_thread_says_nothing_and_keeps_its_heartbeat() -> None:
+    engine, _ = new_engine(8, 4)
+    turns: queue.Queue[float] = queue.Queue()
+
+    def between_steps(now: float) -> bool:
+        turns.put(now)
+        return True
+
+    with started(engine, between_steps) as (thread, inbox):
+        inbox.wait_for(lambda r: r.status.num_blocks == 8)
+        for _ in range(20):
+            turns.get(timeout=LONG_S)
+        assert inbox.results.empty()
+        assert thread.heartbeat_age_s < LONG_S
+
+
+class BrokenRunner:
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        raise RuntimeError("device on fire")
+
+
+def test_a_failure_ends_every_request_also_those_that_come_later() -> None:
+    engine, _ = new_engine(8, 4)
+    engine.runner = BrokenRunner()
+    with started(engine) as (thread, inbox):
+        first, second = new_sequence((5, 6), 4), new_sequence((7, 8), 4)
+        thread.submit(first)
+        (event,) = inbox.events_of(first)
+        assert isinstance(event.error, EngineFailed)
+        assert "device on fire" in event.error.message
+        assert isinstance(thread.failed, RuntimeError) and not thread.is_alive
+        thread.submit(second)
+        (event,) = inbox.events_of(second)
+        assert isinstance(event.error, EngineFailed)
+        assert all(result.failure is not None for result in inbox.seen[-2:])
+
+
+def test_a_failure_between_steps_is_told_even_if_nothing_runs() -> None:
+    engine, _ = new_engine(8, 4)
+
+    def between_steps(now: float) -> bool:
+        raise OSError("transport gone")
+
+    with started(engine, between_steps) as (thread, inbox):
+        result = inbox.wait_for(lambda r: r.failure is not None)
+        assert result.failure is not None and "transport gone" in result.failure.message
+        thread.post(lambda: 1 / 0)  # type: ignore[arg-type]
+        sequence = new_sequence((5, 6), 4)
+        thread.submit(sequence)
+        assert isinstance(inbox.events_of(sequence)[0].error, EngineFailed)
+
+
+def test_stopping_ends_what_still_runs() -> None:
+    engine, _ = new_engine(300, 4)
+    with started(engine) as (thread, inbox):
+        sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP)
+        thread.submit(sequence)
+        inbox.wait_for(lambda r: bool(r.events))
+        assert thread.stop(LONG_S)
+        assert isinstance(inbox.events_of(sequence)[-1].error, WorkerLost)
+        assert engine.pool.num_free == 300
+        assert not thread.is_alive
