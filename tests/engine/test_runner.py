@@ -1,0 +1,241 @@
+"""Our engine against transformers: the same tokens, whatever chunks, caches and preemptions do."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, MutableSequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.config import EngineConfig
+from disagg.engine import runner as runner_module
+from disagg.engine.engine import Engine
+from disagg.engine.runner import build_engine
+from disagg.engine.sequence import Sequence
+from disagg.errors import NotEnoughMemory, RequestError, StartupError
+from disagg.messages import GenerateRequest, SamplingParams
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 128
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MAKERS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[transformers.PreTrainedModel, Path]:
+    torch.manual_seed(0)
+    model = MAKERS[request.param]().eval()
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def config(**changes: object) -> EngineConfig:
+    defaults: dict[str, object] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "num_gpu_blocks_override": 18,
+    }
+    return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+def new_sequence(
+    name: str, prompt: list[int], output: tuple[int, ...] = (), **sampling: object
+) -> Sequence:
+    root = hash_root("test", BLOCK_SIZE)
+    tokens = [*prompt, *output]
+    request = GenerateRequest(
+        request_id=name,
+        model="m",
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(prompt),
+        hash_root=root,
+        block_hashes=tuple(hash_blocks(root, tokens, BLOCK_SIZE)),
+        sampling=SamplingParams(**{"max_tokens": 16, **sampling}),  # type: ignore[arg-type]
+        deadline_unix_s=1e12,
+    )
+    return Sequence(request)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return [sequence.tokens[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    drawn = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 5, 17, 30, 26)]
+    return [*drawn, [*drawn[3][:20], 1, 2, 3], drawn[3]]
+
+
+def reference(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(token) for token in tokens[0, len(prompt) :]]
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    model, directory = checkpoint
+    engine, _, _ = build_engine(config(), directory)
+    sequences = [new_sequence(str(i), p, temperature=0.0) for i, p in enumerate(prompts())]
+    outputs = run(engine, sequences)
+    assert engine.scheduler.num_preempted > 0
+    assert any(sequence.num_cached_tokens > 0 for sequence in sequences)
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        assert output == reference(model, prompt, 16)
+    assert engine.pool.num_free == 18
+
+
+def test_sampled_tokens_do_not_depend_on_batch_chunks_or_worker(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Also a request that moved, with the tokens it had, goes on as if nothing had happened."""
+    _, directory = checkpoint
+    sampling: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "seed": 5,
+        "presence_penalty": 0.3,
+    }
+    tight, _, _ = build_engine(config(), directory)
+    roomy, _, _ = build_engine(
+        config(max_num_batched_tokens=64, num_gpu_blocks_override=100), directory
+    )
+    together = run(tight, [new_sequence(str(i), p, **sampling) for i, p in enumerate(prompts())])
+    for i, prompt in enumerate(prompts()):
+        assert run(roomy, [new_sequence(str(i), prompt, **sampling)]) == [together[i]]
+        moved = new_sequence("moved", prompt, tuple(together[i][:6]), **sampling)
+        assert run(roomy, [moved]) == [together[i]]
+
+
+def test_logprobs_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    model, directory = checkpoint
+    engine, _, _ = build_engine(config(), directory)
+    prompt = prompts()[2]
+    engine.submit(new_sequence("r", prompt, temperature=0.0, logprobs=2, max_tokens=4))
+    events = [event for _ in range(9) for event in engine.step()]
+    tokens = [event.token_ids[0] for event in events]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, dim=-1)
+    for event, row in zip(events, expected, strict=True):
+        assert event.logprobs is not None
+        (found,) = event.logprobs
+        assert found.logprob == pytest.approx(float(row[event.token_ids[0]]), abs=1e-4)
+        assert [token_id for token_id, _ in found.top] == row.topk(2).indices.tolist()
+
+
+def test_kv_of_a_block_can_be_copied_to_another_engine(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Disaggregation in small: prefill here, copy the bytes, decode there."""
+    model, directory = checkpoint
+    source, source_kv, _ = build_engine(config(), directory)
+    target, target_kv, _ = build_engine(config(num_gpu_blocks_override=30), directory)
+    assert source_kv.layout == target_kv.layout
+    prompt = prompts()[2]
+    leaving = new_sequence("r", prompt, temperature=0.0)
+    leaving.hand_over = True
+    source.submit(leaving)
+    while not leaving.num_output_tokens:
+        source.step()
+    arriving = new_sequence("r", prompt, tuple(leaving.tokens[len(prompt) :]), temperature=0.0)
+    assert target.reserve(2) is not None, "so that block ids differ on the two sides"
+    block_ids = target.reserve(len(leaving.block_ids))
+    assert block_ids is not None and block_ids != leaving.block_ids
+    for theirs, ours in zip(leaving.block_ids, block_ids, strict=True):
+        target_kv.write_block(ours, source_kv.read_block(theirs))
+    arriving.block_ids, arriving.num_computed = block_ids, len(prompt)
+    target.join(arriving)
+    while target.has_work:
+        target.step()
+        assert target.last_plan.num_new_tokens <= 1, "nothing is computed again"
+    assert arriving.tokens[len(prompt) :] == reference(model, prompt, 16)
+
+
+def test_settings_reach_the_engine(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    _, directory = checkpoint
+    tables: list[MutableSequence[int]] = []
+    loaded: list[tuple[int, int]] = []
+
+    def new_generations(num_blocks: int) -> MutableSequence[int]:
+        tables.append(array("Q", [5]) * num_blocks)
+        return tables[0]
+
+    engine, kv_cache, model = build_engine(
+        config(max_model_len=None, block_size=None, num_gpu_blocks_override=9, dtype="bfloat16"),
+        directory,
+        progress=lambda done, total: loaded.append((done, total)),
+        new_generations=new_generations,
+    )
+    assert engine.pool.generations is tables[0] and len(tables[0]) == 9
+    assert engine.pool.block_size == kv_cache.block_size == 16
+    assert engine.scheduler.max_model_len == model.max_model_len == 128
+    assert kv_cache.slab.dtype is torch.bfloat16 and model.fingerprint in kv_cache.layout
+    assert loaded and loaded[-1][0] == loaded[-1][1]
+    with pytest.raises(RequestError, match="between 0 and 127"):
+        engine.submit(new_sequence("r", [1, VOCAB_SIZE]))
+
+
+def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
+        monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
+        _, kv_cache, _ = build_engine(config(dtype="auto"), directory)
+        assert kv_cache.slab.dtype is dtype
+
+
+def test_what_cannot_work_is_refused_at_start(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    with pytest.raises(StartupError, match="made for 128 positions"):
+        build_engine(config(max_model_len=129), directory)
+    with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
+        build_engine(config(num_gpu_blocks_override=15), directory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="finds no GPU"):
+        build_engine(config(device="cuda"), directory)
