@@ -18,7 +18,7 @@ from disagg.api.service import Service
 from disagg.config import HttpConfig
 from tests.api.fakes import FakeGenerate, served_model
 
-READY = Readiness(ready=True, ingress="test", pools={"tiny": {"prefill": 1, "decode": 1}})
+READY = Readiness(ready=True, pools={"tiny": {"prefill": 1, "decode": 1}})
 
 
 def make_app(

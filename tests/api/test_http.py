@@ -278,7 +278,7 @@ async def test_too_many_at_once_are_refused_and_come_again() -> None:
 
 
 async def test_probes_say_what_there_is() -> None:
-    app = make_app(readiness=lambda: Readiness(False, "test", "no decode worker"))
+    app = make_app(readiness=lambda: Readiness(ready=False, reason="no decode worker"))
     async with http_client(app) as client:
         for path in ("/ready", "/health"):
             reply = await client.get(path)
