@@ -8,6 +8,11 @@ from disagg.kernels.ops import Ops
 from disagg.kernels.torch_ops import TorchOps
 
 
-def ops_for(device: torch.device) -> Ops:
-    """Return the operations for `device`."""
-    return TorchOps()
+def ops_for(device: torch.device, num_heads: int) -> Ops:
+    """Return Triton kernels for CUDA and plain torch for everything else."""
+    if device.type != "cuda":
+        return TorchOps()
+    from disagg.kernels.triton_ops import TritonOps
+
+    properties = torch.cuda.get_device_properties(device)
+    return TritonOps(num_heads, properties.multi_processor_count)

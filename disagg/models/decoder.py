@@ -54,7 +54,7 @@ class Decoder:
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._ops = ops or ops_for(self.device)
+        self._ops = ops or ops_for(self.device, config.num_heads)
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._lm_head = self._ops.pack(weights.lm_head, None)

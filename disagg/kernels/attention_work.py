@@ -1,0 +1,90 @@
+"""Cuts a step's attention into pieces of similar size, before any layer runs.
+
+A piece is (some queries of one sequence) x (some of its keys). Few queries over many keys are cut
+along the keys, so that one long sequence fills a whole device; many queries are cut along the
+queries. Skewed batches, single tokens, verification of drafts and prompts over a cached prefix
+are then the same kernel. Pure arithmetic on the host: no tensor, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_SPLIT_KEYS = 256  # a partial result costs about as much traffic as a few keys
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries [first_query, first_query + num_queries) of a sequence's step, keys [start, end)."""
+
+    sequence: int
+    first_query: int
+    num_queries: int
+    start: int  # a multiple of the key tile
+    end: int
+    partial: int  # where the unnormalised result goes; -1: the piece is complete by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Partial results [first_partial, first_partial + num_partials) make up one sequence."""
+
+    sequence: int
+    first_partial: int
+    num_partials: int
+    num_queries: int
+
+
+def split_keys(
+    rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, num_pieces: int
+) -> tuple[list[Piece], list[Reduction]]:
+    """Cut sequences with few queries along their keys.
+
+    Args:
+        rows: (sequence, query_len, context_len) of each.
+        window: positions a token sees, or None.
+        tile: keys per inner step of the kernel; cuts fall on its multiples.
+        num_pieces: how many pieces would fill the device.
+    """
+    spans = []
+    for sequence, query_len, context_len in rows:
+        oldest = 0 if window is None else max(context_len - query_len - window + 1, 0)
+        spans.append((sequence, query_len, oldest // tile * tile, context_len))
+    num_keys = sum(end - start for *_, start, end in spans)
+    size = max(-(-num_keys // max(num_pieces, 1)), MIN_SPLIT_KEYS)
+    size = -(-size // tile) * tile
+    pieces, reductions = [], []
+    num_partials = 0
+    for sequence, query_len, start, end in spans:
+        count = -(-(end - start) // size)
+        if count == 1:
+            pieces.append(Piece(sequence, 0, query_len, start, end, -1))
+            continue
+        for index in range(count):
+            first = start + index * size
+            last = min(first + size, end)
+            pieces.append(Piece(sequence, 0, query_len, first, last, num_partials + index))
+        reductions.append(Reduction(sequence, num_partials, count, query_len))
+        num_partials += count
+    return _largest_first(pieces), reductions
+
+
+def split_queries(
+    rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, queries_per_piece: int
+) -> list[Piece]:
+    """Cut sequences with many queries along their queries; arguments as in `split_keys`."""
+    pieces = []
+    for sequence, query_len, context_len in rows:
+        cached = context_len - query_len
+        for first in range(0, query_len, queries_per_piece):
+            count = min(queries_per_piece, query_len - first)
+            oldest = 0 if window is None else max(cached + first - window + 1, 0)
+            end = cached + first + count
+            pieces.append(Piece(sequence, first, count, oldest // tile * tile, end, -1))
+    return _largest_first(pieces)
+
+
+def _largest_first(pieces: list[Piece]) -> list[Piece]:
+    """Long pieces start early, so that none of them is left alone at the end."""
+    return sorted(pieces, key=lambda piece: piece.start - piece.end)

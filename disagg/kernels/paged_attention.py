@@ -1,0 +1,355 @@
+"""Attention over a paged cache in Triton: one kernel for decoding, verification and prompts.
+
+A program takes one piece of work (`attention_work`) and one KV head. The queries that share the
+head are packed into the rows of one tile, so grouped queries read each key once; tiles of keys
+that every row sees skip all masking. Softmax is kept in base 2. Pieces of one sequence are
+reduced in a fixed order, so a result does not depend on timing.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.attention_work import Piece, Reduction, split_keys, split_queries
+
+KEY_TILE = 64
+MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
+LONG_ROWS = 128
+_NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing has no NaN
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    acc,
+    total,
+    peak,
+    start,
+    pages_ptr,
+    table_ptr,
+    positions,
+    oldest,
+    context,
+    scale,
+    block_stride,
+    value_offset,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add keys [start, start + TILE) to the running softmax of all rows."""
+    keys = start + tl.arange(0, TILE)
+    columns = tl.arange(0, BLOCK_D)
+    written = (keys < context) & (keys >= oldest)
+    if BLOCK_SIZE % TILE == 0:  # one page per tile: a single contiguous run of memory
+        page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        rows = page * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
+    else:
+        page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context, other=0).to(tl.int64)
+        rows = page * block_stride + (keys % BLOCK_SIZE) * HEAD_DIM
+    offsets = rows[:, None] + columns[None, :]
+    # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
+    if MASKED:
+        loaded = written[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
+        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        loaded = (columns < HEAD_DIM)[None, :]
+        key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
+        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
+    else:
+        key = tl.load(pages_ptr + offsets)
+        value = tl.load(pages_ptr + value_offset + offsets)
+    scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    if MASKED:
+        seen = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, axis=1)
+    weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return acc * decay[:, None] + weighted, total, new_peak
+
+
+@triton.jit
+def _paged_attention_kernel(
+    qkv_ptr,
+    pages_ptr,
+    tables_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    pieces_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    scale,
+    token_stride,
+    table_stride,
+    block_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    piece_ptr = pieces_ptr + tl.program_id(0) * 6
+    head = tl.program_id(1)
+    sequence = tl.load(piece_ptr)
+    first_query, num_queries = tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
+    first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
+    partial = tl.load(piece_ptr + 5).to(tl.int64)
+    first_token = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - first_token
+    context = tl.load(context_lens_ptr + sequence)
+
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    query = row // GROUP
+    used = (query < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    token = (first_token + first_query + query).to(tl.int64)
+    first_position = context - query_len + first_query
+    positions = first_position + query
+    heads = (head * GROUP + row % GROUP) * HEAD_DIM
+    q = tl.load(
+        qkv_ptr + (token * token_stride + heads)[:, None] + columns[None, :], mask=used, other=0.0
+    )
+
+    # Keys in [full_start, full_end) are seen by every row; tiles around them are masked.
+    oldest = 0
+    full_start = first_key
+    if WINDOW > 0:
+        oldest = tl.maximum(first_position - WINDOW + 1, 0)
+        newest_start = tl.maximum(first_position + num_queries - WINDOW, 0)
+        full_start = tl.maximum(tl.cdiv(newest_start, TILE) * TILE, first_key)
+    full_end = tl.minimum((first_position + 1) // TILE * TILE, end_key // TILE * TILE)
+    full_end = tl.maximum(full_end, full_start)
+
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    page_ptr = pages_ptr + head * BLOCK_SIZE * HEAD_DIM
+    value_offset = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if WINDOW > 0:
+        for start in range(first_key, tl.minimum(full_start, end_key), TILE):
+            acc, total, peak = _attend_tile(
+                q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
+                scale, block_stride, value_offset,
+                TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
+            )  # fmt: skip
+    for start in range(full_start, full_end, TILE):
+        acc, total, peak = _attend_tile(
+            q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
+            scale, block_stride, value_offset,
+            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
+        )  # fmt: skip
+    for start in range(full_end, end_key, TILE):
+        acc, total, peak = _attend_tile(
+            q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
+            scale, block_stride, value_offset,
+            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
+        )  # fmt: skip
+
+    acc /= tl.where(total > 0.0, total, 1.0)[:, None]
+    if partial < 0:
+        target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
+        tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=used)
+    else:
+        slot = (partial * NUM_KV_HEADS + head) * ROWS + row
+        tl.store(partial_ptr + slot[:, None] * BLOCK_D + columns[None, :], acc)
+        tl.store(weight_ptr + slot, peak + tl.log2(tl.where(total > 0.0, total, 1.0)))
+
+
+@triton.jit
+def _reduce_kernel(
+    partial_ptr,
+    weight_ptr,
+    query_start_ptr,
+    reductions_ptr,
+    out_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the partial softmaxes of one sequence and KV head, first to last."""
+    reduction_ptr = reductions_ptr + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    sequence = tl.load(reduction_ptr)
+    first_partial, num_partials = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
+    num_queries = tl.load(reduction_ptr + 3)
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
+    for index in range(num_partials):
+        partial = (first_partial + index).to(tl.int64)
+        slot = (partial * NUM_KV_HEADS + head) * ROWS + row
+        weight = tl.load(weight_ptr + slot)
+        new_peak = tl.maximum(peak, weight)
+        decay, gain = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+        piece = tl.load(partial_ptr + slot[:, None] * BLOCK_D + columns[None, :])
+        acc = acc * decay[:, None] + piece * gain[:, None]
+        total = total * decay + gain
+        peak = new_peak
+    query = row // GROUP
+    used = (query < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    token = (tl.load(query_start_ptr + sequence) + query).to(tl.int64)
+    heads = (head * GROUP + row % GROUP) * HEAD_DIM
+    target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
+    tl.store(out_ptr + target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One kernel launch: its pieces on the device, and the rows of a query tile."""
+
+    pieces: Tensor  # int32 [num_pieces, 6]
+    reductions: Tensor  # int32 [num_reductions, 4]
+    num_partials: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWork:
+    """Everything about one step and one window that its layers share."""
+
+    launches: tuple[_Launch, ...]
+    window: int | None
+
+
+def plan_work(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    group: int,
+    window: int | None,
+    num_programs: int,
+    device: torch.device,
+) -> PagedWork:
+    """Cut a step into pieces and put the lists on the device.
+
+    Args:
+        group: query heads per KV head.
+        num_programs: pieces per KV head that fill the device.
+    """
+    rows = [
+        (sequence, *lens)
+        for sequence, lens in enumerate(zip(query_lens, context_lens, strict=True))
+    ]
+    short = [row for row in rows if row[1] * group <= MAX_SHORT_ROWS]
+    long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]
+    launches = []
+    if short:
+        height = max(16, triton.next_power_of_2(max(row[1] for row in short) * group))
+        pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
+        launches.append(_launch(pieces, reductions, height, device))
+    if long:
+        height = max(LONG_ROWS, triton.next_power_of_2(group))
+        pieces = split_queries(long, window, KEY_TILE, height // group)
+        launches.append(_launch(pieces, [], height, device))
+    return PagedWork(tuple(launches), window)
+
+
+def _launch(
+    pieces: list[Piece], reductions: list[Reduction], rows: int, device: torch.device
+) -> _Launch:
+    flat = [(p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial) for p in pieces]
+    merges = [(r.sequence, r.first_partial, r.num_partials, r.num_queries) for r in reductions]
+    return _Launch(
+        pieces=torch.tensor(flat, dtype=torch.int32).to(device),
+        reductions=torch.tensor(merges, dtype=torch.int32).view(-1, 4).to(device),
+        num_partials=sum(merge.num_partials for merge in reductions),
+        rows=rows,
+    )
+
+
+def paged_attention(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    work: PagedWork,
+) -> Tensor:
+    """Attend causally to keys and values in the cache, the step's own included.
+
+    Args:
+        qkv: [num_tokens, at least num_heads, head_dim], of which the queries are read; its
+            heads are num_heads + 2 * num_kv_heads.
+        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
+        work: from `plan_work`.
+
+    Returns:
+        [num_tokens, num_heads * head_dim].
+    """
+    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    out = torch.empty(qkv.shape[0], num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    sizes = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+    }
+    for launch in work.launches:
+        partials = torch.empty(
+            launch.num_partials, num_kv_heads, launch.rows, block_d + 1, device=qkv.device
+        ).view(-1)
+        weights = partials[launch.num_partials * num_kv_heads * launch.rows * block_d :]
+        _paged_attention_kernel[(launch.pieces.shape[0], num_kv_heads)](
+            qkv,
+            kv_cache[:, layer],
+            block_tables,
+            query_start,
+            context_lens,
+            launch.pieces,
+            out,
+            partials,
+            weights,
+            head_dim**-0.5 * math.log2(math.e),
+            qkv.stride(0),
+            block_tables.stride(0),
+            kv_cache.stride(0),
+            ROWS=launch.rows,
+            TILE=KEY_TILE,
+            BLOCK_SIZE=block_size,
+            WINDOW=work.window or 0,
+            num_warps=4 if launch.rows <= MAX_SHORT_ROWS else 8,
+            num_stages=3,
+            **sizes,
+        )
+        if launch.num_partials:
+            _reduce_kernel[(launch.reductions.shape[0], num_kv_heads)](
+                partials,
+                weights,
+                query_start,
+                launch.reductions,
+                out,
+                ROWS=launch.rows,
+                num_warps=4,
+                **sizes,
+            )
+    return out

@@ -1,0 +1,92 @@
+"""The plain-torch twin of every kernel: short, obvious, slow, in float32 inside.
+
+Every other implementation is tested against this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
+    wide = x.float()
+    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * inverse * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + residual, and its RMS normalisation."""
+    total = (x.float() + residual.float()).to(x.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up for the halves of [num_rows, 2 * size]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def norm_rope(heads: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Normalise and turn [num_tokens, num_heads, head_dim] (arXiv 2104.09864).
+
+    Each head's first half is paired with its second. `cos` and `sin` are the tokens' rows of the
+    tables, [num_tokens, head_dim / 2].
+    """
+    wide = heads.float() if norm is None else rms_norm(heads.float(), norm, eps)
+    left, right = wide.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return turned.to(heads.dtype)
+
+
+def kv_write(qkv: Tensor, kv_cache: Tensor, layer: int, slots: Tensor) -> None:
+    """Store the keys and values of `qkv` at `slots`; shapes as in `kernels.kv_write`."""
+    num_kv_heads, block_size = kv_cache.shape[3:5]
+    keys, values = qkv[:, -2 * num_kv_heads :].chunk(2, dim=1)
+    for row, slot in enumerate(slots.tolist()):
+        block_id, offset = divmod(slot, block_size)
+        kv_cache[block_id, layer, 0, :, offset] = keys[row]
+        kv_cache[block_id, layer, 1, :, offset] = values[row]
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    window: int | None,
+) -> Tensor:
+    """Attend causally, one sequence after the other, to keys and values in the cache.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], sequences packed back to back.
+        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        block_tables: [num_seqs, max_num_blocks].
+        query_lens: tokens of each sequence in `q`; they are its last ones.
+        context_lens: positions of each sequence in the cache, the step's own included.
+        window: positions a token sees, itself included; None for all.
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv_cache.shape[3]
+    parts = []
+    for row, own in enumerate(torch.split(q.float(), list(query_lens))):
+        length = context_lens[row]
+        blocks = kv_cache[block_tables[row].long(), layer].float()
+        dense = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]
+        keys, values = dense.repeat_interleave(num_heads // num_kv_heads, dim=1).unbind(0)
+        scores = torch.einsum("qhd,hkd->hqk", own, keys) * head_dim**-0.5
+        key, query = torch.arange(length), torch.arange(length - own.shape[0], length)[:, None]
+        hidden = (key > query) | (key <= query - (window or length))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,hkd->qhd", weights, values))
+    return torch.cat(parts).to(q.dtype)

@@ -1,0 +1,112 @@
+"""The operations of a decoder on CUDA: cuBLAS for matrices, our Triton kernels for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.kernels.kv_write import kv_write
+from disagg.kernels.norm_rope import norm_rope_
+from disagg.kernels.ops import PagedBatch
+from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
+from disagg.kernels.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.silu_mul import silu_mul
+
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight as it is."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPaging:
+    """The step's batch and its pieces of work, by window."""
+
+    batch: PagedBatch
+    work: dict[int | None, PagedWork]
+
+
+class TritonOps:
+    """`Ops` for CUDA devices.
+
+    Args:
+        num_heads: query heads of the model.
+        num_multiprocessors: of the device; decides how finely long contexts are cut.
+    """
+
+    def __init__(self, num_heads: int, num_multiprocessors: int) -> None:
+        self._num_heads = num_heads
+        self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        return Matrix(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        return Matrix(weight, bias)
+
+    def project(self, x: Tensor, weight: Matrix) -> Tensor:
+        return weight(x)
+
+    def project_gated(self, x: Tensor, weight: Matrix) -> Tensor:
+        return silu_mul(weight(x))
+
+    def project_add_norm(
+        self, x: Tensor, weight: Matrix, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(weight(x), residual, norm, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return float32 [num_positions, 2, head_dim / 2]; `dtype` is that of the heads."""
+        return torch.stack((cos, sin), 1)
+
+    def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
+        norm_rope_(heads, norm, eps, rope_rows)
+
+    def plan(
+        self, batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]
+    ) -> TritonPaging:
+        num_kv_heads = kv_cache.shape[3]
+        return TritonPaging(
+            batch,
+            {
+                window: plan_work(
+                    batch.query_lens,
+                    batch.context_lens_host,
+                    self._num_heads // num_kv_heads,
+                    window,
+                    max(self._num_programs // num_kv_heads, 1),
+                    kv_cache.device,
+                )
+                for window in set(windows)
+            },
+        )
+
+    def attention(
+        self, qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: TritonPaging
+    ) -> Tensor:
+        batch = paging.batch
+        kv_write(qkv, kv_cache, layer, batch.slots)
+        return paged_attention(
+            qkv,
+            kv_cache,
+            layer,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            paging.work[window],
+        )
