@@ -15,7 +15,9 @@ from disagg.errors import DisaggError
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-PING_AFTER_S = 15.0  # a stream without an event for so long gets a comment, for idle timeouts
+# A stream without an event for so long gets a comment, against idle timeouts of proxies; one
+# whose client takes nothing for so long is given up.
+PING_AFTER_S = 15.0
 JSON = (b"content-type", b"application/json")
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,7 +41,8 @@ class Writer:
         self._id_header = (b"x-request-id", request_id.encode())
         self.status: int | None = None
         self.streaming = False
-        self.num_writes = 0
+        self.num_begun = 0  # writes of the stream; one more than `num_written` while one blocks
+        self.num_written = 0
 
     async def reply(self, reply: Reply) -> None:
         length = (b"content-length", str(len(reply.body)).encode())
@@ -58,8 +61,9 @@ class Writer:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def write(self, event: bytes) -> None:
-        self.num_writes += 1
+        self.num_begun += 1
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self.num_written += 1
 
     async def fail(self, error: DisaggError, *, close: bool) -> None:
         """An error reply, or the error as the last event of a stream that has begun."""
@@ -84,15 +88,18 @@ class Writer:
 
 
 async def watch(request: HttpRequest, writer: Writer) -> None:
-    """Return when the client is gone; meanwhile keep a silent stream alive."""
+    """Return when the client is gone or has stopped reading; keep a silent stream alive."""
     gone = asyncio.create_task(request.disconnected())
     try:
         while True:
-            num_writes = writer.num_writes
+            before = writer.num_begun, writer.num_written
             done, _ = await asyncio.wait({gone}, timeout=PING_AFTER_S)
             if done:
                 return
-            if writer.streaming and writer.num_writes == num_writes:
-                await writer.write(PING)
+            if not writer.streaming or before != (writer.num_begun, writer.num_written):
+                continue
+            if writer.num_begun > writer.num_written:
+                return  # one write has blocked for all this time
+            await writer.write(PING)
     finally:
         gone.cancel()
