@@ -196,3 +196,12 @@ def test_a_source_that_left_is_forgotten() -> None:
     model.observe("source", 100, 0.0)
     assert model.transfer_s("source", 3) == 4.0
     assert model.figures() == ()
+
+
+def test_a_transfer_that_looks_free_per_byte_has_a_finite_bandwidth() -> None:
+    model = TransferTimeModel()
+    for turn in range(200):
+        nbytes = 1 << (10 + turn % 18)
+        model.observe("source", nbytes, 1e-3 / (1 + turn % 18))
+    (figure,) = model.figures()
+    assert 0.0 < figure.bytes_per_s < float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from disagg.messages import (
     Challenge,
     Hello,
     KVEvent,
+    Peers,
     Resync,
     Snapshot,
     Start,
@@ -83,7 +85,9 @@ async def test_many_streams_share_a_link() -> None:
                 await asyncio.sleep(0)
         for i, task in enumerate(tasks):
             assert await task == [100 * i + step for step in range(30)]
-        assert worker.of_type(Cancel) == []
+        link.send_peers([worker.record.peer])
+        await until(lambda: worker.of_type(Peers))
+        assert worker.of_type(Cancel) == []  # nothing came before the peers either
 
 
 async def test_start_carries_the_door() -> None:
@@ -210,6 +214,37 @@ async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
             assert calls == ["up", "synced", "lost", "up", "synced"]
 
 
+async def test_a_link_waits_for_a_worker_that_comes_up_late() -> None:
+    observer = RecordingObserver()
+    async with fake_worker() as early:
+        record = early.record
+    async with linked(record, observer) as link:
+        await until(lambda: "Connect call failed" in link.last_error)
+        await asyncio.sleep(0.3)  # several attempts
+        async with fake_worker(record):
+            await until(lambda: observer.held)
+
+
+async def test_nothing_is_sent_before_the_handshake_is_over() -> None:
+    observer = RecordingObserver()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        record = make_record(port=silent.getsockname()[1])
+        async with linked(record, observer, handshake_timeout_s=0.1) as link:
+            await until(lambda: link._connection is not None and link._connection.is_open)
+            with pytest.raises(WorkerLost, match="not linked"):
+                await collect(link.stream(make_request()))
+            await until(lambda: link.last_error == "no answer in time")
+
+
+async def test_a_prompt_may_be_longer_than_a_handshake() -> None:
+    async with pair() as (worker, link, _):
+        worker.on_start = lambda link_id, start: worker.step(
+            {link_id: [TokenDelta(start.stream_id, start.request.token_ids, "stop")]}
+        )
+        tokens = await collect(link.stream(make_request(num_tokens=500_000)))
+        assert tokens == list(range(500_000))
+
+
 async def test_events_follow_the_snapshot() -> None:
     async with pair() as (worker, _, observer):
         worker.step(events=[KVEvent("stored", (b"a" * 16, b"b" * 16))])
@@ -294,8 +329,8 @@ async def test_a_gap_ends_the_streams_and_asks_for_a_snapshot() -> None:
         assert worker.received[-2:] == [Cancel(1), Resync()]
         assert observer.held == {}
         worker.write(StepFrame(4, (), (KVEvent("stored", (b"a" * 16,)),), WorkerStatus()))
-        worker.write(Snapshot(4, (b"a" * 16,), WorkerStatus()))
-        worker.write(StepFrame(5, (), (KVEvent("stored", (b"b" * 16,)),), WorkerStatus()))
+        worker.write(Snapshot(9, (b"a" * 16,), WorkerStatus()))
+        worker.write(StepFrame(10, (), (KVEvent("stored", (b"b" * 16,)),), WorkerStatus()))
         await until(lambda: observer.held.get("decode-0") == {b"a" * 16, b"b" * 16})
         assert link.is_up
 

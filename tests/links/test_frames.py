@@ -68,3 +68,8 @@ def test_proofs_bind_key_role_nonces_and_identity() -> None:
     assert proofs_equal(base, ingress_proof(b"key", b"n1", b"n2", "ingress"))
     assert len({base, *others}) == len(others) + 1
     assert not any(proofs_equal(base, other) for other in others)
+
+
+def test_one_sides_proof_is_never_the_others() -> None:
+    """Even if one could choose an id that reads like a record."""
+    assert frames._proof(b"key", b"ingress", b"same") != frames._proof(b"key", b"worker", b"same")

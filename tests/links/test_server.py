@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from disagg.errors import StartupError
+from disagg.links import server
 from disagg.links.frames import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
 from disagg.links.server import LinkClosed, LinkServer
 from disagg.messages import (
@@ -198,6 +199,25 @@ async def test_a_silent_stranger_is_cut_off() -> None:
     async with fake_worker(handshake_timeout_s=0.02) as worker, RawIngress(worker) as ingress:
         await ingress.read()
         assert await ingress.is_closed()
+
+
+async def test_a_crowd_of_strangers_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_NUM_STRANGERS", 1)
+    async with fake_worker() as worker, RawIngress(worker) as first:
+        async with RawIngress(worker) as second:
+            assert await second.is_closed()
+        assert isinstance(await first.greet(), Welcome)
+        async with RawIngress(worker) as third:
+            assert isinstance(await third.greet(), Welcome)
+
+
+async def test_a_second_hello_ends_the_link() -> None:
+    async with fake_worker() as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        ingress.write(Hello(WIRE_VERSION, "raw", b"", b""))
+        assert await ingress.is_closed()
+        assert [type(message) for _, message in worker.received] == [Resync, LinkClosed]
 
 
 async def test_an_oversize_frame_after_the_handshake_ends_only_that_link() -> None:

@@ -47,6 +47,10 @@ def test_prefill_among_decodes_takes_longer_and_makes_each_of_them_wait() -> Non
     many = view(status=make_status(num_running=20, num_context_tokens=20_000))
     costs = [prefill_cost(worker, 1000, 0) for worker in (idle, few, many)]
     assert costs[0].first_token_s < costs[1].first_token_s < costs[2].first_token_s
+    ride_s = 20 * many.times.coefficients[3] + 20_000 * many.times.coefficients[4]
+    assert costs[2].first_token_s == pytest.approx(costs[0].first_token_s + ride_s)
+    long = [prefill_cost(worker, 4096, 0).first_token_s for worker in (idle, many)]
+    assert long[1] == pytest.approx(long[0] + 4 * ride_s)  # in each of four chunks
     own_s = idle.times.prefill_s(1000) - idle.times.coefficients[0]
     assert [cost.harm_s for cost in costs] == pytest.approx([own_s, 2 * own_s, 20 * own_s])
 

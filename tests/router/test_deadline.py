@@ -50,10 +50,10 @@ async def test_time_that_passes_between_waits_cancels_nobody() -> None:
             await deadline.next(stream)
 
 
-async def test_a_deadline_that_is_over_does_not_reach_beyond_its_block() -> None:
-    with in_s(0.01):
+async def test_nothing_is_left_of_a_deadline_after_its_block() -> None:
+    with in_s(60) as deadline:
         pass
-    await asyncio.sleep(0.03)
+    assert deadline._timer.cancelled()
 
 
 @pytest.mark.parametrize("is_first", [True, False])

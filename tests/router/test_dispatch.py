@@ -26,7 +26,7 @@ from disagg.errors import (
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta, WireError
 from disagg.router.dispatch import Dispatcher, grown
-from disagg.router.fleet import Fleet, Load
+from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Load
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 
 
@@ -398,6 +398,26 @@ async def test_old_decisions_are_forgotten() -> None:
         await collect(dispatcher, make_request(request_id=name))
     assert dispatcher.decision("a") == ()
     assert len(dispatcher.decision("b")) == len(dispatcher.decision("c")) == 1
+
+
+async def test_a_client_that_repeats_an_id_does_not_fill_the_memory() -> None:
+    dispatcher = make_dispatcher(ScriptedWorkers(), make_fleet("d0"), max_moves=2)
+    for _ in range(10):
+        await collect(dispatcher, make_request())
+    assert len(dispatcher.decision("request-0")) == 3
+
+
+async def test_a_request_stops_counting_twice_when_its_worker_reports_it() -> None:
+    workers = ScriptedWorkers(deque([Script(after=0, then="stuck")]))
+    fleet = make_fleet("d0")
+    task = asyncio.create_task(collect(make_dispatcher(workers, fleet), make_request(100)))
+    await asyncio.sleep(0.02)
+    assert fleet.view().workers["d0"].num_uncomputed_tokens == 100
+    for _ in range(NUM_STATUSES_UNTIL_SEEN):
+        fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
+    assert fleet.view().workers["d0"].num_uncomputed_tokens == 100
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def test_grown_names_the_blocks_that_fill() -> None:

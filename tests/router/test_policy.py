@@ -135,6 +135,51 @@ def test_ties_are_spread_and_repeatable() -> None:
     assert choose(fleet, make_request(), 7) == choose(fleet, make_request(), 7)
 
 
+def test_equal_prefill_workers_share_the_work() -> None:
+    fleet = make_fleet("d0", *(f"p{i}" for i in range(10)))
+    busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
+    counts = Counter(choose(fleet, make_request(2000), seed).prefill for seed in range(1000))
+    assert len(counts) == 10
+    assert max(counts.values()) < 3 * min(counts.values())
+
+
+def test_only_what_the_decode_worker_lacks_is_moved() -> None:
+    request = make_request(2000)
+    totals = []
+    for num_held in (0, 100):
+        held = {"d0": list(request.block_hashes[:num_held])}
+        fleet = make_fleet("p0", make_record("d0", block_nbytes=1 << 20), held=held)
+        (remote,) = [c for c in choose(fleet, request).candidates if c.prefill == "p0"]
+        totals.append(remote.total_s)
+    assert totals[0] - totals[1] == pytest.approx(100 * (1 << 14) * 1e-9)
+
+
+def test_a_prefix_at_a_slightly_busier_decode_worker_saves_its_transfer() -> None:
+    request = make_request(3000)
+    big = {"block_nbytes": 1 << 20}
+    names = [f"d{i}" for i in range(10)]
+    fleet = make_fleet(
+        make_record("p0", **big),
+        *(make_record(name, **big) for name in names),
+        held={"d7": list(request.block_hashes[:94])},
+    )
+    for name in names:
+        num_running = 17 if name == "d7" else 16
+        busy(fleet, name, num_running=num_running, num_context_tokens=1000 * num_running)
+    route = choose(fleet, request)
+    assert (route.prefill, route.decode) == ("p0", "d7")
+
+
+def test_a_short_answer_weighs_less_on_its_worker() -> None:
+    fleet = make_fleet("d0")
+    short = choose(fleet, make_request(100, max_tokens=1)).candidates[0]
+    long = choose(fleet, make_request(100, max_tokens=50)).candidates[0]
+    assert long.total_s - long.first_token_s > 49 * (short.total_s - short.first_token_s) * 0.4
+    moved = make_request(token_ids=tuple(range(149)), num_prompt_tokens=100, max_tokens=50)
+    last = choose(fleet, moved).candidates[0]
+    assert last.total_s - last.first_token_s < (long.total_s - long.first_token_s) / 10
+
+
 def test_a_burst_is_spread_by_its_own_reservations() -> None:
     fleet = make_fleet("d0", "d1", "d2", "d3")
     counts: Counter[str] = Counter()
@@ -167,6 +212,21 @@ def test_finished_kv_goes_to_a_decode_worker_and_is_not_computed_again() -> None
     route = choose_after_prefill(fleet, request)
     assert (route.prefill, route.decode, route.num_cached_tokens) == (None, "d1", 2000)
     assert choose_after_prefill(fleet, request, exclude=("d1",)).decode == "d0"
+
+
+def test_finished_kv_is_computed_again_where_moving_it_takes_longer() -> None:
+    fleet = make_fleet("p0", "d0")
+    slow = make_status(transfers=(TransferFigure("p0", 10.0, 1e5),))
+    fleet.worker_stepped("d0", (), slow)
+    assert choose_after_prefill(fleet, make_request(2001)).num_cached_tokens == 0
+
+
+def test_nothing_is_moved_to_a_worker_that_holds_it() -> None:
+    request = make_request(2400)
+    fleet = make_fleet("p0", "d0", held={"d0": list(request.block_hashes)})
+    (candidate,) = choose_after_prefill(fleet, request).candidates
+    assert candidate.num_cached_tokens == 2399
+    assert candidate == choose(fleet, request).candidates[0]
 
 
 def test_finished_kv_whose_source_left_is_computed_again() -> None:

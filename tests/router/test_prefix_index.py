@@ -95,6 +95,15 @@ def test_restarts_do_not_use_up_bits() -> None:
     assert index.match(NAMES) == {"restarts": 4}
 
 
+def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
+    index = PrefixIndex()
+    index.snapshot("lost", NAMES)
+    index.drop("lost")
+    index.snapshot("stays", NAMES)
+    index.apply("stays", [KVEvent("removed", tuple(NAMES))])
+    assert index.nbytes == 0
+
+
 def test_nobody_holds_nothing() -> None:
     index = PrefixIndex()
     assert index.match(NAMES) == {}
