@@ -7,7 +7,7 @@ by the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from disagg.decode_worker.entering import enter_or_end
@@ -17,73 +17,78 @@ from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
 
-PullReport = Callable[[Sequence, KVTicket, PullDone], None]
+# A source that hangs may let a transfer hang with it until it dies. Computing takes less than this
+# in all but the longest prompts, and it is how long an ingress waits before it gives a worker up.
+PULL_PATIENCE_S = 10.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Arrival:
     sequence: Sequence
     ticket: KVTicket
+    started_s: float = 0.0  # when its pull began
     held: list[int] = field(default_factory=list)  # leading blocks that were here already
     pulled: list[int] = field(default_factory=list)  # blocks that the transport fills
-    cancelled: bool = False
+    is_given_up: bool = False  # nobody waits for the pull; its blocks come back when it ends
 
 
 class Arrivals:
-    """Sequences on their way in.
+    """Sequences on their way in."""
 
-    Args:
-        report: hears of every pull that ended, for traces and the transfer model.
-    """
-
-    def __init__(self, engine: Engine, transport: Transport, report: PullReport) -> None:
+    def __init__(self, engine: Engine, transport: Transport) -> None:
         self._engine = engine
         self._transport = transport
-        self._report = report
         self._waiting: list[_Arrival] = []  # for blocks; the source is the buffer meanwhile
         self._pulling: dict[int, _Arrival] = {}  # by pull id
 
     @property
     def num_arriving(self) -> int:
-        return len(self._waiting) + len(self._pulling)
+        return len(self._waiting) + sum(not each.is_given_up for each in self._pulling.values())
+
+    @property
+    def is_stuck(self) -> bool:
+        """Some wait for blocks, and no pull under way will lead to any."""
+        return bool(self._waiting) and all(each.is_given_up for each in self._pulling.values())
 
     def admit(self, sequence: Sequence, ticket: KVTicket) -> None:
-        """Take in a sequence whose first `ticket.num_tokens` tokens have their KV elsewhere."""
-        num_blocks = -(-ticket.num_tokens // self._engine.pool.block_size)
-        if not 0 < ticket.num_tokens < len(sequence.tokens) or num_blocks != len(ticket.block_ids):
-            self._compute_here(_Arrival(sequence, ticket))
-            return
-        self._engine.scheduler.number(sequence)
-        self._waiting.append(_Arrival(sequence, ticket))
+        """Take in a sequence whose first `ticket.num_tokens` tokens have their KV elsewhere.
+
+        Raises:
+            RequestError: it is to be computed here, and `Engine.submit` refuses it.
+        """
+        pool, num_blocks = self._engine.pool, len(ticket.block_ids)
+        is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
+        if is_sound and 0 < ticket.num_tokens < len(sequence.tokens):
+            self._engine.scheduler.number(sequence)
+            self._waiting.append(_Arrival(sequence, ticket))
+        else:
+            self._transport.release(ticket)
+            self._engine.submit(sequence)
 
     def advance(self, now: float) -> bool:
         """Start the pulls there is room for. True while another look soon is worth it."""
-        while self._waiting:
-            arrival = self._waiting[0]
-            if now >= arrival.sequence.deadline_unix_s:
-                self._compute_here(self._waiting.pop(0))  # where the engine will end it
-                continue
-            if not self._start(arrival):
-                break
-            self._waiting.pop(0)
+        self._end_patience(now)
+        while self._waiting and self._start(self._waiting[0], now):
+            del self._waiting[0]
         return bool(self._pulling) or (bool(self._waiting) and not self._engine.has_work)
 
-    def finish(self, done: PullDone) -> None:
-        """A pull ended: the sequence joins, or is computed here."""
+    def finish(self, done: PullDone) -> tuple[Sequence, KVTicket]:
+        """A pull ended: the sequence joins, or is computed here. Returns what was pulled."""
         arrival = self._pulling.pop(done.pull_id)
-        self._report(arrival.sequence, arrival.ticket, done)
-        if arrival.cancelled:
-            self._give_back(arrival)
-        elif done.error is not None:
-            self._compute_here(arrival)
-        else:
-            self._join(arrival)
+        if arrival.is_given_up or done.error is not None:
+            self._engine.pool.release([*arrival.held, *arrival.pulled])
+        if not arrival.is_given_up:
+            if done.error is None:
+                self._join(arrival)
+            else:  # the transport has told the source that the ticket is used up
+                enter_or_end(self._engine, arrival.sequence, self._engine.submit)
+        return arrival.sequence, arrival.ticket
 
     def cancel(self, request_id: str) -> bool:
         """Forget a sequence. Blocks that a transport may still write come back when it is done."""
         for arrival in self._pulling.values():
-            if arrival.sequence.request_id == request_id:
-                arrival.cancelled = True
+            if arrival.sequence.request_id == request_id and not arrival.is_given_up:
+                arrival.is_given_up = True
                 return True
         for arrival in self._waiting:
             if arrival.sequence.request_id == request_id:
@@ -96,7 +101,7 @@ class Arrivals:
         """Blocks held by sequences on their way in, for `Engine.check`."""
         return ([*each.held, *each.pulled] for each in self._pulling.values())
 
-    def _start(self, arrival: _Arrival) -> bool:
+    def _start(self, arrival: _Arrival, now: float) -> bool:
         """Skip what is here, pull the rest. False: no room yet."""
         sequence, ticket, pool = arrival.sequence, arrival.ticket, self._engine.pool
         num_full = ticket.num_tokens // pool.block_size
@@ -104,15 +109,12 @@ class Arrivals:
         if self._engine.scheduler.enable_prefix_caching:
             held = pool.match(sequence.block_hashes[:num_full])
             pool.acquire(held)  # before reserving, which might evict them
-        pulled: list[int] = []
         num_missing = len(ticket.block_ids) - len(held)
-        if num_missing:
-            reserved = self._engine.reserve(num_missing, sequence.arrival)
-            if reserved is None:
-                pool.release(held)
-                return False
-            pulled = reserved
-        arrival.held, arrival.pulled = held, pulled
+        pulled = self._engine.reserve(num_missing, sequence.arrival) if num_missing else []
+        if pulled is None:
+            pool.release(held)
+            return False
+        arrival.held, arrival.pulled, arrival.started_s = held, pulled, now
         if not pulled:
             self._transport.release(ticket)
             self._join(arrival)
@@ -120,6 +122,7 @@ class Arrivals:
         try:
             pull_id = self._transport.pull(ticket, len(held), pulled)
         except TransferFailed:
+            pool.release([*held, *pulled])
             self._compute_here(arrival)
         else:
             self._pulling[pull_id] = arrival
@@ -133,10 +136,17 @@ class Arrivals:
 
     def _compute_here(self, arrival: _Arrival) -> None:
         """The one move for everything that went wrong. Blocks found here are found again."""
-        self._give_back(arrival)
         self._transport.release(arrival.ticket)
         enter_or_end(self._engine, arrival.sequence, self._engine.submit)
 
-    def _give_back(self, arrival: _Arrival) -> None:
-        self._engine.pool.release([*arrival.held, *arrival.pulled])
-        arrival.held, arrival.pulled = [], []
+    def _end_patience(self, now: float) -> None:
+        """Who cannot wait any longer goes to the engine, which ends those that are too late."""
+        late = [each for each in self._waiting if now >= each.sequence.deadline_unix_s]
+        for arrival in late:
+            self._waiting.remove(arrival)
+            self._compute_here(arrival)
+        for arrival in self._pulling.values():
+            ends_s = min(arrival.sequence.deadline_unix_s, arrival.started_s + PULL_PATIENCE_S)
+            if now >= ends_s and not arrival.is_given_up:
+                arrival.is_given_up = True
+                enter_or_end(self._engine, arrival.sequence, self._engine.submit)

@@ -26,6 +26,7 @@ class _Lookup:
     sequence: Sequence
     fetch: Fetch
     num_here: int  # leading blocks that were found in this worker's own cache
+    ends_s: float  # by then the blocks would have been computed
 
 
 class ColdPrefixes:
@@ -59,8 +60,14 @@ class ColdPrefixes:
         for block_id, block_hash in evicted:
             self._tier.offer(block_hash, self._read_block(block_id))
 
-    def admit(self, sequence: Sequence) -> None:
-        """Look for the rest of the sequence's prefix, or submit it at once."""
+    def admit(self, sequence: Sequence, now: float) -> None:
+        """Look for the rest of the sequence's prefix, or submit it at once.
+
+        A store that is slower than predicted costs at most what computing would have cost.
+
+        Raises:
+            RequestError: as `Engine.submit`.
+        """
         block_size = self._engine.pool.block_size
         # The last token is computed in any case: its logits are wanted.
         wanted = sequence.block_hashes[: (len(sequence.tokens) - 1) // block_size]
@@ -72,20 +79,27 @@ class ColdPrefixes:
             return times(num_blocks * block_size, num_here * block_size)
 
         if not missing or self._tier.predicted_s(len(missing)) >= compute_s(len(missing)):
-            enter_or_end(self._engine, sequence, self._engine.submit)
+            self._engine.submit(sequence)
             return
         self._engine.scheduler.number(sequence)
-        self._lookups.append(_Lookup(sequence, self._tier.lookup(missing, compute_s), num_here))
+        fetch = self._tier.lookup(missing, compute_s)
+        ends_s = min(now + compute_s(len(missing)), sequence.deadline_unix_s)
+        self._lookups.append(_Lookup(sequence, fetch, num_here, ends_s))
 
-    def advance(self) -> bool:
-        """Let those in whose answer is there. True while others wait."""
+    def advance(self, now: float) -> bool:
+        """Let those in whose answer is there or too late. True while others wait."""
         self._tier.poll()
-        if self._lookups:
-            answered = [lookup for lookup in self._lookups if lookup.fetch.done]
-            self._lookups = [lookup for lookup in self._lookups if not lookup.fetch.done]
-            for lookup in answered:
+        waiting = []
+        for lookup in self._lookups:
+            if lookup.fetch.done:
                 self._arrive(lookup)
-        return bool(self._lookups)
+            elif now >= lookup.ends_s:
+                self._tier.cancel(lookup.fetch)
+                enter_or_end(self._engine, lookup.sequence, self._engine.submit)
+            else:
+                waiting.append(lookup)
+        self._lookups = waiting
+        return bool(waiting)
 
     def cancel(self, request_id: str) -> bool:
         for lookup in self._lookups:
@@ -115,5 +129,5 @@ class ColdPrefixes:
             self._write_block(block_id, block)
         sequence.block_ids = [*held, *reserved]
         sequence.num_computed = len(sequence.block_ids) * pool.block_size
-        sequence.num_cached_tokens = sequence.num_computed
+        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         enter_or_end(self._engine, sequence, self._engine.join)

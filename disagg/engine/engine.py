@@ -36,6 +36,7 @@ class Engine:
         self.runner = runner
         self.save_evicted = save_evicted
         self.last_plan = _IDLE
+        self.is_stuck = False  # the last step found sequences and could advance none of them
         self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
         self._earliest_deadline_s = math.inf  # or earlier: it is not raised when a sequence ends
 
@@ -56,6 +57,7 @@ class Engine:
         """Advance every sequence that the plan picks. Empty when there is nothing to report."""
         ended, self._ended = self._ended, []
         self.last_plan = plan = self.scheduler.plan()
+        self.is_stuck = self.scheduler.has_work and not plan.work
         self._give_up_evicted()
         if not plan.work:
             return ended

@@ -61,13 +61,15 @@ class Leaving:
         self._holds.release(ticket_id)
 
     def advance(self, now: float) -> None:
-        """Give back blocks whose hold ended, and break a hold if the engine is stuck without."""
+        """Give back the blocks of holds that ended."""
         for block_ids in self._holds.collect(now):
             self._engine.pool.release(block_ids)
-        if self._engine.has_work and not self._engine.last_plan.work:
-            broken = self._holds.break_oldest()
-            if broken is not None:
-                self._engine.pool.release(broken)
+
+    def break_oldest(self) -> None:
+        """Give back the blocks of the oldest hold: work here cannot go on without."""
+        broken = self._holds.break_oldest()
+        if broken is not None:
+            self._engine.pool.release(broken)
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""

@@ -3,56 +3,60 @@
 prefill.queue  prefill.compute      when it is computed here from its first token on
 kv.pull        decode.queue         when its KV arrives from elsewhere
 decode                              from the first token here to the last
+
+A stage that a request does not survive carries the error.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from disagg import telemetry
 from disagg.engine.step import TokenEvent
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import GenerateRequest
 
+Stage = Literal["prefill.queue", "prefill.compute", "decode.queue", "decode"]
+
 
 class Phases:
     """When one request was where. Times are Unix seconds; free unless tracing is on."""
 
-    __slots__ = ("_is_prefill", "_num_tokens", "_since_s", "traceparent")
+    __slots__ = ("_num_tokens", "_since_s", "_stage", "traceparent")
 
     def __init__(self, request: GenerateRequest, now: float, *, is_prefill: bool) -> None:
         self.traceparent = request.traceparent
-        self._is_prefill = is_prefill
+        self._stage: Stage = "prefill.queue" if is_prefill else "decode.queue"
         self._since_s = now
-        self._num_tokens = 0
+        self._num_tokens = 0  # in this stage
 
     def admitted(self, now: float) -> None:
         """It is part of a step for the first time."""
-        name = "prefill.queue" if self._is_prefill else "decode.queue"
-        telemetry.record_span(name, self.traceparent, self._since_s, now)
-        self._since_s = now
+        self._end(now)
+        self._stage = "prefill.compute" if self._stage == "prefill.queue" else "decode"
 
     def gained(self, now: float, event: TokenEvent) -> None:
         self._num_tokens += len(event.token_ids)
-        sequence = event.sequence
-        if self._is_prefill:
-            self._is_prefill = False
+        if self._stage == "prefill.compute" and event.token_ids:
+            sequence = event.sequence
             attributes = {
                 "disagg.num_prompt_tokens": sequence.num_prompt_tokens,
                 "disagg.num_cached_tokens": sequence.num_cached_tokens,
             }
-            telemetry.record_span(
-                "prefill.compute", self.traceparent, self._since_s, now, attributes
-            )
-            self._since_s = now
-            self._num_tokens = 0
-            return
-        if event.is_last:
-            telemetry.record_span(
-                "decode",
-                self.traceparent,
-                self._since_s,
-                now,
-                {"disagg.num_tokens": self._num_tokens},
-            )
+            self._end(now, attributes)
+            self._stage, self._num_tokens = "decode", 0
+        elif event.is_last:
+            attributes = {"disagg.num_tokens": self._num_tokens} if self._num_tokens else {}
+            self._end(now, attributes, event.error)
+
+    def _end(
+        self,
+        now: float,
+        attributes: telemetry.Attributes | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        telemetry.record_span(self._stage, self.traceparent, self._since_s, now, attributes, error)
+        self._since_s = now
 
 
 def record_pull(traceparent: str, done: PullDone, now: float) -> None:
@@ -66,6 +70,6 @@ def record_pull(traceparent: str, done: PullDone, now: float) -> None:
             "disagg.kv.nbytes": done.nbytes,
             "disagg.kv.num_blocks": done.num_blocks,
             "disagg.kv.gigabytes_per_s": done.nbytes / max(done.seconds, 1e-9) / 1e9,
-            "disagg.kv.error": done.error or "",
         },
+        done.error,
     )

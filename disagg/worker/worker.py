@@ -3,37 +3,28 @@
     link server (event loop)  --Start, Cancel, Peers, Resync-->  engine thread
     link server (event loop)  <--one call per step: deltas, KV events, load--  engine thread
 
-Everything that touches the engine, the doors or the transport runs in the engine's thread.
+Everything that touches the engine, the doors or the transport runs in the engine's thread: it is
+in `doors.py`, and reached from here through `EngineThread.post` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
-
 from disagg.config import ServeConfig, TierConfig
-from disagg.decode_worker.arrivals import Arrivals
-from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine_thread import EngineThread, StepResult
-from disagg.engine.sequence import Sequence
-from disagg.errors import DisaggError, EngineFailed, TransferFailed, Unavailable
-from disagg.kvtransfer.ticket import KVTicket
-from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.errors import EngineFailed
 from disagg.links.server import LinkClosed, LinkServer, Received
-from disagg.messages import Cancel, Peers, Resync, Role, Start, WorkerRecord, WorkerStatus
-from disagg.prefill_worker.leaving import Leaving
-from disagg.time_model import StepTimeFit, TransferTimeModel
+from disagg.messages import Cancel, Peers, Resync, Role, Start, WorkerRecord
+from disagg.worker.doors import Doors
 from disagg.worker.parts import Parts, build_parts
-from disagg.worker.phases import record_pull
-from disagg.worker.streams import LinkId, Streams, sequence_id
+from disagg.worker.streams import LinkId
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # An engine that has not turned for this long is dead: longer than any step, first one included.
@@ -48,40 +39,26 @@ class Worker:
     def __init__(
         self,
         parts: Parts,
-        role: Role,
+        record: WorkerRecord,
+        key: bytes,
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float],
     ) -> None:
-        self._parts = parts
+        self._engine = parts.engine
         self._loop = loop
         self._clock = clock
-        self._step_times = StepTimeFit()
-        self._transfer_times = TransferTimeModel()
-        self._engine = parts.engine
-        self._transport = parts.transport
-        self._streams = Streams()
-        self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
-        self._arrivals = Arrivals(parts.engine, parts.transport, self._pull_ended)
-        self._cold: ColdPrefixes | None = None
-        if parts.cold_tier is not None:
-            self._cold = ColdPrefixes(
-                parts.engine,
-                parts.cold_tier,
-                parts.read_block,
-                parts.write_block,
-                lambda: self._step_times.model.prefill_s,
-            )
-            parts.engine.save_evicted = self._cold.save
-        self._accepting = True
+        self._doors = Doors(parts)
         self._thread = EngineThread(
             parts.engine,
             publish=self._publish,
             clock=clock,
             timer=time.monotonic,
-            between_steps=self._between_steps,
-            name=f"engine-{role}",
+            between_steps=self._doors.advance,
+            name=f"engine-{record.role}",
         )
-        self._server: LinkServer | None = None
+        self._server = LinkServer(
+            key=key, record=record, receive=self._receive, status=self._doors.status()
+        )
 
     @classmethod
     async def start(
@@ -108,7 +85,6 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
         parts = await loop.run_in_executor(None, build, config, tier, worker_id, epoch)
-        worker = cls(parts, role, loop, clock)
         record = WorkerRecord(
             worker_id=worker_id,
             role=role,
@@ -122,20 +98,18 @@ class Worker:
             peer=parts.transport.peer,
             pid=os.getpid(),
         )
-        worker._server = LinkServer(
-            key=config.cluster_key.encode(),
-            record=record,
-            receive=worker._receive,
-            status=parts.engine.status(),
-        )
+        worker = cls(parts, record, config.cluster_key.encode(), loop, clock)
         worker._thread.start()
-        await worker._server.start()
+        try:
+            await worker._server.start()
+        except BaseException:
+            await worker.close()
+            raise
         return worker
 
     @property
     def record(self) -> WorkerRecord:
         """What to publish about this worker."""
-        assert self._server is not None
         return self._server.record
 
     def check_health(self) -> None:
@@ -149,151 +123,79 @@ class Worker:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish those that run (up to `timeout_s`), then close."""
-        self._accepting = False
-        deadline = self._loop.time() + timeout_s
-        # Asked, not told: the engine's thread has no event of this loop to set.
-        while not await self._is_idle() and self._loop.time() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(DRAIN_POLL_S)
+        self._thread.post(self._stop_accepting)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                # Asked, not told: the engine's thread has no event of this loop to set.
+                while not await self._ask(lambda: self._doors.is_idle):  # noqa: ASYNC110
+                    await asyncio.sleep(DRAIN_POLL_S)
         await self.close()
 
     async def close(self) -> None:
         """End everything at once; streams that are left end as `WorkerLost`."""
         stopped = await self._loop.run_in_executor(None, self._thread.stop, STOP_TIMEOUT_S)
-        assert self._server is not None
         await self._server.close()
         if stopped:  # a thread that hangs may still use them
-            self._transport.close()
-            if self._cold is not None:
-                self._cold.close()
+            self._doors.close()
 
     async def check(self) -> None:
         """Recount every block and hold, between two steps. Raises `AssertionError`."""
-        await self._ask(self._check)
-
-    async def _is_idle(self) -> bool:
-        return await self._ask(lambda: not self._streams.num_open and not self._leaving.num_holds)
+        await self._ask(self._doors.check)
 
     async def _ask(self, question: Callable[[], T]) -> T:
         """Have `question` answered in the engine's thread."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
-        def reply() -> None:
+        def reply(value: T | None, error: Exception | None) -> None:
+            if answer.done():  # nobody waits any more
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]
+
+        def ask() -> None:
             try:
                 value = question()
             except Exception as error:
-                self._loop.call_soon_threadsafe(answer.set_exception, error)
+                self._loop.call_soon_threadsafe(reply, None, error)
             else:
-                self._loop.call_soon_threadsafe(answer.set_result, value)
+                self._loop.call_soon_threadsafe(reply, value, None)
 
-        self._thread.post(reply)
+        self._thread.post(ask)
         return await answer
 
     # On the event loop: what ingresses say.
 
     def _receive(self, link_id: LinkId, message: Received) -> None:
+        doors, post = self._doors, self._thread.post
         match message:
             case Start():
-                self._thread.post(lambda: self._start(link_id, message))
+                post(lambda: doors.start(link_id, message, self._clock()))
             case Cancel(stream_id=stream_id):
-                self._thread.post(lambda: self._cancel(sequence_id(link_id, stream_id)))
+                post(lambda: doors.cancel(link_id, stream_id))
             case Peers(peers=peers):
-                self._thread.post(lambda: self._add_peers(Peers(peers)))
+                post(lambda: doors.add_peers(peers))
             case Resync():
-                self._thread.post(lambda: self._snapshot(link_id))
+                post(lambda: self._snapshot(link_id))
             case LinkClosed():
-                self._thread.post(lambda: self._close_link(link_id))
+                post(lambda: doors.close_link(link_id))
 
     # In the engine's thread.
 
-    def _start(self, link_id: LinkId, start: Start) -> None:
-        sequence = self._streams.open(link_id, start, self._clock())
-        try:
-            if not self._accepting:
-                raise Unavailable("This worker is stopping and takes no new requests.")
-            if start.ticket is not None:
-                self._arrivals.admit(sequence, start.ticket)
-            elif self._cold is not None:
-                self._cold.admit(sequence)
-            else:
-                self._engine.submit(sequence)
-        except DisaggError as error:
-            self._engine.end(sequence, error)
-
-    def _cancel(self, name: str) -> None:
-        """Forget a stream wherever its sequence is: on its way in, running, or gone already."""
-        self._streams.close(name)
-        arriving = self._arrivals.cancel(name) or (
-            self._cold is not None and self._cold.cancel(name)
-        )
-        if not arriving and self._engine.abort(name) is None:
-            self._leaving.release(name)  # it has left: the ticket will not be used
-
-    def _close_link(self, link_id: LinkId) -> None:
-        for name in self._streams.of_link(link_id):
-            self._cancel(name)
-
-    def _add_peers(self, message: Peers) -> None:
-        for peer in message.peers:
-            try:
-                self._transport.add_peer(peer)
-            except TransferFailed as error:
-                # Not lost: a ticket of this peer is refused with the same words and computed here.
-                log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
+    def _stop_accepting(self) -> None:
+        self._doors.accepting = False
+        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._doors.status())
 
     def _snapshot(self, link_id: LinkId) -> None:
         # Posted like a step, so that it arrives in order with the cache events.
-        assert self._server is not None
         hashes = self._engine.pool.hashes()
         self._loop.call_soon_threadsafe(
-            self._server.publish_snapshot, link_id, hashes, self._status(self._engine.status())
+            self._server.publish_snapshot, link_id, hashes, self._doors.status()
         )
-
-    def _between_steps(self, now: float) -> bool:
-        for event in self._transport.poll():
-            match event:
-                case PullDone():
-                    self._arrivals.finish(event)
-                case TicketReleased(ticket_id=ticket_id):
-                    self._leaving.release(ticket_id)
-        self._leaving.advance(now)
-        is_loading = self._cold is not None and self._cold.advance()
-        return self._arrivals.advance(now) or is_loading
 
     def _publish(self, result: StepResult) -> None:
-        assert self._server is not None
-        now = self._clock()
-        if result.features is not None:
-            self._step_times.observe(result.features, result.seconds)
-        deltas = self._streams.deltas(
-            result.events, lambda sequence: self._leaving.leave(sequence, now), now, result.seconds
-        )
-        if result.failure is not None:  # nothing may wait for an engine that is broken
-            for link_id, last in self._streams.fail_all(result.failure).items():
-                deltas.setdefault(link_id, []).extend(last)
+        deltas = self._doors.take(result, self._clock())
         self._loop.call_soon_threadsafe(
-            self._server.publish, deltas, result.kv_events, self._status(result.status)
+            self._server.publish, deltas, result.kv_events, self._doors.status(result.status)
         )
-
-    def _pull_ended(self, sequence: Sequence, ticket: KVTicket, done: PullDone) -> None:
-        record_pull(self._streams.traceparent(sequence), done, self._clock())
-        if done.error is not None:
-            log.warning("KV of %s is computed here: %s", ticket.ticket_id, done.error)
-            return
-        self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds)
-
-    def _status(self, status: WorkerStatus) -> WorkerStatus:
-        """The engine's load plus what only the worker knows."""
-        num_arriving = self._arrivals.num_arriving
-        if self._cold is not None:
-            num_arriving += self._cold.num_arriving
-        return msgspec.structs.replace(
-            status,
-            num_waiting=status.num_waiting + num_arriving,
-            num_holds=self._leaving.num_holds,
-            accepting=self._accepting,
-            step_costs=self._step_times.to_costs(),
-            transfers=self._transfer_times.figures(),
-        )
-
-    def _check(self) -> None:
-        self._engine.check([*self._leaving.holders(), *self._arrivals.holders()])

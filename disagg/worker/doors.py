@@ -1,0 +1,160 @@
+"""An engine with both doors and its streams: what a worker does in the engine's thread.
+
+Decides by which door a request comes in, and what happens between two steps. Deterministic: it
+has no thread, no socket and no clock, so tests play whole fleets of these in one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from disagg.decode_worker.arrivals import Arrivals
+from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.engine.engine_thread import StepResult
+from disagg.errors import DisaggError, TransferFailed, Unavailable
+from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.messages import Start, TokenDelta, WorkerStatus
+from disagg.prefill_worker.leaving import Leaving
+from disagg.time_model import StepTimeFit, TransferTimeModel
+from disagg.worker.parts import Parts
+from disagg.worker.phases import record_pull
+from disagg.worker.streams import LinkId, Streams, sequence_id
+
+log = logging.getLogger(__name__)
+
+
+class Doors:
+    """Every method is called in the thread that owns the engine. `now`: Unix seconds.
+
+    accepting: False refuses every new request with `Unavailable`; those that run go on.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.accepting = True
+        self._engine = parts.engine
+        self._transport = parts.transport
+        self._step_times = StepTimeFit()
+        self._transfer_times = TransferTimeModel()
+        self._streams = Streams()
+        self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
+        self._arrivals = Arrivals(parts.engine, parts.transport)
+        self._cold: ColdPrefixes | None = None
+        if parts.cold_tier is not None:
+            self._cold = ColdPrefixes(
+                parts.engine,
+                parts.cold_tier,
+                parts.read_block,
+                parts.write_block,
+                lambda: self._step_times.model.prefill_s,
+            )
+            parts.engine.save_evicted = self._cold.save
+
+    @property
+    def is_idle(self) -> bool:
+        """No stream is open, and nobody may still come for blocks."""
+        return not self._streams.num_open and not self._leaving.num_holds
+
+    def start(self, link_id: LinkId, start: Start, now: float) -> None:
+        """Take in a request. A refusal is the only event of its stream."""
+        sequence = self._streams.open(link_id, start, now)
+        try:
+            if not self.accepting:
+                raise Unavailable("This worker is stopping and takes no new requests.")
+            if start.ticket is not None:
+                self._arrivals.admit(sequence, start.ticket)
+            elif self._cold is not None:
+                self._cold.admit(sequence, now)
+            else:
+                self._engine.submit(sequence)
+        except DisaggError as error:
+            self._engine.end(sequence, error)
+
+    def cancel(self, link_id: LinkId, stream_id: int) -> None:
+        """Forget a stream, and its sequence wherever that is; no delta follows."""
+        self._cancel(sequence_id(link_id, stream_id))
+
+    def close_link(self, link_id: LinkId) -> None:
+        """Cancel all streams of a link."""
+        for name in self._streams.of_link(link_id):
+            self._cancel(name)
+
+    def add_peers(self, peers: Iterable[Peer]) -> None:
+        """Get to know the workers whose KV may be pulled."""
+        for peer in peers:
+            try:
+                self._transport.add_peer(peer)
+            except TransferFailed as error:
+                # Not lost: a ticket of this peer is refused with the same words and computed here.
+                log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
+
+    def advance(self, now: float) -> bool:
+        """Between two steps: move what is on its way in or out. True: look again soon."""
+        for event in self._transport.poll():
+            match event:
+                case PullDone():
+                    self._pull_ended(event, now)
+                case TicketReleased(ticket_id=ticket_id):
+                    self._leaving.release(ticket_id)
+        self._leaving.advance(now)
+        is_loading = self._cold is not None and self._cold.advance(now)
+        is_moving = self._arrivals.advance(now)
+        if self._engine.is_stuck or (self._arrivals.is_stuck and not self._engine.last_plan.work):
+            self._leaving.break_oldest()  # two workers must not wait for each other's blocks
+        return is_moving or is_loading
+
+    def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
+        """What a step means for each link. Learns from its time."""
+        if result.features is not None:
+            self._step_times.observe(result.features, result.seconds)
+        deltas = self._streams.deltas(
+            result.events, lambda sequence: self._leaving.leave(sequence, now), now, result.seconds
+        )
+        if result.failure is not None:  # nothing may wait for an engine that is broken
+            for link_id, last in self._streams.fail_all(result.failure).items():
+                deltas.setdefault(link_id, []).extend(last)
+        return deltas
+
+    def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
+        """The load of the engine, as of now if not given, plus what only the worker knows."""
+        status = status or self._engine.status()
+        num_arriving = self._arrivals.num_arriving
+        if self._cold is not None:
+            num_arriving += self._cold.num_arriving
+        return msgspec.structs.replace(
+            status,
+            num_waiting=status.num_waiting + num_arriving,
+            num_holds=self._leaving.num_holds,
+            accepting=self.accepting,
+            step_costs=self._step_times.to_costs(),
+            transfers=self._transfer_times.figures(),
+        )
+
+    def check(self) -> None:
+        """Recount every block and hold. Raises `AssertionError`."""
+        self._engine.check([*self._leaving.holders(), *self._arrivals.holders()])
+
+    def close(self) -> None:
+        """Give back what the doors hold outside of the engine, which has stopped."""
+        self._transport.close()
+        if self._cold is not None:
+            self._cold.close()
+
+    def _cancel(self, name: str) -> None:
+        self._streams.close(name)
+        is_arriving = self._arrivals.cancel(name) or (
+            self._cold is not None and self._cold.cancel(name)
+        )
+        if not is_arriving and self._engine.abort(name) is None:
+            self._leaving.release(name)  # it has left: the ticket will not be used
+
+    def _pull_ended(self, done: PullDone, now: float) -> None:
+        sequence, ticket = self._arrivals.finish(done)
+        record_pull(self._streams.traceparent(sequence), done, now)
+        if done.error is None:
+            self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds)
+        else:
+            log.warning("KV of %s is computed here: %s", ticket.ticket_id, done.error)
