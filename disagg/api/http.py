@@ -55,6 +55,7 @@ class Readiness(msgspec.Struct, frozen=True):
     ready: bool
     reason: str = ""
     pools: dict[str, dict[str, int]] = {}
+    ingress: str = ""  # which of several answers
 
 
 class _Version(msgspec.Struct):

@@ -6,6 +6,7 @@ are. Knows nothing of where membership comes from.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 import time
@@ -24,6 +25,7 @@ from disagg.router.fleet import Fleet
 
 # Until a worker says what it uses; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
+READY_POLL_S = 0.02
 
 
 class IngressCore:
@@ -41,6 +43,7 @@ class IngressCore:
         self, config: ServeConfig, ingress_id: str, *, now: Callable[[], float] = time.time
     ) -> None:
         self._config = config
+        self._ingress_id = ingress_id
         self._records: list[WorkerRecord] = []
         self._models = {tier.name: _served_model(tier) for tier in config.tiers}
         rng = random.Random(ingress_id)
@@ -89,7 +92,16 @@ class IngressCore:
             name for name, pool in pools.items() if not pool["num_prefill"] + pool["num_decode"]
         ]
         reason = f"no worker takes requests for {', '.join(without)}" if without else ""
-        return Readiness(not without, reason, pools)
+        return Readiness(not without, reason, pools, self._ingress_id)
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Until requests can be served; False when that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not self.readiness().ready:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(READY_POLL_S)
+        return True
 
     async def close(self) -> None:
         await self.links.close()

@@ -14,6 +14,8 @@ from disagg.app import membership
 from disagg.config import ServeConfig
 from disagg.messages import WorkerRecord
 
+READY_WAIT_S = 30.0
+
 
 class Ingress:
     """HTTP in, tokens out. Serve runs its own HTTP server around the app that this class gives.
@@ -33,6 +35,9 @@ class Ingress:
         membership.subscribe(self._membership_changed)
         for pool in pools:
             pool._init()  # starts the push; a handle that was never called has none
+        # Serve sends traffic when this returns. Not waiting for ever: without workers, an ingress
+        # that says so in words is better than none.
+        await self._core.wait_ready(READY_WAIT_S)
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._core.app

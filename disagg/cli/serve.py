@@ -257,9 +257,10 @@ def _url(config: ServeConfig) -> str:
 
 
 def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, Any] | None:
-    """The body of `GET /ready` once the ingress reaches every worker; None when told to stop."""
+    """A body of `GET /ready` once every ingress reaches every worker; None when told to stop."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     last = "none"
+    complete: set[str] = set()  # ingresses; the proxy decides which one answers
     while time.monotonic() < deadline and not stop.wait(0.1):
         try:
             with urllib.request.urlopen(f"{_url(config)}/ready", timeout=5) as answer:  # noqa: S310
@@ -271,6 +272,8 @@ def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, A
         else:
             last = str(body)
             if all(_is_complete(tier, body["pools"][tier.name]) for tier in config.tiers):
+                complete.add(body["ingress"])
+            if len(complete) == config.num_ingress:
                 return body
     if stop.is_set():
         return None
