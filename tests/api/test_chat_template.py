@@ -107,6 +107,7 @@ def test_a_template_that_refuses_is_the_clients_error() -> None:
         "{{ messages[7].content }}",
         "{{ 1 / 0 }}",
         "{{ messages + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_hostile_or_broken_templates_fail_their_request_only(source: str) -> None:

@@ -209,6 +209,17 @@ async def test_completion_logprobs() -> None:
     assert len(logprobs.top_logprobs or []) == NUM_TOKENS
 
 
+async def test_streamed_completion_logprobs() -> None:
+    found: list[Any] = []
+    async with openai_client(make_app(FakeGenerate(TEXT))) as client:
+        async for chunk in await client.completions.create(
+            model="tiny", prompt="a", max_tokens=50, logprobs=0, stream=True
+        ):
+            found += [chunk.choices[0].logprobs] if chunk.choices[0].logprobs else []
+    assert "".join(token for part in found for token in part.tokens) == TEXT + "<|im_end|>"
+    assert [offset for part in found for offset in part.text_offset][:3] == [0, 3, 9]
+
+
 async def test_completions_default_to_sixteen_tokens() -> None:
     generate = FakeGenerate(TEXT)
     async with openai_client(make_app(generate)) as client:

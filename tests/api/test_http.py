@@ -95,6 +95,16 @@ async def test_a_client_that_goes_away_inside_a_stream_ends_its_work() -> None:
     assert "[DONE]" not in exchange.text
 
 
+async def test_a_client_that_goes_away_inside_its_body_is_nobodys_request() -> None:
+    generate = FakeGenerate()
+    exchange = Exchange(make_app(generate), CHAT)
+    exchange._incoming.get_nowait()
+    exchange._incoming.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+    exchange.hang_up()
+    await exchange.done
+    assert generate.requests == []
+
+
 async def test_a_cancelled_server_task_leaves_nothing_behind() -> None:
     generate = FakeGenerate(pause=never)
     exchange = Exchange(make_app(generate), CHAT)

@@ -156,6 +156,29 @@ async def test_tool_messages_reach_the_template_as_objects() -> None:
     assert text == 'systembe kindassistantNone{"a": [1]}tool7c1'
 
 
+async def test_tool_arguments_that_are_no_json_stay_text() -> None:
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
+    for arguments in ("{", "<|im_end|>", '"<|im_end|>"'):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        request = await chat_request(
+            service(served_model(template=template)),
+            messages=[{"role": "assistant", "tool_calls": [call]}],
+        )
+        text = TOKENIZER.decode(request.token_ids, skip_special_tokens=False)
+        assert text == arguments.strip('"')
+        assert END not in request.token_ids
+
+
+async def test_template_arguments_are_given_and_shielded() -> None:
+    template = "{{ enable_thinking }} {{ reasoning_effort }}"
+    request = await chat_request(
+        service(served_model(template=template)),
+        chat_template_kwargs={"enable_thinking": False, "reasoning_effort": "<|im_end|>"},
+    )
+    assert TOKENIZER.decode(request.token_ids) == "False <|im_end|>"
+    assert END not in request.token_ids
+
+
 @pytest.mark.parametrize(("num_prompt", "fits"), [(510, True), (511, True), (512, False)])
 async def test_the_context_is_filled_exactly(num_prompt: int, fits: bool) -> None:
     prompt = [70] * num_prompt
@@ -266,6 +289,9 @@ def test_directories_that_are_no_models(tmp_path: Path) -> None:
         ServedModel.from_directory(directory, name="m", block_size=16)
     (directory / "config.json").write_text("[")
     with pytest.raises(ModelError, match="not valid JSON"):
+        ServedModel.from_directory(directory, name="m", block_size=16)
+    (directory / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="JSON object"):
         ServedModel.from_directory(directory, name="m", block_size=16)
     model_directory(tmp_path)
     (directory / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{[")

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.api.answers import Choice, Generate, Job, Piece, Run
+from disagg.errors import DeadlineExceeded, EngineFailed, Overloaded
+from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
+from tests.api.fakes import END, TOKENIZER, served_model
+
+TEXT = "the quick brown fox jumps"
+IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
+
+
+def job(num_choices: int = 1, *, stops: Sequence[str] = (), deadline_s: float = 30.0) -> Job:
+    request = GenerateRequest(
+        request_id="r",
+        model="tiny",
+        token_ids=(70, 71),
+        num_prompt_tokens=2,
+        hash_root=b"",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
+        deadline_unix_s=deadline_s,
+    )
+    choices = tuple(Choice(i, request, stops=tuple(stops)) for i in range(num_choices))
+    return Job("r", 0, served_model(), choices, num_choices, deadline_s)
+
+
+def playing(*deltas: TokenDelta | Exception) -> Generate:
+    """A source that says `deltas` to everyone, all at once."""
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for delta in deltas:
+            if isinstance(delta, Exception):
+                raise delta
+            yield delta
+
+    return generate
+
+
+async def result(run: Run) -> list[Piece]:
+    whole = [Piece(choice.index) for choice in run.job.choices]
+    async for batch in run.batches():
+        for piece in batch:
+            assert whole[piece.index].finish_reason is None  # one end for each
+            whole[piece.index].extend(piece)
+    return whole
+
+
+def clock() -> float:
+    return 0.0
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=len(IDS)),
+    st.sampled_from([(), ("brown",), ("x j", "fox"), ("the",), ("umps",)]),
+)
+async def test_deltas_may_be_cut_anywhere(sizes: list[int], stops: tuple[str, ...]) -> None:
+    scores = tuple(TokenLogprobs(-1.0) for _ in IDS)
+    deltas, start = [], 0
+    for size in [*sizes, len(IDS)]:
+        ids = IDS[start : start + size]
+        start += size
+        last = start >= len(IDS)
+        if ids:
+            reason = "stop" if last else None
+            deltas.append(TokenDelta(0, ids, reason, scores[: len(ids)]))  # type: ignore[arg-type]
+    run = Run(job(stops=stops), playing(*deltas), clock=clock)
+    whole = (await result(run))[0]
+    assert whole.finish_reason == "stop"
+    first = min((TEXT.find(stop) for stop in stops if stop in TEXT), default=len(TEXT))
+    assert whole.text == TEXT[:first]
+    assert run.num_completion_tokens == whole.num_tokens == len(whole.scored)
+    shown = TOKENIZER.decode([token.token_id for token in whole.scored])
+    assert shown.startswith(whole.text)
+    assert all(
+        TEXT[token.offset :].startswith(TOKENIZER.token_text(token.token_id))
+        for token in whole.scored
+        if token.token_id != END
+    )
+
+
+async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_choice() -> None:
+    deltas = (
+        TokenDelta(0, IDS[:1], num_cached_tokens=5),
+        TokenDelta(0, IDS[1:], "stop", num_cached_tokens=7),
+    )
+    run = Run(job(3), playing(*deltas), clock=clock)
+    await result(run)
+    assert run.num_cached_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (TokenDelta(0, (), error=WireError("overloaded", "full")), Overloaded),
+        (Overloaded("full"), Overloaded),
+        (None, EngineFailed),
+    ],
+)
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_text_before_a_failure_is_delivered_then_the_failure(
+    last: TokenDelta | Exception | None, error: type[Exception], num_choices: int
+) -> None:
+    deltas = [TokenDelta(0, IDS[:2]), *([] if last is None else [last])]
+    text = ""
+    with pytest.raises(error):
+        async for batch in Run(job(num_choices), playing(*deltas), clock=clock).batches():
+            text += "".join(piece.text for piece in batch)
+    assert text.startswith("the quick")
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_one_failed_choice_ends_the_others() -> None:
+    closed: list[int] = []
+    opened: list[int] = []
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        number = len(opened)
+        opened.append(number)
+        try:
+            yield TokenDelta(0, IDS[:1])
+            if number == 1:
+                raise EngineFailed("planted")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closed.append(number)
+
+    with pytest.raises(EngineFailed, match="planted"):
+        await result(Run(job(3), generate, clock=clock))
+    assert sorted(closed) == [0, 1, 2]
+
+
+async def test_a_deadline_that_has_passed_ends_at_once() -> None:
+    started = []
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        started.append(request)
+        await asyncio.get_running_loop().create_future()
+        yield TokenDelta(0, ())
+
+    with pytest.raises(DeadlineExceeded):
+        await result(Run(job(deadline_s=-1.0), generate, clock=clock))
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_closing_waits_until_the_source_is_closed() -> None:
+    steps: list[str] = []
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            yield TokenDelta(0, IDS[:1])
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("source closed")
+
+    batches = Run(job(), generate, clock=clock).batches()
+    await anext(batches)
+    await batches.aclose()
+    steps.append("closed")
+    assert steps == ["source closed", "closed"]
+
+
+async def test_a_source_without_aclose_will_do() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.deltas = iter([TokenDelta(0, IDS, "stop")])
+
+        def __aiter__(self) -> Plain:
+            return self
+
+        async def __anext__(self) -> TokenDelta:
+            return next(self.deltas)
+
+    source: Callable[[GenerateRequest], Plain] = lambda request: Plain()  # noqa: E731
+    assert (await result(Run(job(), source, clock=clock)))[0].text == TEXT
