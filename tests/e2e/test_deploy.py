@@ -1,0 +1,186 @@
+"""`serve deploy` of the YAML in deploy/ on a Ray cluster of three nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from disagg.config import EngineConfig, parse_config
+from tests.e2e.served import free_port
+from tests.e2e.single_engine import SingleEngine
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
+BIN = Path(sys.executable).parent
+READY_TIMEOUT_S = 120.0
+
+
+class RayNodes:
+    """Ray nodes on this machine, each a tree of processes with files of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._gcs_port, self.dashboard_port = free_port(), free_port()
+        self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def start_head(self) -> None:
+        self._start(
+            "--head",
+            f"--port={self._gcs_port}",
+            f"--dashboard-port={self.dashboard_port}",
+            f"--temp-dir={self._directory}",
+            "--num-cpus=1",
+        )
+
+    def start_node(self, resources: str) -> None:
+        self._start(
+            f"--address=127.0.0.1:{self._gcs_port}", "--num-cpus=1", f"--resources={resources}"
+        )
+
+    def _start(self, *flags: str) -> None:
+        log = (self._directory / f"node-{len(self._nodes)}.log").open("wb")
+        with log:
+            node = subprocess.Popen(
+                [BIN / "ray", "start", "--block", "--node-ip-address=127.0.0.1", *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+            )
+        self._nodes.append(node)
+        self._wait_for_nodes(len(self._nodes))
+
+    def _wait_for_nodes(self, num_nodes: int) -> None:
+        deadline = time.monotonic() + 60
+        url = f"http://127.0.0.1:{self.dashboard_port}/api/cluster_status"
+        while time.monotonic() < deadline:
+            assert all(node.poll() is None for node in self._nodes), self.logs()
+            try:
+                report = httpx.get(url, timeout=5).json()["data"]["clusterStatus"]
+                if len(report["loadMetricsReport"]["usageByNode"]) >= num_nodes:
+                    return
+            except (httpx.HTTPError, KeyError, TypeError, ValueError):
+                pass
+            time.sleep(0.3)
+        raise AssertionError(self.logs())
+
+    def deploy(self, config: Path) -> None:
+        address = f"http://127.0.0.1:{self.dashboard_port}"
+        done = subprocess.run(
+            [BIN / "serve", "deploy", config, "-a", address],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def logs(self) -> str:
+        return "\n".join(log.read_text() for log in sorted(self._directory.glob("node-*.log")))
+
+    def stop(self) -> None:
+        family = [
+            process
+            for node in self._nodes
+            if node.poll() is None
+            for process in [
+                psutil.Process(node.pid),
+                *psutil.Process(node.pid).children(recursive=True),
+            ]
+        ]
+        for process in family:
+            if process.is_running():
+                process.terminate()
+        _, left = psutil.wait_procs(family, timeout=10)
+        for process in left:
+            process.kill()
+        for node in self._nodes:
+            node.wait(10)
+
+
+@contextmanager
+def ray_nodes(directory: Path) -> Iterator[RayNodes]:
+    nodes = RayNodes(directory)
+    try:
+        nodes.start_head()
+        nodes.start_node('{"prefill": 8}')
+        nodes.start_node('{"decode": 8}')
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
+    """A file of deploy/serve for this machine: a tiny model, no GPUs, no Redis, its own port."""
+    config: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
+    config["proxy_location"] = "HeadOnly"  # three nodes share one address here
+    arguments = config["applications"][0]["args"]
+    arguments.update(redis_url=None, link_host="127.0.0.1", drain_s=1)
+    for tier in arguments["tiers"]:
+        tier["model"] = str(model)
+        tier["engine"] = {"dtype": "float32", "num_threads": 1}
+        for pool in ("prefill", "decode"):
+            tier[pool].update(num_gpus=0, num_replicas=1)
+    return config
+
+
+def wait_until_ready(url: str, nodes: RayNodes) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    last = ""
+    while time.monotonic() < deadline:
+        try:
+            answer = httpx.get(f"{url}/ready", timeout=5)
+            last = answer.text
+            pools = answer.json()["pools"].values() if answer.status_code == 200 else ()
+            if pools and all(pool["num_prefill"] and pool["num_decode"] for pool in pools):
+                return
+        except (httpx.HTTPError, ValueError) as error:
+            last = str(error)
+        time.sleep(0.5)
+    raise AssertionError(f"not ready: {last}\n{nodes.logs()}")
+
+
+@pytest.mark.parametrize("name", ["laptop.yaml", "npmd.yaml"])
+def test_files_in_deploy_are_valid(name: str) -> None:
+    config = yaml.safe_load((DEPLOY / name).read_text())
+    parse_config(config["applications"][0]["args"])
+
+
+def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
+    directory = tmp_path_factory.mktemp("ray")
+    port = free_port()
+    config = directory / "serve.yaml"
+    config.write_text(yaml.safe_dump(adapted("npmd.yaml", model, port)))
+    with ray_nodes(directory) as nodes:
+        nodes.deploy(config)
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, nodes)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert {model.id for model in client.models.list()} == {"small", "large"}
+            for tier in ("small", "large"):
+                prompt = f"a long prompt for {tier}, so that it is handed over: " * 5
+                answer = client.chat.completions.create(
+                    model=tier,
+                    messages=[{"role": "user", "content": prompt}],
+                    temperature=0,
+                    max_tokens=16,
+                )
+                assert answer.choices[0].message.content == reference.chat(prompt, 16)
+                route = httpx.get(f"{url}/debug/requests/{answer.id}").text
+                assert f'"prefill":"{tier}-prefill' in route, route
