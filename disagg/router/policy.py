@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from heapq import nsmallest
+from math import isfinite
 from operator import attrgetter
 
 import msgspec
@@ -100,7 +101,8 @@ def choose_route(
             key=_total_s,
         )
         nearest = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
-        candidates += [_remote(source, goal, num_tokens) for source in sources for goal in nearest]
+        pairs = (_remote(source, goal, num_tokens) for source in sources for goal in nearest)
+        candidates += [pair for pair in pairs if isfinite(pair.total_s)]
     return _choose(candidates, rng)
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import WorkerLost
@@ -251,6 +251,51 @@ async def test_events_follow_the_snapshot() -> None:
         worker.step(events=[KVEvent("removed", (b"a" * 16,))], status=WorkerStatus(num_holds=1))
         await until(lambda: observer.statuses["decode-0"].num_holds == 1)
         assert observer.held["decode-0"] == {b"b" * 16}
+
+
+cache_names = st.sampled_from([bytes([i]) * 16 for i in range(6)])
+cache_steps = st.one_of(
+    st.tuples(st.sampled_from(["stored", "removed"]), cache_names),
+    st.tuples(st.sampled_from(["publish", "ask", "answer"]), st.just(b"")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(cache_steps, max_size=40))
+def test_the_observers_copy_is_the_workers_cache(steps: list[tuple[str, bytes]]) -> None:
+    """Whatever changes around a snapshot, even with changes that were not published yet."""
+
+    async def ask(worker: FakeWorker, link: Link) -> None:
+        num_asked = len(worker.of_type(Resync))
+        assert link._connection is not None
+        link._connection.send(Resync())
+        await until(lambda: len(worker.of_type(Resync)) > num_asked)
+
+    async def run() -> None:
+        async with pair() as (worker, link, observer):
+            worker.answers_resync = False
+            held: set[bytes] = set()
+            changes: list[KVEvent] = []
+            for kind, name in steps:
+                if kind == "stored":
+                    held.add(name)
+                    changes.append(KVEvent("stored", (name,)))
+                elif kind == "removed":
+                    held.discard(name)
+                    changes.append(KVEvent("removed", (name,)))
+                elif kind == "publish":
+                    worker.step(events=changes)
+                    changes = []
+                elif kind == "ask":
+                    await ask(worker, link)
+                else:
+                    worker.server.publish_snapshot(1, list(held), WorkerStatus())
+            worker.server.publish_snapshot(1, list(held), WorkerStatus())
+            worker.step(events=changes, status=WorkerStatus(num_holds=9))
+            await until(lambda: observer.statuses["decode-0"].num_holds == 9)
+            assert observer.held["decode-0"] == held
+
+    asyncio.run(run())
 
 
 async def test_a_wrong_key_leaves_the_worker_unlinked_and_says_why() -> None:

@@ -96,7 +96,8 @@ def test_decode_goes_to_the_least_crowded_worker() -> None:
 def test_unequal_layouts_are_never_paired() -> None:
     fleet = make_fleet(make_record("p0", layout="another"), "d0")
     busy(fleet, "d0", num_running=30, num_context_tokens=30_000)
-    assert choose(fleet, make_request(2000)).prefill is None
+    route = choose(fleet, make_request(2000))
+    assert [(c.prefill, c.decode) for c in route.candidates] == [(None, "d0")]
 
 
 def test_without_decode_workers_prefill_workers_decode() -> None:
@@ -224,6 +225,7 @@ def test_finished_kv_is_computed_again_where_moving_it_takes_longer() -> None:
 def test_nothing_is_moved_to_a_worker_that_holds_it() -> None:
     request = make_request(2400)
     fleet = make_fleet("p0", "d0", held={"d0": list(request.block_hashes)})
+    fleet.worker_stepped("d0", (), make_status(transfers=(TransferFigure("p0", 0.0, 1e3),)))
     (candidate,) = choose_after_prefill(fleet, request).candidates
     assert candidate.num_cached_tokens == 2399
     assert candidate == choose(fleet, request).candidates[0]
