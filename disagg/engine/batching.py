@@ -24,9 +24,14 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     logits_rows, query_start = array("q"), array("i", [0])
     for work, end in zip(plan.work, ends, strict=True):
         sequence, begin = work.sequence, end - work.num_tokens
-        token_ids.extend(sequence.tokens[begin:end])
-        positions.extend(range(begin, end))
-        _extend_slots(slots, sequence, begin, end, block_size)
+        if work.num_tokens == 1:
+            token_ids.append(sequence.tokens[begin])
+            positions.append(begin)
+            slots.append(sequence.block_ids[begin // block_size] * block_size + begin % block_size)
+        else:
+            token_ids.extend(sequence.tokens[begin:end])
+            positions.extend(range(begin, end))
+            _extend_slots(slots, sequence, begin, end, block_size)
         query_start.append(len(token_ids))
         if end == len(sequence.tokens):
             logits_rows.append(len(token_ids) - 1)

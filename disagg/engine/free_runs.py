@@ -17,9 +17,10 @@ class FreeRuns:
         self.num_free = 0
         self._end_of: dict[int, int] = {}  # first member of a run -> one past its last
         self._start_of: dict[int, int] = {}  # the inverse
+        self._occupied = 0  # bit k: there is a run of 2^k to 2^(k+1) - 1 members
         # OrderedDict, not dict: a dict used as a queue scans the holes that deletions left.
         self._by_size: list[OrderedDict[int, None]] = [
-            OrderedDict() for _ in range(num_blocks.bit_length() + 1)
+            OrderedDict() for _ in range(num_blocks.bit_length())
         ]
         if num_blocks:
             self._insert(0, num_blocks)
@@ -59,22 +60,30 @@ class FreeRuns:
         return sorted(self._end_of.items())
 
     def _find(self, num_blocks: int) -> int:
+        """First member of a run of at least `num_blocks`, or else of one of the longest."""
         sufficient = (num_blocks - 1).bit_length()  # runs of this class have >= num_blocks
-        for runs in self._by_size[sufficient:]:
-            if runs:
-                return next(iter(runs))
-        for runs in reversed(self._by_size[:sufficient]):
-            if runs:
-                return next(iter(runs))
-        raise ValueError("more blocks were asked for than are free")
+        larger = self._occupied >> sufficient
+        if larger:
+            size_class = sufficient + (larger & -larger).bit_length() - 1
+        elif self._occupied:
+            size_class = self._occupied.bit_length() - 1
+        else:
+            raise ValueError("more blocks were asked for than are free")
+        return next(iter(self._by_size[size_class]))
 
     def _insert(self, start: int, end: int) -> None:
         self._end_of[start] = end
         self._start_of[end] = start
-        self._by_size[(end - start).bit_length() - 1][start] = None
+        size_class = (end - start).bit_length() - 1
+        self._by_size[size_class][start] = None
+        self._occupied |= 1 << size_class
 
     def _remove(self, start: int) -> int:
         end = self._end_of.pop(start)
         del self._start_of[end]
-        del self._by_size[(end - start).bit_length() - 1][start]
+        size_class = (end - start).bit_length() - 1
+        runs = self._by_size[size_class]
+        del runs[start]
+        if not runs:
+            self._occupied &= ~(1 << size_class)
         return end

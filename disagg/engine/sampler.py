@@ -2,8 +2,9 @@
 
 Randomness is counter-based: the noise of a candidate is a hash of (seed, position, token id), so a
 token does not depend on what else is in the batch, on chunking, or on the worker: a sequence that
-moves or is recomputed goes on as if nothing had happened. A token is drawn by adding Gumbel noise
-to the scaled logits and taking the largest, which is a draw from their softmax (Gumbel, 1954).
+moves or is recomputed goes on as if nothing had happened. A draw adds Gumbel noise to the scaled
+logits and takes the largest, which is a draw from their softmax (Gumbel, 1954); and unlike a
+cumulative sum, rounding that differs from one device to another hardly ever changes the outcome.
 
 Order, as in vLLM: penalties, temperature, min-p, top-k, top-p. Reported log-probabilities are of
 the model's own distribution, before any of these.
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.engine.sequence import Sequence
@@ -23,11 +25,13 @@ from disagg.engine.step import SampledToken
 from disagg.messages import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
-SORTED_COLUMNS = 1024  # enough for nearly every top-k and top-p; other rows are sorted whole
+SORTED_COLUMNS = (
+    1024,
+    16384,
+)  # the first is enough for nearly every row; the rest are sorted whole
 
-# Uniforms have 32 bits, so Gumbel noise lies in [-log(33 log 2), -log(-log(1 - 2^-33))], a range
-# of 26.01. A candidate further than this below the largest logit cannot win.
-NOISE_RANGE = 26.1
+GROUP_SIZE = 256
+FIRST_GROUP_COUNTER = 1 << 32  # the noise of groups is not that of tokens
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea and Flood, 2014): increment ...
@@ -103,25 +107,41 @@ def _adjust_(row: Tensor, sequence: Sequence) -> None:
 
 
 def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-    """One token id for each row, int64 [num_rows]."""
+    """One token id for each row, int64 [num_rows]; consumes the logits.
+
+    Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
+    token of that group: the same distribution for a fraction of the noise.
+    """
     device = logits.device
     params = [sequence.sampling for sequence in sequences]
-    scaled = logits / _column([p.temperature for p in params], device)
-    largest = scaled.amax(dim=-1, keepdim=True)
-    # log(0) would be -inf, but min-p = 0 keeps everything that the noise could lift to the top.
-    reach = [min(NOISE_RANGE, -math.log(p.min_p)) if p.min_p > 0 else NOISE_RANGE for p in params]
-    floor = largest - _column(reach, device)
+    scaled = logits.div_(_column([p.temperature for p in params], device))
+    if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1.0 for p in params):
+        scaled.masked_fill_(scaled < _floor(scaled, params), -math.inf)
+    num_rows, vocab_size = scaled.shape
+    padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-math.inf)
+    groups = padded.view(num_rows, -1, GROUP_SIZE)
+    keys = torch.tensor(
+        [_key(sequence.sampling.seed, len(sequence.tokens)) for sequence in sequences],
+        device=device,
+    ).unsqueeze(1)
+    counters = torch.arange(groups.shape[1], device=device) + FIRST_GROUP_COUNTER
+    weights = groups.logsumexp(dim=-1).double()
+    chosen = (weights + _gumbel(keys, counters)).argmax(dim=-1)  # [num_rows]
+    members = groups[torch.arange(num_rows, device=device), chosen].double()
+    first_ids = chosen * GROUP_SIZE
+    token_ids = first_ids.unsqueeze(1) + torch.arange(GROUP_SIZE, device=device)
+    return first_ids + (members + _gumbel(keys, token_ids)).argmax(dim=-1)
+
+
+def _floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The smallest scaled logit that stays a candidate, float32 [num_rows, 1]."""
+    device = scaled.device
+    reach = [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params]
+    floor = scaled.amax(dim=-1, keepdim=True) - _column(reach, device)
     narrowed = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
     if narrowed:
-        floor[narrowed] = torch.maximum(
-            floor[narrowed], _nucleus_floor(scaled[narrowed], [params[i] for i in narrowed])
-        )
-    rows, ids = torch.nonzero(scaled >= floor, as_tuple=True)
-    keys = [_key(sequence.sampling.seed, len(sequence.tokens)) for sequence in sequences]
-    noise = _gumbel(torch.tensor(keys, device=device)[rows], ids)
-    scores = torch.full_like(scaled, -math.inf, dtype=torch.float64)
-    scores[rows, ids] = scaled[rows, ids].double() + noise
-    return scores.argmax(dim=-1)
+        floor[narrowed] = _nucleus_floor(scaled[narrowed], [params[i] for i in narrowed])
+    return floor
 
 
 def _column(values: list[float], device: torch.device) -> Tensor:
@@ -135,13 +155,14 @@ def _nucleus_floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     probabilities, among what min-p and top-k have kept, add up to at least p.
     """
     vocab_size = scaled.shape[-1]
-    num_columns = min(SORTED_COLUMNS, vocab_size)
-    floor, is_cut = _floor_of_sorted(scaled, params, num_columns)
-    if num_columns < vocab_size:
-        short = torch.nonzero(is_cut).flatten().tolist()
-        if short:
-            some = [params[i] for i in short]
-            floor[short], _ = _floor_of_sorted(scaled[short], some, vocab_size)
+    floor = scaled.new_empty(len(params), 1)
+    rows = list(range(len(params)))
+    for num_columns in (*SORTED_COLUMNS, vocab_size):
+        some = [params[i] for i in rows]
+        floor[rows], is_cut = _floor_of_sorted(scaled[rows], some, min(num_columns, vocab_size))
+        if num_columns >= vocab_size or not bool(is_cut.any()):
+            break
+        rows = [i for i, cut in zip(rows, is_cut.tolist(), strict=True) if cut]
     return floor
 
 
@@ -208,9 +229,9 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise for each (key, token id), float64; int64 arithmetic wraps around."""
-    x = keys + (token_ids + 1) * _signed(_GOLDEN)
+def _gumbel(keys: Tensor, counters: Tensor) -> Tensor:
+    """Standard Gumbel noise for each (key, counter), float64; int64 arithmetic wraps around."""
+    x = keys + (counters + 1) * _signed(_GOLDEN)
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
     bits = _shift_right(x ^ _shift_right(x, 31), 32)

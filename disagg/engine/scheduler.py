@@ -349,21 +349,21 @@ class Scheduler:
                 publish(self.pool, sequence)
             if token is None:
                 continue
-            tokens, token_id = sequence.tokens, token.token_id
+            token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
-            num_tokens = len(tokens)
-            reason: FinishReason | None = None
-            if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
-                reason = "stop"
-            elif num_tokens >= sequence.max_num_tokens:
-                reason = "length"
             logprobs = None if token.logprobs is None else (token.logprobs,)
-            left = reason is None and sequence.hand_over
-            events.append(TokenEvent(sequence, (token_id,), logprobs, reason, None, left))
-            if left or reason is not None:
-                self._forget(sequence)
-                if not left:
-                    give_back(self.pool, sequence)
+            reason: FinishReason | None = None
+            if token_id in sequence.stop_ids and len(tokens) >= sequence.min_num_tokens:
+                reason = "stop"
+            elif len(tokens) >= sequence.max_num_tokens:
+                reason = "length"
+            elif not sequence.hand_over:
+                events.append(TokenEvent(sequence, (token_id,), logprobs))
+                continue
+            self._forget(sequence)
+            if reason is not None:
+                give_back(self.pool, sequence)
+            events.append(TokenEvent(sequence, (token_id,), logprobs, reason, left=reason is None))
         return events
 
     # Bookkeeping.

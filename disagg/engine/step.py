@@ -12,7 +12,7 @@ from disagg.messages import FinishReason, TokenLogprobs
 from disagg.time_model import StepFeatures
 
 
-class Work(msgspec.Struct, frozen=True):
+class Work(msgspec.Struct, frozen=True, gc=False):
     """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on."""
 
     sequence: Sequence
