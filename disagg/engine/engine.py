@@ -95,8 +95,12 @@ class Engine:
         return self.scheduler.remove(request_id)
 
     def end(self, sequence: Sequence, error: DisaggError) -> None:
-        """Report an error as the last event of a sequence; if it is in the engine, it leaves."""
-        self.scheduler.remove(sequence.request_id)
+        """Report an error as the last event of a sequence; if it is in the engine, it leaves.
+
+        One that was refused because its id is taken does not end its namesake.
+        """
+        if sequence in self.scheduler:
+            self.scheduler.remove(sequence.request_id)
         self._ended.append(TokenEvent(sequence, error=error))
 
     def end_all(self, error: DisaggError) -> None:

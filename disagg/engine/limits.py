@@ -1,9 +1,23 @@
-"""Whether a sequence can ever be computed here; if not, the reason in numbers."""
+"""Whether settings and sequences can work at all; if not, the reason in numbers."""
 
 from __future__ import annotations
 
 from disagg.engine.sequence import Sequence
-from disagg.errors import ContextLengthExceeded, RequestError
+from disagg.errors import ContextLengthExceeded, RequestError, StartupError
+
+
+def check_step_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Every running sequence must be able to decode in every step.
+
+    Raises:
+        StartupError: the token budget is smaller than the number of sequences.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise StartupError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences"
+            " may decode in one step; raise it, or lower max_num_seqs.",
+            param="max_num_batched_tokens",
+        )
 
 
 def token_limit(

@@ -103,7 +103,8 @@ def _adjust_(row: Tensor, sequence: Sequence) -> None:
         ]
         row[list(seen)] -= torch.tensor(penalties, device=row.device)
     if sequence.stop_ids and len(output) < sampling.min_tokens:
-        row[torch.tensor(sorted(sequence.stop_ids), device=row.device)] = -math.inf
+        # A client may name any number; only those of the vocabulary can be drawn.
+        row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf
 
 
 def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:

@@ -16,12 +16,12 @@ from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.block_pool import BlockPool
-from disagg.engine.limits import token_limit
+from disagg.engine.limits import check_step_size, token_limit
 from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
 from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent, Work
-from disagg.errors import RequestError, StartupError
+from disagg.errors import RequestError
 from disagg.messages import FinishReason, WorkerStatus
 from disagg.time_model import StepFeatures
 
@@ -56,12 +56,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise StartupError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences"
-                " may decode in one step; raise it, or lower max_num_seqs.",
-                param="max_num_batched_tokens",
-            )
+        check_step_size(max_num_seqs, max_num_batched_tokens)
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -176,6 +171,9 @@ class Scheduler:
             require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
         for sequence in self.waiting:
             require(not sequence.block_ids, f"{sequence} waits and holds blocks")
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._by_id.get(sequence.request_id) is sequence
 
     def sequences(self) -> list[Sequence]:
         return list(self._by_id.values())

@@ -36,7 +36,7 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """What a sequence gained in a step, or how it ended.
 
     The last event of a sequence has a finish reason, an error, or `left`: it was asked to hand

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from disagg.blocks import BlockHash
-from disagg.errors import DeadlineExceeded, EngineFailed, WorkerLost
+from disagg.errors import DeadlineExceeded, EngineFailed, RequestError, WorkerLost
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_engine, new_sequence
 
@@ -78,6 +80,19 @@ def test_an_error_is_the_last_event_of_its_sequence_only() -> None:
     events = engine.step()
     assert [(event.sequence, event.error) for event in events] == [(wrong, error), (right, None)]
     assert not engine.has_work
+    engine.check()
+
+
+def test_a_second_request_of_the_same_name_ends_alone() -> None:
+    engine, _ = new_engine(8, 4)
+    first, second = new_sequence((5, 6), 4, 1), new_sequence((7, 8), 4, 1)
+    second.request_id = first.request_id
+    engine.submit(first)
+    with pytest.raises(RequestError, match="already running") as caught:
+        engine.submit(second)
+    engine.end(second, caught.value)
+    events = engine.step()
+    assert [(e.sequence, e.finish_reason) for e in events] == [(second, None), (first, "length")]
     engine.check()
 
 

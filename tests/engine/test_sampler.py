@@ -249,11 +249,12 @@ def test_each_penalty_alone_turns_away_from_what_was_said(name: str) -> None:
 def test_no_end_before_min_tokens() -> None:
     row = torch.zeros(VOCAB_SIZE)
     row[9] = 50.0
-    stops = params(temperature=0.0, min_tokens=2, stop_token_ids=(9,))
+    stops = params(temperature=0.0, min_tokens=2, stop_token_ids=(9, VOCAB_SIZE, -1))
+    row[VOCAB_SIZE - 1] = 40.0
     early = new_sequence(stops, output=(1,))
     late = new_sequence(stops, output=(1, 1))
     tokens = sample(torch.stack([row, row]), [early, late])
-    assert tokens[0].token_id != 9
+    assert tokens[0].token_id == VOCAB_SIZE - 1, "not what -1 would mean as an index"
     assert tokens[1].token_id == 9
 
 
