@@ -56,8 +56,11 @@ class Tokenizer:
         return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def shield(self, text: str) -> str:
-        """`text` with every control token in it broken after its first character."""
-        return self._control_start.sub(rf"\1{BREAK}", text.replace(BREAK, ""))
+        """`text` with every control token in it broken after its first character.
+
+        A break that was there before vanishes like ours, and nothing forms across it.
+        """
+        return self._control_start.sub(rf"\1{BREAK}", text)
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered template, whose own control tokens count as such.

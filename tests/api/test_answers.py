@@ -167,6 +167,25 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
     assert steps == ["source closed", "closed"]
 
 
+async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
+    held, closed = [], []
+
+    async def deltas() -> AsyncGenerator[TokenDelta, None]:
+        try:
+            for token_id in IDS:
+                yield TokenDelta(0, (token_id,))
+        finally:
+            closed.append(True)
+
+    def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        held.append(deltas())
+        return held[-1]
+
+    whole = await result(Run(job(stops=["quick"]), generate, clock=clock))
+    assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
+    assert closed == [True]
+
+
 async def test_a_source_without_aclose_will_do() -> None:
     class Plain:
         def __init__(self) -> None:

@@ -418,8 +418,7 @@ async def _raw(port: int, head: str, body: bytes = b"") -> bytes:
     return reply
 
 
-async def test_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_request, "BODY_TIMEOUT_S", 0.05)
+async def test_over_sockets() -> None:
     generate = FakeGenerate(pause=lambda: asyncio.ensure_future(asyncio.sleep(0.01)), finish=False)
     app = make_app(generate, config=HttpConfig(max_body_nbytes=1000))
     post = f"POST {URL} HTTP/1.1\nHost: a\nContent-Type: application/json\n"
@@ -429,7 +428,9 @@ async def test_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reply.startswith(b"HTTP/1.1 413"), reply
         reply = await _raw(port, post + "Content-Length: 5000", b"a")
         assert reply.startswith(b"HTTP/1.1 413"), reply
-        reply = await _raw(port, post + "Content-Length: 500", b"a")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http_request, "BODY_TIMEOUT_S", 0.05)
+            reply = await _raw(port, post + "Content-Length: 500", b"a")
         assert reply.startswith(b"HTTP/1.1 408"), reply
         for wrong in ("Content-Length: abc", "Content-Length: -1"):
             reply = await _raw(port, post + wrong)

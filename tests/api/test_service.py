@@ -275,7 +275,7 @@ def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
     write_weights(weights, first, second)
     name = model_fingerprint(directory)
     assert name == model_fingerprint(directory)
-    write_weights(weights, first, second[:1500] + b"\1" + second[1501:])
+    write_weights(weights, first, second[:2000] + b"\1" + second[2001:])
     changed = model_fingerprint(directory)
     (directory / "config.json").write_text("{}")
     assert len({name, changed, model_fingerprint(directory)}) == 3
