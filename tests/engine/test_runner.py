@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from collections.abc import Callable, MutableSequence
@@ -16,10 +17,11 @@ from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine import runner as runner_module
 from disagg.engine.engine import Engine
-from disagg.engine.runner import build_engine
+from disagg.engine.runner import build_engine, check_engine
 from disagg.engine.sequence import Sequence
-from disagg.errors import NotEnoughMemory, RequestError, StartupError
+from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.model_config import ModelConfig
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 128
@@ -239,3 +241,66 @@ def test_what_cannot_work_is_refused_at_start(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(StartupError, match="finds no GPU"):
         build_engine(config(device="cuda"), directory)
+
+
+def test_the_check_refuses_what_building_would_without_loading(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, directory = checkpoint
+    monkeypatch.delattr(runner_module, "load_model")
+    check_engine(config(), directory)
+    with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
+        check_engine(config(num_gpu_blocks_override=15), directory)
+    with pytest.raises(StartupError, match="made for 128 positions"):
+        check_engine(config(max_model_len=129), directory)
+    with pytest.raises(ModelError):
+        check_engine(config(), tmp_path / "nowhere")
+
+
+def test_a_gpu_computes_in_half_precision(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    _, directory = checkpoint
+    model = ModelConfig.from_directory(directory)
+    gpu = torch.device("cuda")
+    for stored, dtype in [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+    ]:
+        stored_model = dataclasses.replace(model, dtype=stored)
+        assert runner_module._choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
+    assert runner_module._choose_dtype(config(), model, gpu) is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("flags", "multiplies"),
+    [("flags : sse2 amx_bf16", True), ("flags : avx512_bf16 sse2", True), ("flags : avx2", False)],
+)
+def test_the_cpus_flags_tell_what_it_multiplies(
+    flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: flags)
+    assert runner_module._cpu_multiplies_bfloat16() is multiplies
+
+
+def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_text(path: Path, encoding: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert not runner_module._cpu_multiplies_bfloat16()
+
+
+def test_the_number_of_threads_is_set(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    build_engine(config(num_threads=3), directory)
+    assert asked == [3]
