@@ -220,6 +220,18 @@ def _reduce_kernel(
     tl.store(out_ptr + target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
 
 
+def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
+    """Warps and pipeline depth for a query tile of `rows` and keys of `vector_nbytes`.
+
+    A tile's address waits for its page number, and that load takes two of the stages: five are
+    needed for two tiles of keys and values in shared memory, one in use and one on its way.
+    """
+    return {
+        "num_warps": 4 if rows <= MAX_SHORT_ROWS else 8,
+        "num_stages": 5 if vector_nbytes <= 256 else 3,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """One kernel launch: its pieces on the device, and the rows of a query tile."""
@@ -337,8 +349,7 @@ def paged_attention(
             TILE=KEY_TILE,
             BLOCK_SIZE=block_size,
             WINDOW=work.window or 0,
-            num_warps=4 if launch.rows <= MAX_SHORT_ROWS else 8,
-            num_stages=3,
+            **launch_options(launch.rows, head_dim * qkv.element_size()),
             **sizes,
         )
         if launch.num_partials:

@@ -16,7 +16,7 @@ from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.silu_mul import silu_mul
 
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+_PROGRAMS_PER_MULTIPROCESSOR = 3  # what shared memory holds of the short-query kernel
 
 
 @dataclass(frozen=True, slots=True)

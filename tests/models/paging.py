@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 
 
@@ -19,7 +20,7 @@ class Tokens:
     ids: list[int]
     block_ids: list[int]
     num_computed: int = 0
-    logits: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)  # of each step
 
 
 def new_slab(
@@ -29,10 +30,12 @@ def new_slab(
     return torch.full(shape, fill, dtype=dtype)
 
 
-def make_batch(work: Sequence[tuple[Tokens, int]], block_size: int) -> Batch:
+def make_batch(
+    work: Sequence[tuple[Tokens, int]], block_size: int, *, every_row: bool = False
+) -> Batch:
     """Batch the next `n` tokens of each (sequence, n); single tokens come first.
 
-    Logits are wanted for the last token of each.
+    Logits are wanted for the last token of each, or for every token.
     """
     counts = [count for _, count in work]
     assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
@@ -54,10 +57,20 @@ def make_batch(work: Sequence[tuple[Tokens, int]], block_size: int) -> Batch:
         query_start=starts,
         context_lens=torch.tensor(lengths, dtype=torch.int32),
         block_tables=tables,
-        logits_rows=starts[1:].long() - 1,
+        logits_rows=torch.arange(len(positions)) if every_row else starts[1:].long() - 1,
         num_decodes=sum(count == 1 for count in counts),
         max_query_len=max(counts),
         max_context_len=max(lengths),
         query_lens=tuple(counts),
         context_lens_host=tuple(lengths),
     )
+
+
+def run_step(
+    decoder: Decoder, slab: Tensor, work: Sequence[tuple[Tokens, int]], block_size: int
+) -> None:
+    """Compute the next tokens of some sequences and keep the logits that come out."""
+    logits = decoder.forward(make_batch(work, block_size), slab)
+    for row, (sequence, count) in zip(logits, work, strict=True):
+        sequence.num_computed += count
+        sequence.logits.append(row)

@@ -1,0 +1,86 @@
+"""Small random checkpoints, written by transformers itself, and what transformers computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_ROPE = {"rope_theta": 10000.0}
+_LLAMA3 = {
+    **_ROPE,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {**_ROPE, "rope_type": "linear", "factor": 2.0}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 9}
+
+# name: (family, what differs from `_SHAPE`). Windows are shorter than the contexts of the tests.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased-llama3": (
+        "Llama",
+        {
+            "rope_parameters": _LLAMA3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": _YARN}),
+    "llama-linear-no-groups": ("Llama", {"rope_parameters": _LINEAR, "num_key_value_heads": 6}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-mixed-windows": ("Qwen2", {**_SLIDING, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-mixed-windows": (
+        "Qwen3",
+        {**_SLIDING, "head_dim": 16, "max_window_layers": 2, "attention_bias": True},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory written by `save_pretrained`, and the model it was written from."""
+
+    directory: Path
+    model: Any
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """What transformers computes for a whole prompt: [num_tokens, vocab_size]."""
+        with torch.no_grad():
+            out: Tensor = self.model(torch.tensor([token_ids])).logits[0].float()
+        return out
+
+
+def write_checkpoint(
+    directory: Path, variant: str, *, dtype: torch.dtype = torch.float32, shard: str = "1GB"
+) -> Checkpoint:
+    """Write one of `VARIANTS` with every weight, bias and norm drawn at random."""
+    family, changes = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
+    torch.manual_seed(sum(variant.encode()))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    model.to(dtype)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return Checkpoint(directory, model)

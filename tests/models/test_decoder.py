@@ -1,0 +1,179 @@
+"""Every family equals transformers: whole prompts, chunks, decoding, prefix hits, mixed batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.models.decoder import Decoder, load_model, random_decoder
+from disagg.models.model_config import ModelConfig
+from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
+from tests.models.paging import Tokens, make_batch, new_slab, run_step
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
+    config = ModelConfig.from_directory(checkpoint.directory)
+    return load_model(checkpoint.directory, config, dtype, CPU), config
+
+
+def _sequences(num_seqs: int, length: int, num_blocks: int) -> list[Tokens]:
+    """Random tokens in shuffled blocks, so that no two neighbours lie next to each other."""
+    generator = torch.Generator().manual_seed(7)
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    per_sequence = math.ceil(length / BLOCK_SIZE)
+    return [
+        Tokens(
+            ids=torch.randint(0, 97, (length,), generator=generator).tolist(),
+            block_ids=order[index * per_sequence : (index + 1) * per_sequence],
+        )
+        for index in range(num_seqs)
+    ]
+
+
+def _worst(sequences: list[Tokens], checkpoint: Checkpoint, ends: list[list[int]]) -> float:
+    """Largest difference from transformers over all steps; `ends` are tokens seen at each."""
+    return max(
+        float((logits - checkpoint.logits(sequence.ids)[end - 1]).abs().max())
+        for sequence, own_ends in zip(sequences, ends, strict=True)
+        for logits, end in zip(sequence.logits, own_ends, strict=True)
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_equals_transformers(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    decoder, config = _load(checkpoint, torch.float32)
+    slab = new_slab(config, 64, BLOCK_SIZE, torch.float32, fill=math.nan)
+    whole, chunked, late = sequences = _sequences(3, 48, 64)
+    steps = [
+        [(whole, 40)],  # a whole prompt
+        [(whole, 1), (chunked, 7), (late, 30)],  # decoding beside two prompts
+        [(whole, 1), (late, 1), (chunked, 13)],  # a chunk that begins inside a block
+        [(whole, 1), (late, 1), (chunked, 20)],  # a chunk that ends with one
+        *([(whole, 1), (late, 1), (chunked, 1)] for _ in range(4)),
+    ]
+    ends: dict[int, list[int]] = {id(sequence): [] for sequence in sequences}
+    for step in steps:
+        run_step(decoder, slab, step, BLOCK_SIZE)
+        for sequence, _ in step:
+            ends[id(sequence)].append(sequence.num_computed)
+    worst = _worst(sequences, checkpoint, [ends[id(sequence)] for sequence in sequences])
+    assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows"])
+def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    decoder, config = _load(checkpoint, torch.float32)
+    slab = new_slab(config, 64, BLOCK_SIZE, torch.float32, fill=math.nan)
+    first, second = _sequences(2, 40, 64)
+    run_step(decoder, slab, [(first, 40)], BLOCK_SIZE)
+    shared = 6
+    second.ids[: shared * BLOCK_SIZE] = first.ids[: shared * BLOCK_SIZE]
+    second.block_ids[:shared] = first.block_ids[:shared]
+    second.num_computed = shared * BLOCK_SIZE
+    run_step(decoder, slab, [(second, 40 - shared * BLOCK_SIZE)], BLOCK_SIZE)
+    assert _worst([second], checkpoint, [[40]]) <= 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral-sliding", "qwen2", "qwen3"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(variant: str, tmp_path: Path) -> None:
+    truth = write_checkpoint(tmp_path / "float32", variant)
+    peer = write_checkpoint(tmp_path / "bfloat16", variant, dtype=torch.bfloat16)
+    truth.model.load_state_dict(peer.model.state_dict())  # the rounded weights, exact arithmetic
+    decoder, config = _load(peer, torch.bfloat16)
+    slab = new_slab(config, 64, BLOCK_SIZE, torch.bfloat16)
+    (sequence,) = _sequences(1, 48, 64)
+    ours, theirs = [], []
+    run_step(decoder, slab, [(sequence, 24)], BLOCK_SIZE)
+    for _ in range(20):
+        run_step(decoder, slab, [(sequence, 1)], BLOCK_SIZE)
+    exact, rounded = truth.logits(sequence.ids), peer.logits(sequence.ids)
+    for end, logits in enumerate(sequence.logits, start=24):
+        ours.append(logits - exact[end - 1])
+        theirs.append(rounded[end - 1] - exact[end - 1])
+    assert torch.stack(ours).square().mean() <= 1.5 * torch.stack(theirs).square().mean()
+
+
+def test_skewed_decodes_are_cut_into_groups_and_come_back_in_order(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    decoder, config = _load(checkpoint, torch.float32)
+    slab = new_slab(config, 256, BLOCK_SIZE, torch.float32, fill=math.nan)
+    sequences = _sequences(7, 144, 256)
+    lengths = [5, 140, 1, 64, 4, 130, 9]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        run_step(decoder, slab, [(sequence, length)], BLOCK_SIZE)
+    run_step(decoder, slab, [(sequence, 1) for sequence in sequences], BLOCK_SIZE)
+    ends = [[length, length + 1] for length in lengths]
+    assert _worst(sequences, checkpoint, ends) <= 1e-4
+
+
+def test_long_prompt_over_a_prefix_is_attended_in_pieces(tmp_path: Path) -> None:
+    config = _tiny(max_model_len=1024)
+    decoder = random_decoder(config, torch.float32, CPU, seed=3)
+    ids = torch.randint(0, config.vocab_size, (700,), generator=torch.Generator().manual_seed(1))
+    blocks = list(range(175))
+    at_once, pieces = Tokens(ids.tolist(), blocks), Tokens(ids.tolist(), blocks)
+    run_step(decoder, new_slab(config, 175, 4, torch.float32), [(at_once, 700)], 4)
+    slab = new_slab(config, 175, 4, torch.float32)
+    for count in (10, 690):
+        run_step(decoder, slab, [(pieces, count)], 4)
+    torch.testing.assert_close(pieces.logits[-1], at_once.logits[-1], atol=1e-4, rtol=0)
+
+
+def test_other_sequences_blocks_never_matter(tmp_path: Path) -> None:
+    """A sequence's logits are the same bits whether the rest of the slab is zero or NaN."""
+    config = _tiny()
+    decoder = random_decoder(config, torch.float32, CPU)
+    results = []
+    for fill in (0.0, math.nan):
+        slab = new_slab(config, 32, 4, torch.float32, fill=fill)
+        short, long = Tokens([5, 6, 7, 8, 9], [3, 9]), Tokens(list(range(20)), [30, 2, 8, 1, 11])
+        run_step(decoder, slab, [(short, 4)], 4)
+        run_step(decoder, slab, [(long, 19)], 4)
+        run_step(decoder, slab, [(short, 1), (long, 1)], 4)
+        results.append(torch.stack((short.logits[-1], long.logits[-1])))
+    assert torch.equal(results[0], results[1])
+    assert torch.isfinite(results[0]).all()
+
+
+def test_logits_come_only_for_the_rows_asked_for() -> None:
+    config = _tiny()
+    decoder = random_decoder(config, torch.float32, CPU)
+    sequence = Tokens(list(range(12)), [0, 1, 2])
+    batch = make_batch([(sequence, 12)], 4)
+    every = make_batch([(sequence, 12)], 4, every_row=True)
+    slab = new_slab(config, 4, 4, torch.float32)
+    last = decoder.forward(batch, slab)
+    all_rows = decoder.forward(every, slab)
+    assert last.dtype == torch.float32
+    assert last.shape == (1, config.vocab_size)
+    assert all_rows.shape == (12, config.vocab_size)
+    torch.testing.assert_close(all_rows[-1:], last, atol=1e-5, rtol=1e-5)
+
+
+def _tiny(max_model_len: int = 64) -> ModelConfig:
+    from disagg.models.rope import RopeConfig
+
+    return ModelConfig(
+        family="Qwen3ForCausalLM",
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=61,
+        max_model_len=max_model_len,
+        dtype=torch.float32,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        sliding_windows=(None, 6),
+        qk_norm=True,
+    )

@@ -1,0 +1,167 @@
+"""config.json in, checked numbers out; everything unsupported is refused with what is supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from disagg.errors import ModelError
+from disagg.models.model_config import ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def _write(directory: Path, config: Any, generation: Any = None) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    save_file({"x": torch.arange(8.0)}, directory / "model.safetensors")
+    return directory
+
+
+def _read(directory: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_directory(_write(directory, {**LLAMA, **changes}))
+
+
+def test_defaults_of_llama(tmp_path: Path) -> None:
+    config = _read(tmp_path)
+    assert (config.num_kv_heads, config.head_dim, config.max_model_len) == (4, 16, 128)
+    assert config.dtype == torch.float32
+    assert config.sliding_windows == (None,) * 4
+    assert not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm)
+    assert config.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_old_and_new_names_of_the_dtype(tmp_path: Path, key: str) -> None:
+    assert _read(tmp_path, **{key: "bfloat16"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}},
+    ],
+)
+def test_old_and_new_names_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = _read(tmp_path, **rope)
+    assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 5e5, 4.0)
+
+
+def test_yarn_stretches_the_context(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert _read(tmp_path, rope_scaling=scaling).max_model_len == 512
+
+
+def test_mistral_slides_in_every_layer(tmp_path: Path) -> None:
+    config = _read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=16)
+    assert config.sliding_windows == (16,) * 4
+
+
+def test_qwen_slides_only_where_it_says_so(tmp_path: Path) -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 3}
+    assert _read(tmp_path, **qwen).sliding_windows == (None,) * 4
+    assert _read(tmp_path, **qwen, use_sliding_window=True).sliding_windows == (
+        *(None,) * 3,
+        16,
+    )
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = _read(tmp_path, **qwen, use_sliding_window=True, layer_types=kinds)
+    assert mixed.sliding_windows == (16, None, 16, None)
+
+
+def test_biases_and_norms_of_the_families(tmp_path: Path) -> None:
+    qwen2 = _read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = _read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    llama = _read(tmp_path, attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 2], "do_sample": True, "temperature": 0.6, "top_k": 20}
+    config = ModelConfig.from_directory(_write(tmp_path, LLAMA, generation))
+    assert config.eos_token_ids == (7, 2)
+    assert (config.generation.temperature, config.generation.top_k) == (0.6, 20)
+    assert config.generation.top_p is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["without architectures", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantised"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["longrope", "llama3", "yarn"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+        ({"num_key_value_heads": 3}, ["3 KV heads"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window"]),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["linear_attention"] * 4,
+            },
+            ["layer_types", "linear_attention"],
+        ),
+        ({"hidden_size": "wide"}, ["config.json", "wide"]),
+    ],
+)
+def test_refusals_say_what_is_wrong(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ModelError) as refused:
+        _read(tmp_path, **changes)
+    for word in words:
+        assert word in refused.value.message
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    without = {key: value for key, value in LLAMA.items() if key != "hidden_size"}
+    with pytest.raises(ModelError, match=r"config\.json has no 'hidden_size'"):
+        ModelConfig.from_directory(_write(tmp_path, without))
+
+
+def test_missing_directory_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model directory at"):
+        ModelConfig.from_directory(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ModelError, match="cannot be read"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="one JSON object"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_fingerprint_follows_weights_and_architecture(tmp_path: Path) -> None:
+    first = _read(tmp_path).fingerprint
+    assert _read(tmp_path).fingerprint == first
+    assert _read(tmp_path, rope_theta=1e6).fingerprint != first
+    save_file({"x": torch.arange(8.0) + 1}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_directory(tmp_path).fingerprint != first

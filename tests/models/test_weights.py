@@ -1,0 +1,156 @@
+"""Loading: shards, casts, ties and progress; whatever does not fit is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from disagg.errors import ModelError
+from disagg.models.checkpoint import checkpoint_files
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import DecoderWeights, load_weights, random_weights
+from tests.models.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def _load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    return load_weights(directory, ModelConfig.from_directory(directory), dtype, CPU)
+
+
+def _edit(directory: Path, changes: dict[str, Tensor | None]) -> None:
+    """Rewrite the one file of a checkpoint; None removes a tensor."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path)
+
+
+def test_fuses_what_the_decoder_multiplies_together(tmp_path: Path) -> None:
+    state = write_checkpoint(tmp_path, "qwen2").model.state_dict()
+    layer = _load(tmp_path).layers[1]
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    qkv = [state[f"{attention}.{name}_proj.weight"] for name in "qkv"]
+    biases = [state[f"{attention}.{name}_proj.bias"] for name in "qkv"]
+    gate_up = [state[f"{mlp}.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.qkv, torch.cat(qkv))
+    assert layer.qkv_bias is not None
+    assert torch.equal(layer.qkv_bias, torch.cat(biases))
+    assert torch.equal(layer.gate_up, torch.cat(gate_up))
+    assert layer.output_bias is None
+
+
+def test_shards_hold_the_same_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", "llama")
+    write_checkpoint(tmp_path / "many", "llama", shard="40KB")
+    assert len(checkpoint_files(tmp_path / "many")) > 3
+    one, many = _load(tmp_path / "one"), _load(tmp_path / "many")
+    assert torch.equal(one.lm_head, many.lm_head)
+    assert torch.equal(one.layers[2].down, many.layers[2].down)
+
+
+def test_casts_and_ties(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    weights = _load(tmp_path, torch.bfloat16)
+    assert weights.layers[0].qkv.dtype == torch.bfloat16
+    assert weights.lm_head is weights.embedding
+
+
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama-tied-biased-llama3")
+    calls: list[tuple[int, int]] = []
+    config = ModelConfig.from_directory(tmp_path)
+    load_weights(
+        tmp_path, config, torch.bfloat16, CPU, lambda done, total: calls.append((done, total))
+    )
+    done = [call[0] for call in calls]
+    assert done == sorted(done)
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert len({total for _, total in calls}) == 1
+
+
+def test_random_weights_have_the_shapes_of_loaded_ones(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3-mixed-windows")
+    config = ModelConfig.from_directory(tmp_path)
+    loaded, drawn = _load(tmp_path), random_weights(config, torch.float32, CPU, seed=0)
+    for mine, theirs in zip(drawn.layers, loaded.layers, strict=True):
+        for field in mine.__dataclass_fields__:
+            one, other = getattr(mine, field), getattr(theirs, field)
+            assert (one is None) == (other is None), field
+            assert one is None or one.shape == other.shape, field
+    assert torch.equal(drawn.embedding, random_weights(config, torch.float32, CPU, 0).embedding)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    _edit(
+        tmp_path,
+        {
+            "model.layers.0.mlp.up_proj.weight": None,
+            "model.layers.9.extra": torch.zeros(2),
+            "model.norm.weight": torch.ones(47),
+        },
+    )
+    with pytest.raises(ModelError) as refused:
+        _load(tmp_path)
+    message = refused.value.message
+    assert "missing tensors: model.layers.0.mlp.up_proj.weight" in message
+    assert "unexpected tensors: model.layers.9.extra" in message
+    assert "model.norm.weight is [47], not [48]" in message
+
+
+def test_old_checkpoints_inverse_frequencies_are_ignored(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    _edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert _load(tmp_path).norm.shape == (48,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_no_number_is_refused_by_name(tmp_path: Path, bad: float) -> None:
+    write_checkpoint(tmp_path, "llama")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    damaged = load_file(tmp_path / "model.safetensors")[name]
+    damaged[3, 5] = bad
+    _edit(tmp_path, {name: damaged})
+    with pytest.raises(ModelError, match=name):
+        _load(tmp_path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    _edit(tmp_path, {"model.norm.weight": torch.ones(48, dtype=torch.int32)})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight .* only float"):
+        _load(tmp_path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    config = ModelConfig.from_directory(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
+        load_weights(tmp_path, config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, "outside its directory"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "missing: absent.safetensors"),
+        ({}, "is broken"),
+    ],
+)
+def test_a_bad_index_is_refused(tmp_path: Path, index: object, words: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=words):
+        checkpoint_files(tmp_path)
