@@ -84,11 +84,16 @@ def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
     return sequence
 
 
+def _own_generations(num_blocks: int) -> MutableSequence[int]:
+    """A stamp table that nobody else reads."""
+    return array("Q", bytes(8 * num_blocks))
+
+
 def build_engine(
     config: EngineConfig,
     directory: Path,
     progress: Progress | None = None,
-    new_generations: NewGenerations | None = None,
+    new_generations: NewGenerations = _own_generations,
 ) -> tuple[Engine, KVCache, ModelConfig]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
@@ -120,12 +125,8 @@ def build_engine(
     runner.warm_up(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
     )
-    if new_generations is None:
-        generations: MutableSequence[int] = array("Q", bytes(8 * num_blocks))
-    else:
-        generations = new_generations(num_blocks)
     scheduler = Scheduler(
-        BlockPool(num_blocks, shape.block_size, generations),
+        BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
