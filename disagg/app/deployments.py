@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from typing import ClassVar
 
 import ray
 from ray import serve
@@ -11,11 +13,15 @@ from disagg import telemetry
 from disagg.app import membership
 from disagg.config import ServeConfig
 from disagg.messages import Role
+from disagg.worker.parts import Parts, build_parts
 from disagg.worker.worker import Worker
 
 
 class WorkerReplica:
     """Holds one `Worker`; every method here is control, none is on a request's path."""
+
+    # What its worker is made of; a benchmark has other parts.
+    build_parts: ClassVar[Callable[..., Parts]] = staticmethod(build_parts)
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, tier_name: str, role: Role
@@ -30,6 +36,7 @@ class WorkerReplica:
             worker_id=f"{tier_name}-{role}-{replica}",
             epoch=secrets.randbits(63),
             host=config.link_host or ray.util.get_node_ip_address(),
+            build=self.build_parts,
         )
 
     def record_replica_metadata(self) -> dict[str, str]:

@@ -1,0 +1,88 @@
+"""A worker whose model only keeps time: everything around it is the product's.
+
+The scheduler, block pool, doors, streams and links are real; a step takes `STEP_S` whatever is in
+it and gives every sequence the same token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from disagg.app.deployments import WorkerReplica
+from disagg.config import ServeConfig, TierConfig
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.step import SampledToken, StepPlan
+from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.worker.parts import Parts
+
+STEP_S = 0.02  # 50 tokens/s for each stream
+MARKER = " the"  # the text of every token: one token of the demo models
+NUM_BLOCKS, BLOCK_SIZE, BLOCK_NBYTES = 1 << 16, 16, 16
+MAX_MODEL_LEN = 1 << 14
+ENGINE_THREAD = "engine"
+
+
+class PacedRunner:
+    """Steps on a beat."""
+
+    def __init__(
+        self, token_id: int, timer: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self._token = SampledToken(token_id)
+        self._timer = timer
+        self._sleep = sleep
+        self._next_s = 0.0
+        self._is_named = False
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        if not self._is_named:
+            name_thread(ENGINE_THREAD)
+            self._is_named = True
+        now = self._timer()
+        self._next_s = max(self._next_s + STEP_S, now)  # a late step is not made up for
+        self._sleep(self._next_s - now)
+        token = self._token
+        return [
+            token if work.num_tokens == work.sequence.num_uncomputed else None for work in plan.work
+        ]
+
+
+def name_thread(name: str) -> None:
+    """Show the calling thread under `name` in /proc, for whoever measures from outside."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
+
+def paced_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> Parts:
+    """In the place of `worker.parts.build_parts`."""
+    from disagg.api.tokenizer import Tokenizer
+
+    (token_id,) = Tokenizer.from_directory(tier.directory).encode(MARKER, add_special_tokens=False)
+    memory = (ctypes.c_ubyte * (NUM_BLOCKS * BLOCK_NBYTES))()
+    slab = Slab(ctypes.addressof(memory), NUM_BLOCKS, BLOCK_NBYTES, "paced", owner=memory)
+    stamps = Stamps(NUM_BLOCKS, worker_id, epoch)
+    scheduler = Scheduler(
+        BlockPool(NUM_BLOCKS, BLOCK_SIZE, stamps.generations),
+        max_num_seqs=1024,
+        max_num_batched_tokens=1 << 16,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    return Parts(
+        Engine(scheduler, PacedRunner(token_id, time.monotonic, time.sleep)),
+        stamps,
+        LocalTransport(LocalFleet(), worker_id, epoch, slab, stamps, clock=time.monotonic),
+        None,
+        lambda block_id: bytes(BLOCK_NBYTES),
+        lambda block_id, raw: None,
+    )
+
+
+class PacedReplica(WorkerReplica):
+    build_parts = staticmethod(paced_parts)

@@ -1,0 +1,210 @@
+"""What serving costs beside the engine: CPU time of every process on a token's way.
+
+    python -m bench.serving_path [--streams 32 128 256] [--rounds 3] [--window 6] [--tiny]
+
+The real application on Ray Serve (ingress, router, links, worker, scheduler) with a model that
+only keeps time: 50 tokens/s for each stream. Beside it, in the same cluster and taking turns, a
+plain Serve application of the same shape, whose ingress reads the worker through a handle. `long`:
+streams that last for the whole measurement; `128`: one request of 128 tokens after the other, the
+cost of requests included. CPU is utime + stime from /proc in microseconds for each token that
+arrived at the clients, who are not counted. TARGET_US is the goal for ours behind HAProxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.paced_worker import ENGINE_THREAD, MARKER, STEP_S
+from bench.report import finish, print_table
+from bench.serving_cluster import MODEL
+from bench.sse_clients import Clients
+
+TARGET_US = 60
+LONG = 8000  # tokens: longer than any measurement
+PROMPT = "a request that has about as many tokens as words in it and says nothing at all " * 5
+SETTLE_S = 1.0
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the two applications: how to ask it, and which processes serve it."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    processes: dict[str, str]  # part -> mark in the process's title
+
+
+WAYS = (
+    Way(
+        "disagg",
+        "/v1/completions",
+        {"model": MODEL, "temperature": 0, "ignore_eos": True},
+        {"ingress": "ServeReplica:disagg:Ingress", "worker": f"ServeReplica:disagg:{MODEL}-decode"},
+    ),
+    Way(
+        "handle",
+        "/stock/completions",
+        {},
+        {"ingress": "ServeReplica:stock:ingress", "worker": "ServeReplica:stock:worker"},
+    ),
+)
+PROXIES = {True: "haproxy", False: "ProxyActor"}
+
+
+class Cluster:
+    """Both applications, running."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, haproxy: bool) -> None:
+        self.port = port
+        self.haproxy = haproxy
+        self._family = psutil.Process(process.pid).children(recursive=True)
+
+    def find(self, mark: str) -> list[psutil.Process]:
+        found = [each for each in self._family if mark in " ".join(each.cmdline())]
+        if not found:
+            titles = "\n".join(" ".join(each.cmdline())[:100] for each in self._family)
+            raise SystemExit(f"no process is titled {mark!r} among\n{titles}")
+        return found
+
+    def processes_of(self, way: Way) -> dict[str, list[psutil.Process]]:
+        marks = {"proxy": PROXIES[self.haproxy], **way.processes}
+        return {part: self.find(mark) for part, mark in marks.items()}
+
+
+@contextmanager
+def cluster(haproxy: bool) -> Iterator[Cluster]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--port", str(port), *(["--haproxy"] if haproxy else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.serving_cluster", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.strip() == "ready":
+                break
+        else:
+            raise SystemExit("the cluster did not start; its words are above")
+        yield Cluster(process, port, haproxy)
+    finally:
+        process.stdin.close()
+        process.wait(120)
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(each.cpu_times().user + each.cpu_times().system for each in processes)
+
+
+def engine_thread_s(processes: list[psutil.Process]) -> float:
+    """CPU seconds of the engines' threads, which schedule and make deltas."""
+    total = 0.0
+    for process in processes:
+        for thread in process.threads():
+            comm = Path(f"/proc/{process.pid}/task/{thread.id}/comm")
+            if comm.read_text().strip() == ENGINE_THREAD:
+                total += thread.user_time + thread.system_time
+    return total
+
+
+async def measure(
+    where: Cluster, way: Way, num_streams: int, num_tokens: int, window_s: float
+) -> dict[str, float]:
+    """Microseconds of CPU a token for each part, tokens/s and the median wait for a first token."""
+    body = {**way.body, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
+    clients = Clients(where.port, way.path, body, MARKER)
+    spread_s = min(num_tokens * STEP_S, 1.0)
+    await clients.start(num_streams, spread_s)
+    await clients.wait_first_tokens(60)
+    await asyncio.sleep(SETTLE_S)
+    parts = where.processes_of(way)
+    before = {part: cpu_s(processes) for part, processes in parts.items()}
+    engine_s, tokens = engine_thread_s(parts["worker"]), clients.num_tokens
+    own_s, began_s = time.process_time(), time.perf_counter()
+    await asyncio.sleep(window_s)
+    clients.check()
+    num = clients.num_tokens - tokens
+    seconds = time.perf_counter() - began_s
+    spent = {part: cpu_s(processes) - before[part] for part, processes in parts.items()}
+    spent["engine thread"] = engine_thread_s(parts["worker"]) - engine_s
+    spent["client"] = time.process_time() - own_s
+    clients.stop()
+    await asyncio.sleep(SETTLE_S)
+    figures = {part: 1e6 * each / max(num, 1) for part, each in spent.items()}
+    figures["sum"] = figures["proxy"] + figures["ingress"] + figures["worker"]
+    figures["tokens/s"] = num / seconds
+    figures["of ideal"] = num / seconds * STEP_S / num_streams
+    figures["first token ms"] = 1e3 * statistics.median(clients.first_token_s)
+    return figures
+
+
+def measure_mode(
+    haproxy: bool, streams: list[int], lengths: list[int], rounds: int, window_s: float
+) -> list[dict[str, Any]]:
+    """A row for each application, number of streams and length; medians of `rounds`."""
+    rows = []
+    with cluster(haproxy) as where:
+        for num_streams in streams:
+            for num_tokens in lengths:
+                taken: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
+                for _ in range(rounds):
+                    for way in WAYS:
+                        figures = measure(where, way, num_streams, num_tokens, window_s)
+                        taken[way.name].append(asyncio.run(figures))
+                for name, turns in taken.items():
+                    row: dict[str, Any] = {
+                        "proxy in front": PROXIES[haproxy],
+                        "way": name,
+                        "streams": num_streams,
+                        "tokens": "long" if num_tokens == LONG else num_tokens,
+                    }
+                    for key in turns[0]:
+                        row[key] = statistics.median(turn[key] for turn in turns)
+                    rows.append(row)
+                    print_table([row])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 128, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--window", type=float, default=6.0, help="seconds of one measurement")
+    parser.add_argument("--haproxy-only", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal, without HAProxy")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        rows = measure_mode(False, [4], [16], 1, 1.0)
+    else:
+        lengths = [LONG, 128]
+        rows = measure_mode(True, arguments.streams, lengths, arguments.rounds, arguments.window)
+        if not arguments.haproxy_only:
+            rows += measure_mode(False, arguments.streams[:1], [LONG], 1, arguments.window)
+    print_table(rows)
+    finish("serving_path", rows, unit="CPU us per token", target=TARGET_US)
+
+
+if __name__ == "__main__":
+    main()
