@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.holds import check_block_ids
@@ -20,6 +21,8 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 MAX_PEERS = 1024
 MAX_USED_TICKETS = 16_384  # forgetting one is harmless: the stamps still decide
 MAX_TICKET_ID_NBYTES = 256
+
+TicketName: TypeAlias = tuple[str, int, str]  # source, epoch, id: unique among all workers
 
 
 def describe(
@@ -99,7 +102,7 @@ class PullBook:
         self._max_peers = max_peers
         self._max_used_tickets = max_used_tickets
         self._peers: dict[str, Peer] = {}  # least recently used first
-        self._used: dict[str, None] = {}  # oldest first
+        self._used: dict[TicketName, None] = {}  # oldest first
         self._filling: set[int] = set()  # local blocks that a transport may still write
         self._pull_ids = itertools.count(1)
 
@@ -165,7 +168,7 @@ class PullBook:
         self._filling.difference_update(pull.local_blocks)
 
     def mark_used(self, ticket: KVTicket) -> None:
-        self._used[ticket.ticket_id] = None
+        self._used[_name(ticket)] = None
         while len(self._used) > self._max_used_tickets:
             del self._used[next(iter(self._used))]
 
@@ -213,6 +216,10 @@ class PullBook:
             )
         if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID_NBYTES:
             raise TransferFailed(f"ticket ids have 1 to {MAX_TICKET_ID_NBYTES} bytes")
-        if ticket.ticket_id in self._used:
+        if _name(ticket) in self._used:
             raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
         return peer
+
+
+def _name(ticket: KVTicket) -> TicketName:
+    return ticket.source_id, ticket.epoch, ticket.ticket_id

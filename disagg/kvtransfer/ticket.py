@@ -28,7 +28,7 @@ class KVTicket:
     The blocks count only if, after they were copied, their generations still equal these.
     """
 
-    ticket_id: str
+    ticket_id: str  # unique within an epoch of the source
     source_id: str  # Peer.worker_id
     epoch: int
     layout: str

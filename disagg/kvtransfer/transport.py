@@ -53,7 +53,7 @@ class Transport(Protocol):
 
         Returns a pull id that a later `poll` reports exactly once. Until then the blocks `into`
         belong to the transport, however long a hanging source takes: who cannot wait computes
-        into other blocks.
+        into other blocks. The end of a pull, whatever it is, releases the ticket at the source.
 
         Raises:
             TransferFailed: unknown peer, wrong epoch, layout or block id; nothing was started.

@@ -1,0 +1,73 @@
+"""The promise of the whole system: apart, workers answer exactly what one big engine answers.
+
+Two prefill and two decode workers, real doors, real slabs and stamps, played in one thread in a
+drawn order: tiny caches, shared prefixes, preemption, tickets that are late, lost or never used,
+pulls that are torn, fail or hang, notifications lost or doubled, holds that expire or are broken,
+requests that are cancelled, moved or too late, links and workers that die, a store that forgets.
+The KV is made so that one wrong byte changes the answer (`tests/engine/fake_runner.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.fleet import (
+    Dice,
+    DrawnDice,
+    Play,
+    assert_equivalent,
+    assert_thrifty,
+    play_in_quiet,
+    play_in_trouble,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_log() -> Iterator[None]:
+    """Every failed pull is a warning, and here most pulls fail."""
+    log = logging.getLogger("disagg.worker.doors")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(level)
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> Play:
+    return play_in_trouble(DrawnDice(draw))
+
+
+@settings(max_examples=150, deadline=None)
+@given(plays())
+def test_a_fleet_in_trouble_answers_what_one_engine_answers(play: Play) -> None:
+    assert_equivalent(play)
+
+
+@st.composite
+def quiet_plays(draw: st.DrawFn) -> Play:
+    return play_in_quiet(DrawnDice(draw))
+
+
+@settings(max_examples=50, deadline=None)
+@given(quiet_plays())
+def test_in_quiet_times_no_token_is_computed_twice(play: Play) -> None:
+    assert_thrifty(play)
+
+
+def test_plays_meet_all_that_can_happen() -> None:
+    """Or the properties above would say little."""
+    met: Counter[str] = Counter()
+    for seed in range(150):
+        fleet = assert_equivalent(play_in_trouble(Dice(seed)))
+        met.update(fleet.ends)
+        met.update(fleet.met())
+    for what in ("stop", "length", "gone", "deadline_exceeded", "pulled", "torn or failed"):
+        assert met[what] >= 10, met
+    for what in ("preempted", "hits in the store", "expired", "broken", "released in vain"):
+        assert met[what] >= 5, met

@@ -1,0 +1,156 @@
+"""A transport and a store as bad as drawn: late, lost, doubled, torn, broken, hung. No threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+from disagg.kvtransfer.local_transport import LocalTransport
+from disagg.kvtransfer.pulls import Pull
+from disagg.kvtransfer.runs import Run
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.store.store import ColdStore
+from disagg.store.store_thread import Done, FetchJob, PutJob, PutsDone, StoreThread
+
+
+class Fates:
+    """What goes wrong, as drawn: one number for each thing that might. None at all, or 0: nothing.
+
+    calm: from now on nothing goes wrong, and nothing that hangs goes on hanging.
+    """
+
+    def __init__(self, drawn: bytes) -> None:
+        self._drawn = drawn
+        self._next = 0
+        self.calm = not drawn
+
+    def draw(self) -> int:
+        if self.calm:
+            return 0
+        self._next += 1
+        return self._drawn[(self._next - 1) % len(self._drawn)]
+
+
+@dataclass
+class _Flight:
+    pull: Pull
+    num_polls: int  # until it ends
+    fails: bool
+    hangs: bool
+    num_copied: int = 0
+
+
+class FatefulTransport(LocalTransport):
+    """A local transport whose pulls take several polls, half of the blocks at each end."""
+
+    def __init__(self, fates: Fates, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fates = fates
+        self._flights: list[_Flight] = []
+        self._late: deque[tuple[Peer, str]] = deque()  # notifications
+        self.num_failed = 0
+        self.num_done = 0
+
+    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+        pull = self._book.begin(ticket, first_block, into, self._clock())
+        fate = self._fates.draw()
+        flight = _Flight(pull, fate // 8 % 8, fails=fate % 8 == 1, hangs=fate % 8 == 2)
+        self._flights.append(flight)
+        return pull.pull_id
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        for _ in range(len(self._late)):
+            self._notify(*self._late.popleft())
+        events: list[PullDone | TicketReleased] = []
+        while self._inbox:
+            events.append(TicketReleased(self._inbox.popleft()))
+        for flight in list(self._flights):
+            done = self._fly(flight)
+            if done is not None:
+                self._flights.remove(flight)
+                events.append(done)
+        return events
+
+    def _fly(self, flight: _Flight) -> PullDone | None:
+        pull = flight.pull
+        flight.num_polls -= 1
+        is_over = self._fates.calm or (flight.num_polls < 0 and not flight.hangs)
+        source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
+        error = None if source is not None else f"{pull.peer.worker_id} is gone"
+        if source is not None:
+            blocks = [_nth(run, i) for run in pull.runs for i in range(run.num_blocks)]
+            end = len(blocks) if is_over else (len(blocks) + 1) // 2
+            self._copy_blocks(replace(pull, runs=tuple(blocks[flight.num_copied : end])), source)
+            flight.num_copied = end
+            if is_over and flight.fails and not self._fates.calm:
+                error = "the wire broke"
+            elif is_over:
+                self._copy_generations(pull, source)
+                if not pull.is_unchanged(self._scratch):
+                    error = "the blocks were used again"
+        elif flight.hangs and not self._fates.calm:
+            return None  # a dead source does not end it either
+        else:
+            is_over = True
+        if not is_over:
+            return None
+        self._book.end(pull)
+        self._notify(pull.peer, pull.ticket.ticket_id)
+        self.num_failed += error is not None
+        self.num_done += error is None
+        return PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, 0.001)
+
+    def _notify(self, peer: Peer, ticket_id: str) -> None:
+        fate = self._fates.draw() % 8
+        if fate == 1:
+            return  # lost
+        if fate == 2:
+            self._late.append((peer, ticket_id))
+            return
+        for _ in range(2 if fate == 3 else 1):
+            super()._notify(peer, ticket_id)
+
+
+def _nth(run: Run, i: int) -> Run:
+    return Run(run.source_block + i, run.local_block + i, 1)
+
+
+class SteppedStoreThread(StoreThread):
+    """Does its jobs when it is asked what is done; or some time later, as fate wills."""
+
+    def __init__(
+        self,
+        fates: Fates,
+        store: ColdStore,
+        block_nbytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fates = fates
+        self._store = store
+        self._block_nbytes = block_nbytes
+        self._num_per_call = 2
+        self._clock = clock
+        self._outbox: SimpleQueue[Done] = SimpleQueue()
+        self._jobs: deque[FetchJob | PutJob] = deque()
+
+    def submit(self, job: FetchJob | PutJob) -> None:
+        self._jobs.append(job)
+
+    def take_done(self) -> list[Done]:
+        while self._jobs and self._fates.draw() % 4 != 1:
+            job = self._jobs.popleft()
+            if isinstance(job, FetchJob):
+                self._outbox.put(self._fetch(job))
+            elif self._fates.draw() % 8 == 1:
+                self._outbox.put(PutsDone((job.block_hash,), len(job.block), "the store is away"))
+            else:
+                self._outbox.put(self._put([job]))
+        return super().take_done()
+
+    def close(self, timeout_s: float) -> bool:
+        self._jobs.clear()
+        return True

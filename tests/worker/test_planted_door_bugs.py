@@ -1,0 +1,294 @@
+"""The fleet's oracles earn their trust: each bug planted here is noticed by one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from disagg.blocks import BlockHash, hash_block
+from disagg.decode_worker import arrivals, cold_prefix, entering
+from disagg.decode_worker.arrivals import Arrivals
+from disagg.engine import ownership, scheduler
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.kvtransfer import pulls
+from disagg.kvtransfer.holds import Holds
+from disagg.kvtransfer.pulls import Pull, PullBook
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.prefill_worker.leaving import Leaving
+from disagg.router import dispatch
+from disagg.store.memory_store import MemoryStore
+from disagg.worker.doors import Doors
+from tests.engine.workload import ROOT
+from tests.worker import fleet
+from tests.worker.fleet import (
+    Dice,
+    Play,
+    assert_equivalent,
+    assert_thrifty,
+    play_in_quiet,
+    play_in_trouble,
+)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+_allocate = BlockPool.allocate
+_publish = ownership.publish
+_begin = PullBook.begin
+_leave = Leaving.leave
+_collect = Holds.collect
+_join = Arrivals._join
+_finish = Arrivals.finish
+_cancel = Arrivals.cancel
+_get_many = MemoryStore.get_many
+
+
+def _the_last_block_is_not_pulled(patch: pytest.MonkeyPatch) -> None:
+    def begin(*args: Any) -> Pull:
+        pull = _begin(*args)
+        last = pull.runs[-1]
+        return replace(pull, runs=(*pull.runs[:-1], last._replace(num_blocks=last.num_blocks - 1)))
+
+    patch.setattr(PullBook, "begin", begin)
+
+
+def _the_wrong_blocks_are_pulled(patch: pytest.MonkeyPatch) -> None:
+    """The ticket's first ones, though some of them were skipped."""
+
+    def begin(
+        book: PullBook, ticket: KVTicket, first_block: int, into: Sequence[int], now: float
+    ) -> Pull:
+        def shifted(values: tuple[int, ...]) -> tuple[int, ...]:
+            return (*values[len(into) :], *values[: len(into)])
+
+        wrong = replace(
+            ticket, block_ids=shifted(ticket.block_ids), generations=shifted(ticket.generations)
+        )
+        return _begin(book, wrong, first_block, into, now)
+
+    patch.setattr(PullBook, "begin", begin)
+
+
+def _stamps_are_not_bumped(patch: pytest.MonkeyPatch) -> None:
+    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks)
+        for block_id in block_ids or ():
+            pool.generations[block_id] -= 1
+        return block_ids
+
+    patch.setattr(BlockPool, "allocate", allocate)
+
+
+def _stamps_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pull, "is_unchanged", lambda pull, generations: True)
+
+
+def _errors_of_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    def finish(door: Arrivals, done: Any) -> Any:
+        return _finish(door, replace(done, error=None))
+
+    patch.setattr(Arrivals, "finish", finish)
+
+
+def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
+    def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
+        starts = range(0, len(tokens) - size + 1, size)
+        return [hash_block(ROOT, tokens[start : start + size]) for start in starts]
+
+    def of_one(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+        return hash_block(ROOT, tokens)
+
+    patch.setattr(fleet, "hash_blocks", hash_blocks)
+    patch.setattr(dispatch, "hash_block", of_one)
+    patch.setattr(ownership, "hash_block", of_one)
+
+
+def _published_before_full(patch: pytest.MonkeyPatch) -> None:
+    def publish(pool: BlockPool, sequence: EngineSequence) -> None:
+        _publish(pool, sequence)
+        i = sequence.num_published
+        if i < len(sequence.block_hashes) and sequence.num_computed > i * pool.block_size:
+            pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
+        sequence.publish_at = 0  # look again after every step
+
+    patch.setattr(scheduler, "publish", publish)
+
+
+def _an_arrival_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    def join(door: Arrivals, arrival: Any) -> None:
+        arrival.ticket = replace(arrival.ticket, num_tokens=arrival.ticket.num_tokens + 1)
+        _join(door, arrival)
+
+    patch.setattr(Arrivals, "_join", join)
+
+
+def _an_arrival_counts_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
+    def leave(door: Leaving, sequence: EngineSequence, now: float) -> KVTicket:
+        sequence.num_computed -= sequence.num_computed > 1
+        return _leave(door, sequence, now)
+
+    patch.setattr(Leaving, "leave", leave)
+
+
+def _holds_never_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holds, "collect", lambda holds, now: [])
+
+
+def _holds_end_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holds, "collect", lambda holds, now: _collect(holds, now) * 2)
+
+
+def _holds_end_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Stamps keep the answers right; it only costs."""
+
+    def leave(door: Leaving, sequence: EngineSequence, now: float) -> KVTicket:
+        ticket = _leave(door, sequence, now)
+        door.release(ticket.ticket_id)
+        door._engine.pool.release(_collect(door._holds, now)[0])
+        _allocate(door._engine.pool, door._engine.pool.num_free)
+        return ticket
+
+    patch.setattr(Leaving, "leave", leave)
+
+
+def _holds_break_whenever_a_request_comes(patch: pytest.MonkeyPatch) -> None:
+    """As if a sequence that no step has seen yet could not go on."""
+
+    def is_stuck(engine: Engine) -> bool:
+        return engine.has_work and not engine.last_plan.work
+
+    patch.setattr(Engine, "is_stuck", property(is_stuck, lambda engine, value: None), raising=False)
+
+
+def _two_workers_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arrivals, "is_stuck", False)
+
+
+def _tickets_of_two_workers_are_taken_for_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pulls, "_name", lambda ticket: ticket.ticket_id)
+
+
+def _blocks_of_a_failed_pull_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def finish(door: Arrivals, done: Any) -> Any:
+        if done.error is not None:
+            arrival = door._pulling[done.pull_id]
+            arrival.held, arrival.pulled = [], []
+        return _finish(door, done)
+
+    patch.setattr(Arrivals, "finish", finish)
+
+
+def _blocks_of_a_cancelled_pull_come_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    """While the transport may still write them."""
+
+    def cancel(door: Arrivals, request_id: str) -> bool:
+        for arrival in door._pulling.values():
+            if arrival.sequence.request_id == request_id:
+                door._engine.pool.release([*arrival.held, *arrival.pulled])
+                arrival.held, arrival.pulled = [], []
+        return _cancel(door, request_id)
+
+    patch.setattr(Arrivals, "cancel", cancel)
+
+
+def _skipped_blocks_are_not_acquired(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "acquire", lambda pool, block_ids: None)
+
+
+def _a_closed_link_leaves_its_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Doors, "close_link", lambda doors, link_id: None)
+
+
+def _the_store_mixes_up_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "get_many", lambda store, keys: _get_many(store, keys)[::-1])
+
+
+def _evicted_blocks_are_saved_too_late(patch: pytest.MonkeyPatch) -> None:
+    """At the next eviction, when other KV may be in them."""
+
+    def give_up(engine: Engine) -> None:
+        late = engine.__dict__.setdefault("late", [])
+        if engine.save_evicted is not None and late:
+            engine.save_evicted(list(late))
+            late.clear()
+        late.extend(engine.pool.take_evicted())
+
+    patch.setattr(Engine, "_give_up_evicted", give_up)
+
+
+def _a_cold_prefix_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    def enter(engine: Engine, sequence: EngineSequence, how: Any) -> None:
+        sequence.num_computed += how == engine.join
+        enter_or_end(engine, sequence, how)
+
+    enter_or_end = entering.enter_or_end
+    patch.setattr(cold_prefix, "enter_or_end", enter)
+
+
+def _a_refused_arrival_says_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Such as one whose deadline passed: it is dropped, and its caller waits for ever."""
+    enter_or_end = entering.enter_or_end
+
+    def enter(engine: Engine, sequence: EngineSequence, how: Any) -> None:
+        if how != engine.submit:
+            enter_or_end(engine, sequence, how)
+
+    patch.setattr(arrivals, "enter_or_end", enter)
+
+
+IN_TROUBLE: list[Plant] = [
+    _the_last_block_is_not_pulled,
+    _the_wrong_blocks_are_pulled,
+    _stamps_are_not_bumped,
+    _stamps_are_not_compared,
+    _errors_of_pulls_are_ignored,
+    _names_without_chain,
+    _published_before_full,
+    _an_arrival_counts_one_token_too_many,
+    _holds_never_end,
+    _holds_end_twice,
+    _two_workers_wait_for_each_other,
+    _blocks_of_a_failed_pull_are_lost,
+    _blocks_of_a_cancelled_pull_come_back_too_early,
+    _skipped_blocks_are_not_acquired,
+    _a_closed_link_leaves_its_streams,
+    _the_store_mixes_up_blocks,
+    _evicted_blocks_are_saved_too_late,
+    _a_cold_prefix_counts_one_token_too_many,
+    _a_refused_arrival_says_nothing,
+]
+IN_QUIET: list[Plant] = [
+    _an_arrival_counts_one_token_too_few,
+    _holds_end_at_once,
+    _holds_break_whenever_a_request_comes,
+    _tickets_of_two_workers_are_taken_for_one,
+]
+
+
+def expect_notice(plays: Iterator[Play], assert_right: Callable[[Play], object]) -> None:
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
+        for play in plays:
+            assert_right(play)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "disagg.worker.doors")
+
+
+@pytest.mark.parametrize("plant", IN_TROUBLE, ids=lambda plant: plant.__name__.strip("_"))
+def test_it_is_noticed_in_trouble(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    plays = (play_in_trouble(Dice(seed), num_trips=range(6, 11)) for seed in range(2000))
+    expect_notice(plays, assert_equivalent)
+
+
+@pytest.mark.parametrize("plant", IN_QUIET, ids=lambda plant: plant.__name__.strip("_"))
+def test_it_is_noticed_in_quiet_times(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    expect_notice((play_in_quiet(Dice(seed)) for seed in range(1000)), assert_thrifty)
