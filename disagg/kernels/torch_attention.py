@@ -159,7 +159,8 @@ def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
     """Zero the blocks that this step begins and does not fill.
 
     A group reads whole blocks and masks their unwritten ends, but a NaN that an earlier owner
-    left there would survive the mask (0 * NaN is NaN).
+    left there would survive the mask (0 * NaN is NaN). Blocks that come from another worker were
+    begun by one that did the same.
     """
     block_size = kv_cache.shape[4]
     spans = zip(batch.context_lens_host, batch.query_lens, strict=True)

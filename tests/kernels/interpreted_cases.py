@@ -1,0 +1,163 @@
+"""Each Triton kernel equals its reference; run by `test_triton.py` under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from disagg.kernels import reference
+from disagg.kernels.kv_write import kv_write
+from disagg.kernels.norm_rope import norm_rope_
+from disagg.kernels.paged_attention import paged_attention, plan_work
+from disagg.kernels.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.silu_mul import silu_mul
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.decoder import Decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
+from disagg.models.weights import random_weights
+from tests.kernels.paged_inputs import LAYER, paged_inputs
+from tests.models.paging import Tokens, new_slab, run_step
+
+CPU = torch.device("cpu")
+HALF, SINGLE = 2e-3, 2e-5  # tolerances, absolute and relative
+
+# Single tokens, exact multiples of blocks and tiles, a verified draft, prompts with and without
+# a cached prefix; single queries first.
+MIXED = [(1, 1), (1, 64), (1, 65), (1, 300), (3, 70), (40, 40), (35, 99)]
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def _attend(
+    lens: list[tuple[int, int]],
+    window: int | None,
+    num_programs: int,
+    **shape: int | torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = paged_inputs(lens, **shape)  # type: ignore[arg-type]
+    expected = inputs.expected(window)
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    num_kv_heads = inputs.kv_cache.shape[3]
+    group = inputs.qkv.shape[1] // num_kv_heads - 2
+    work = plan_work(inputs.query_lens, inputs.context_lens_host, group, window, num_programs, CPU)
+    out = paged_attention(
+        inputs.qkv,
+        inputs.kv_cache,
+        LAYER,
+        inputs.block_tables,
+        inputs.query_start,
+        inputs.context_lens,
+        work,
+    )
+    return out, expected
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7])
+@pytest.mark.parametrize("window", [None, 50])
+def test_paged_attention_of_odd_groups(group: int, window: int | None) -> None:
+    out, expected = _attend(MIXED, window, num_programs=2, group=group)
+    _assert_close(out, expected, SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 16), (80, 64), (128, 16), (128, 64), (64, 128), (16, 1)]
+)
+def test_paged_attention_of_head_and_block_sizes(head_dim: int, block_size: int) -> None:
+    lens = [(1, 64), (1, 130), (2, 64), (40, 75)]
+    out, expected = _attend(
+        lens, None, 2, group=2, num_kv_heads=1, head_dim=head_dim, block_size=block_size
+    )
+    _assert_close(out, expected, SINGLE)
+
+
+def test_paged_attention_in_half_precision() -> None:
+    out, expected = _attend(MIXED, None, 2, group=4, dtype=torch.float16)
+    _assert_close(out, expected, HALF)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
+    cut, expected = _attend([(1, 1100), (4, 515)], window, num_programs=64, group=3)
+    _assert_close(cut, expected, SINGLE)
+    assert any(
+        launch.num_partials for launch in plan_work([1, 4], [1100, 515], 3, None, 64, CPU).launches
+    )
+
+
+@pytest.mark.parametrize("size", [1, 48, 384, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms(size: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 3, size).to(dtype)
+    weight = torch.rand(size).to(dtype)
+    tolerance = SINGLE if dtype == torch.float32 else HALF
+    _assert_close(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), tolerance)
+    for ours, theirs in zip(
+        add_rms_norm(x, residual, weight, 1e-6),
+        reference.add_rms_norm(x, residual, weight, 1e-6),
+        strict=True,
+    ):
+        _assert_close(ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_rope(head_dim: int, with_norm: bool) -> None:
+    qkv = torch.randn(3, 7, head_dim)
+    norm = torch.rand(5, head_dim) if with_norm else None
+    angles = torch.randn(3, head_dim // 2)
+    rows = torch.stack((angles.cos(), angles.sin()), 1)
+    expected = qkv.clone()
+    expected[:, :5] = reference.norm_rope(qkv[:, :5], norm, 1e-6, angles.cos(), angles.sin())
+    norm_rope_(qkv[:, :5], norm, 1e-6, rows)
+    _assert_close(qkv, expected, SINGLE)
+
+
+@pytest.mark.parametrize("size", [1, 80, 1024, 1500])
+def test_silu_mul(size: int) -> None:
+    gate_up = torch.randn(3, 2 * size)
+    _assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), SINGLE)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (80, 16), (64, 64)])
+def test_kv_write_touches_its_slots_and_nothing_else(head_dim: int, block_size: int) -> None:
+    inputs = paged_inputs([(1, 5), (9, 20)], head_dim=head_dim, block_size=block_size, group=3)
+    written, expected = inputs.kv_cache.clone(), inputs.kv_cache.clone()
+    kv_write(inputs.qkv, written, LAYER, inputs.slots)
+    reference.kv_write(inputs.qkv, expected, LAYER, inputs.slots)
+    torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_decoder_on_the_kernels_equals_one_on_torch() -> None:
+    config = ModelConfig(
+        family="Qwen3ForCausalLM",
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        hidden_size=48,
+        intermediate_size=80,
+        vocab_size=61,
+        max_model_len=128,
+        dtype=torch.float32,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        sliding_windows=(None, 20),
+        qkv_bias=True,
+        qk_norm=True,
+    )
+    weights = random_weights(config, torch.float32, CPU, seed=2)
+    results = []
+    for decoder in (Decoder(config, weights, TritonOps(6, 1)), Decoder(config, weights)):
+        slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
+        short, long = (
+            Tokens([3, 1, 4, 1, 5], [7]),
+            Tokens(list(range(60)), [9, 2, 3, 0, 5, 1, 8, 4]),
+        )
+        run_step(decoder, slab, [(short, 4), (long, 30)], 8)
+        run_step(decoder, slab, [(short, 1), (long, 29)], 8)
+        run_step(decoder, slab, [(long, 1)], 8)
+        results.append(torch.stack(short.logits + long.logits))
+    _assert_close(results[0], results[1], SINGLE)

@@ -1,0 +1,105 @@
+"""Random queries, keys and values over a shuffled paged cache whose free blocks are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference
+
+NUM_LAYERS = 2
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """The fields that kernels read of a batch, with `qkv` and a cache that holds the past."""
+
+    qkv: Tensor  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    kv_cache: Tensor
+    slots: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    query_lens: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(length == 1 for length in self.query_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens)
+
+    @property
+    def max_context_len(self) -> int:
+        return max(self.context_lens_host)
+
+    def expected(self, window: int | None) -> Tensor:
+        """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
+        cache = self.kv_cache.clone()
+        reference.kv_write(self.qkv, cache, LAYER, self.slots)
+        num_heads = self.qkv.shape[1] - 2 * cache.shape[3]
+        out = reference.paged_attention(
+            self.qkv[:, :num_heads],
+            cache,
+            LAYER,
+            self.block_tables,
+            self.query_lens,
+            self.context_lens_host,
+            window,
+        )
+        return out.flatten(1)
+
+
+def paged_inputs(
+    lens: Sequence[tuple[int, int]],
+    *,
+    group: int = 1,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    begun_blocks_are_clean: bool = False,
+) -> PagedInputs:
+    """Draw inputs for sequences of (query_len, context_len); single queries come first.
+
+    Only what earlier steps would have written is finite; the rest of every block is NaN, save
+    with `begun_blocks_are_clean`: there, those steps zeroed the blocks that they began.
+    """
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-context // block_size) for _, context in lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    kv_cache = torch.full(shape, torch.nan, dtype=dtype)
+    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    slots = []
+    for row, (query_len, context_len) in enumerate(lens):
+        blocks = [order.pop() for _ in range(counts[row])]
+        tables[row, : counts[row]] = torch.tensor(blocks)
+        own = [blocks[p // block_size] * block_size + p % block_size for p in range(context_len)]
+        past = own[: context_len - query_len]
+        if begun_blocks_are_clean:
+            kv_cache[[slot // block_size for slot in past]] = 0.0
+        for slot in past:
+            drawn = torch.randn(2, num_kv_heads, head_dim, generator=generator)
+            kv_cache[slot // block_size, LAYER, :, :, slot % block_size] = drawn.to(dtype)
+        slots += own[context_len - query_len :]
+    num_heads = group * num_kv_heads + 2 * num_kv_heads
+    query_lens = [query_len for query_len, _ in lens]
+    contexts = tuple(context_len for _, context_len in lens)
+    return PagedInputs(
+        qkv=torch.randn(len(slots), num_heads, head_dim, generator=generator).to(dtype),
+        kv_cache=kv_cache,
+        slots=torch.tensor(slots),
+        query_start=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        query_lens=tuple(query_lens),
+        context_lens_host=contexts,
+    )

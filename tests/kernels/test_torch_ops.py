@@ -1,0 +1,112 @@
+"""The operations for CPUs equal their references, whatever the dtype and the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import linear, reference
+from disagg.kernels.dispatch import ops_for
+from disagg.kernels.torch_ops import TorchOps
+from tests.kernels.paged_inputs import LAYER, paged_inputs
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = list(TOLERANCE)
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 100])
+def test_rms_norm_of_few_and_many_rows(num_rows: int, dtype: torch.dtype) -> None:
+    # Small values, so that the epsilon counts.
+    x, weight = (torch.randn(num_rows, 96) * 1e-3).to(dtype), torch.rand(96).to(dtype)
+    _assert_close(TorchOps().rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_rope(with_norm: bool, dtype: torch.dtype) -> None:
+    ops = TorchOps()
+    qkv = torch.randn(5, 7, 64).to(dtype)
+    norm = torch.rand(5, 64).to(dtype) if with_norm else None
+    angles = torch.randn(9, 32)
+    cos, sin = angles.cos(), angles.sin()
+    picked = torch.tensor([8, 0, 3, 3, 5])
+    expected = qkv.clone()
+    turned = reference.norm_rope(qkv[:, :5], norm, 1e-6, cos[picked], sin[picked])
+    expected[:, :5] = turned
+    rows = ops.rope_table(cos, sin, dtype).index_select(0, picked)
+    ops.norm_rope_(qkv[:, :5], norm, 1e-6, rows)
+    _assert_close(qkv, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 33])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_projections(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+    ops = TorchOps()
+    x, residual = torch.randn(2, num_rows, 64).to(dtype)
+    weight = (torch.randn(96, 64) * 0.1).to(dtype)
+    square, norm = (torch.randn(64, 64) * 0.1).to(dtype), torch.rand(64).to(dtype)
+    bias = torch.randn(96).to(dtype) if with_bias else None
+    wide = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
+    _assert_close(ops.project(x, ops.pack(weight, bias)), wide.to(dtype))
+    gated = ops.project_gated(x, ops.pack_gated(weight, bias))
+    _assert_close(gated, reference.silu_mul(wide).to(dtype))
+    total = (residual.float() + x.float() @ square.float().T).to(dtype)
+    added, normed = ops.project_add_norm(x, ops.pack(square, None), residual, norm, 1e-6)
+    _assert_close(added, total)
+    _assert_close(normed, reference.rms_norm(added, norm, 1e-6))
+
+
+def test_plain_and_packed_products_agree() -> None:
+    x, other, weight, bias = torch.randn(3, 8), torch.randn(3, 6), torch.randn(6, 8), torch.randn(6)
+    plain, packed = linear.PlainLinear(weight, bias), linear.PackedLinear(weight, bias)
+    _assert_close(packed(x), plain(x))
+    _assert_close(packed.silu(x), plain.silu(x))
+    _assert_close(packed.times(x, other), plain.times(x, other))
+    _assert_close(packed.plus(x, other), plain.plus(x, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention(group: int, window: int | None, dtype: torch.dtype) -> None:
+    lens = [(1, 1), (1, 16), (1, 65), (3, 40), (30, 30), (17, 50)]
+    inputs = paged_inputs(lens, group=group, dtype=dtype)
+    expected = inputs.expected(window)
+    ops = TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> None:
+    lens = [(1, 900), (1, 3), (1, 500), (1, 880), (1, 16), (400, 700)]
+    inputs = paged_inputs(lens, group=2, begun_blocks_are_clean=True)
+    expected = inputs.expected(window)
+    ops = TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
+
+
+def test_plans_of_different_steps_share_one_scratch() -> None:
+    ops = TorchOps()
+    large = paged_inputs([(1, 400)])
+    small = paged_inputs([(1, 40)])
+    first = ops.plan(large, large.kv_cache, [None]).scratch
+    assert ops.plan(small, small.kv_cache, [None]).scratch is first
+
+
+def test_a_cpu_gets_torch() -> None:
+    assert isinstance(ops_for(torch.device("cpu"), num_heads=4), TorchOps)
