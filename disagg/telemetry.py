@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -261,8 +261,8 @@ def _bounded(call: Callable[[], object], timeout_s: float) -> bool:
 class FleetMetrics:
     """An ingress's view of its workers, as Prometheus metrics.
 
-    Labels are bounded by the configuration and the membership: `forget_worker` drops the series
-    of a worker that has left.
+    Labels are bounded by the configuration and the membership: `keep_only` drops the series of
+    workers that have left.
 
     Args:
         registry: what `GET /metrics` renders; None makes one.
@@ -322,12 +322,14 @@ class FleetMetrics:
         self._rate.labels(source_id, worker_id).set(bytes_per_s)
         self._latency.labels(source_id, worker_id).set(latency_s)
 
-    def forget_worker(self, worker_id: str) -> None:
-        for worker in [worker for worker in self._workers if worker[-1] == worker_id]:
+    def keep_only(self, worker_ids: Collection[str]) -> None:
+        """Drop the series of workers that have left."""
+        gauges = (self._running, self._waiting, self._kv_usage, self._holds)
+        for worker in [each for each in self._workers if each[-1] not in worker_ids]:
             self._workers.remove(worker)
-            for gauge in (self._running, self._waiting, self._kv_usage, self._holds):
+            for gauge in gauges:
                 gauge.remove(*worker)
-        for pair in [pair for pair in self._pairs if worker_id in pair]:
+        for pair in [each for each in self._pairs if not set(each) <= set(worker_ids)]:
             self._pairs.remove(pair)
             self._rate.remove(*pair)
             self._latency.remove(*pair)

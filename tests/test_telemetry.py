@@ -279,10 +279,10 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text
     assert 'kv_transfer_latency_seconds{source_id="p1",worker_id="d1"} 0.001' in text
     assert 'disagg_request_moves_total{model_name="m"} 1.0' in text
-    metrics.forget_worker("p1")
+    metrics.keep_only({"d1"})
     text = generate_latest(registry).decode()
     assert '"p1"' not in text and '"d1"' in text
-    metrics.forget_worker("p1")
+    metrics.keep_only({"d1"})
     metrics.transfer("p1", "d1", latency_s=0.002, bytes_per_s=1e9)
-    metrics.forget_worker("d1")
+    metrics.keep_only(())
     assert '"d1"' not in generate_latest(registry).decode()

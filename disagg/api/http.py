@@ -72,6 +72,7 @@ def build_app(
     readiness: Callable[[], Readiness],
     metrics: ApiMetrics | None = None,
     explain: Callable[[str], bytes | None] | None = None,
+    refresh: Callable[[], None] = lambda: None,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> AsgiApp:
     """The ASGI application.
@@ -80,9 +81,11 @@ def build_app(
         readiness: asked by `/ready` and `/health`; cheap.
         metrics: shown by `/metrics`.
         explain: request id -> JSON that says how it was routed; `/debug/requests/{id}`.
+        refresh: brings gauges up to date before `/metrics` shows them.
         new_id: random text for ids that clients do not choose.
     """
-    return _App(service, config, readiness, metrics or ApiMetrics(), explain, new_id)
+    metrics = metrics or ApiMetrics()
+    return _App(service, config, readiness, metrics, explain, refresh, new_id)
 
 
 class _App:
@@ -93,6 +96,7 @@ class _App:
         readiness: Callable[[], Readiness],
         metrics: ApiMetrics,
         explain: Callable[[str], bytes | None] | None,
+        refresh: Callable[[], None],
         new_id: Callable[[], str],
     ) -> None:
         self._service = service
@@ -100,6 +104,7 @@ class _App:
         self._readiness = readiness
         self._metrics = metrics
         self._explain = explain
+        self._refresh = refresh
         self._new_id = new_id
         self._key_check = KeyCheck(config.api_key)
         self._num_running = 0
@@ -302,6 +307,7 @@ class _App:
         return Reply(msgspec.json.encode(_Version(version("disagg"))))
 
     async def _show_metrics(self, request: HttpRequest) -> Reply:
+        self._refresh()
         return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
 
     async def _debug_request(self, request: HttpRequest) -> Reply:

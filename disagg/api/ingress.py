@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from disagg.api.http import AsgiApp, Readiness, build_app
+from disagg.api.metrics import ApiMetrics
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.config import ServeConfig, TierConfig
@@ -22,6 +23,7 @@ from disagg.links.fleet_links import FleetLinks
 from disagg.messages import WorkerRecord
 from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet
+from disagg.telemetry import FleetMetrics
 
 # Until a worker says what it uses; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
@@ -54,7 +56,11 @@ class IngressCore:
             observer=self.fleet,
             rng=rng,
         )
-        self.dispatcher = Dispatcher(self.links, self.fleet, now=now, rng=rng)
+        metrics = ApiMetrics()
+        self._fleet_metrics = FleetMetrics(metrics.registry)
+        self.dispatcher = Dispatcher(
+            self.links, self.fleet, now=now, rng=rng, moved=self._fleet_metrics.request_moved
+        )
         self.service = Service(
             self._models,
             self.dispatcher.generate,
@@ -62,7 +68,12 @@ class IngressCore:
             clock=now,
         )
         self.app: AsgiApp = build_app(
-            self.service, config.http, readiness=self.readiness, explain=self._explain
+            self.service,
+            config.http,
+            readiness=self.readiness,
+            metrics=metrics,
+            explain=self._explain,
+            refresh=self._refresh_metrics,
         )
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
@@ -105,6 +116,27 @@ class IngressCore:
 
     async def close(self) -> None:
         await self.links.close()
+
+    def _refresh_metrics(self) -> None:
+        reports = self.fleet.reports()
+        for record, status in reports:
+            self._fleet_metrics.worker(
+                record.model,
+                record.role,
+                record.worker_id,
+                num_running=status.num_running,
+                num_waiting=status.num_waiting,
+                kv_usage=1.0 - status.num_free_blocks / record.num_blocks,
+                num_holds=status.num_holds,
+            )
+            for figure in status.transfers:
+                self._fleet_metrics.transfer(
+                    figure.source_id,
+                    record.worker_id,
+                    latency_s=figure.latency_s,
+                    bytes_per_s=figure.bytes_per_s,
+                )
+        self._fleet_metrics.keep_only({record.worker_id for record, _ in reports})
 
     def _explain(self, request_id: str) -> bytes | None:
         decisions = self.dispatcher.decision(request_id)

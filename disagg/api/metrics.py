@@ -43,30 +43,30 @@ class ApiMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.num_running = Gauge(
-            "disagg:num_requests_running", "Requests in flight", registry=self.registry
+            "disagg_num_requests_running", "Requests in flight", registry=self.registry
         )
         self.http_requests = counter(
-            "disagg:http_requests", "HTTP requests by route and status", ["route", "code"]
+            "disagg_http_requests", "HTTP requests by route and status", ["route", "code"]
         )
         self.success = counter(
-            "disagg:request_success", "Answers that came to an end", ["model_name", "finish_reason"]
+            "disagg_request_success", "Answers that came to an end", ["model_name", "finish_reason"]
         )
         self.failure = counter(
-            "disagg:request_failure", "Answers that failed after they were accepted",
+            "disagg_request_failure", "Answers that failed after they were accepted",
             ["model_name", "code"],
         )  # fmt: skip
-        self.disconnects = counter("disagg:request_disconnect", "Clients that went away", [])
-        self.prompt_tokens = counter("disagg:prompt_tokens", "Prompt tokens", model)
-        self.cached_tokens = counter("disagg:cached_prompt_tokens", "Of these, not computed", model)
-        self.generation_tokens = counter("disagg:generation_tokens", "Tokens of answers", model)
+        self.disconnects = counter("disagg_request_disconnect", "Clients that went away", [])
+        self.prompt_tokens = counter("disagg_prompt_tokens", "Prompt tokens", model)
+        self.cached_tokens = counter("disagg_cached_prompt_tokens", "Of these, not computed", model)
+        self.generation_tokens = counter("disagg_generation_tokens", "Tokens of answers", model)
         self.ttft = histogram(
-            "disagg:time_to_first_token_seconds", "From arrival to first token", _TTFT_S
+            "disagg_time_to_first_token_seconds", "From arrival to first token", _TTFT_S
         )
         self.itl = histogram(
-            "disagg:inter_token_latency_seconds", "Between tokens of one answer", _TPOT_S
+            "disagg_inter_token_latency_seconds", "Between tokens of one answer", _TPOT_S
         )
         self.e2e = histogram(
-            "disagg:e2e_request_latency_seconds", "From arrival to last token", _DURATION_S
+            "disagg_e2e_request_latency_seconds", "From arrival to last token", _DURATION_S
         )
 
     def expose(self) -> bytes:

@@ -18,6 +18,7 @@ from disagg.messages import Role
 HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
 DRAIN_MARGIN_S = 5.0  # for Serve, on top of the worker's own limit
+MAX_NUM_STARTS = 3  # of a worker, when the application is deployed
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
 
 # Spinning OpenMP threads beside other processes cost several times the time of the work itself.
@@ -36,9 +37,20 @@ def build(args: dict[str, Any]) -> Application:
     return build_application(parse_config(args))
 
 
-def build_application(config: ServeConfig) -> Application:
+def build_application(
+    config: ServeConfig,
+    worker: type[WorkerReplica] = WorkerReplica,
+    max_num_starts: int = MAX_NUM_STARTS,
+) -> Application:
+    """The application's graph.
+
+    Args:
+        worker: what each replica of a pool is.
+        max_num_starts: failures to start after which Serve gives a worker pool up; 1 where a
+            person waits for the reason.
+    """
     workers = [
-        _worker_pool(config, tier, role, pool)
+        _worker_pool(config, tier, role, pool, worker, max_num_starts)
         for tier in config.tiers
         for role, pool in _pools(tier)
         if pool.num_replicas > 0
@@ -61,7 +73,12 @@ def _pools(tier: TierConfig) -> tuple[tuple[Role, PoolConfig], ...]:
 
 
 def _worker_pool(
-    config: ServeConfig, tier: TierConfig, role: Role, pool: PoolConfig
+    config: ServeConfig,
+    tier: TierConfig,
+    role: Role,
+    pool: PoolConfig,
+    worker: type[WorkerReplica],
+    max_num_starts: int,
 ) -> Application:
     environment = dict(WORKER_ENVIRONMENT)
     if tier.engine.num_threads is not None:
@@ -74,6 +91,7 @@ def _worker_pool(
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.drain_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=max_num_starts,
         request_router_config={
             "request_router_class": "disagg.app.routing.MembershipRouter",
         },
@@ -83,5 +101,5 @@ def _worker_pool(
             "resources": pool.resources,
             "runtime_env": {"env_vars": environment},
         },
-    )(WorkerReplica)
+    )(worker)
     return deployment.bind(config, tier.name, role)

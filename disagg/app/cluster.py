@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from disagg.config import HttpConfig, ServeConfig
 from disagg.errors import StartupError
 
 APPLICATION = "disagg"
+_FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
 class Cluster:
@@ -57,8 +57,9 @@ class Cluster:
 
     def deploy(self, config: ServeConfig) -> None:
         """Hand the application to Serve; `wait` follows it."""
+        application = build_application(config, max_num_starts=1)
         serve.run_many(
-            [serve.RunTarget(build_application(config), name=APPLICATION, route_prefix="/")],
+            [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -78,12 +79,12 @@ class Cluster:
                 continue
             if application.status is ApplicationStatus.RUNNING:
                 return
-            if application.status in (
-                ApplicationStatus.DEPLOY_FAILED,
-                ApplicationStatus.UNHEALTHY,
-            ):
-                messages = [each.message for each in application.deployments.values()]
-                raise StartupError(_own_words([application.message, *messages]))
+            messages = [each.message for each in application.deployments.values()]
+            refusal = _own_words([application.message, *messages])
+            if refusal is not None:  # Serve would try again, but it does not get better
+                raise StartupError(refusal)
+            if application.status in _FAILED:
+                raise StartupError("\n".join([application.message, *messages]))
             progress(
                 ", ".join(
                     f"{name} {each.status.value.lower()}"
@@ -104,10 +105,10 @@ class Cluster:
         ray.shutdown()
 
 
-def _own_words(messages: list[str]) -> str:
-    """The sentence of our own error inside Serve's message with its tracebacks."""
-    text = "\n".join(message for message in messages if message)
-    for line in reversed(text.splitlines()):
-        if line.startswith("disagg.errors."):
-            return line.split(": ", 1)[-1]
-    return text or f"The application failed to deploy; see the logs (pid {os.getpid()})."
+def _own_words(messages: list[str]) -> str | None:
+    """The sentence of an error of ours inside Serve's messages with their tracebacks."""
+    for line in "\n".join(messages).splitlines():
+        name, _, sentence = line.strip().partition(": ")
+        if name.startswith("disagg.errors.") and sentence:
+            return sentence
+    return None

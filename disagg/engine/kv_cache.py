@@ -15,6 +15,7 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.errors import NotEnoughMemory
+from disagg.kvtransfer.slab import allocate_host
 from disagg.models.model_config import ModelConfig
 
 LAYOUT_VERSION = 1
@@ -71,7 +72,12 @@ class KVCache:
         self.block_nbytes = shape.block_nbytes
         self.layout = shape.layout
         dims = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        self.slab = torch.zeros((num_blocks, *dims), dtype=shape.dtype, device=device)
+        if device.type == "cpu":
+            # Other workers read it from outside, twice as fast from huge pages.
+            memory = allocate_host(num_blocks * self.block_nbytes)
+            self.slab = torch.frombuffer(memory, dtype=shape.dtype).view(num_blocks, *dims)
+        else:
+            self.slab = torch.zeros((num_blocks, *dims), dtype=shape.dtype, device=device)
 
     @property
     def base_address(self) -> int:

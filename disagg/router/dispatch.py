@@ -68,6 +68,7 @@ class Dispatcher:
         max_moves: how often a request may be routed again before its error is final.
         patience_s: how long a request that had a worker waits for another one to appear. A
             request that finds none at first is refused at once.
+        moved: told the model of each request that is routed again.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Dispatcher:
         max_moves: int = 5,
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
+        moved: Callable[[str], None] = lambda model: None,
     ) -> None:
         self._workers = workers
         self._fleet = fleet
@@ -88,6 +90,7 @@ class Dispatcher:
         self._max_moves = max_moves
         self._patience_s = patience_s
         self._max_num_decisions = max_num_decisions
+        self._moved = moved
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
@@ -116,6 +119,7 @@ class Dispatcher:
                 if not journey.may_move(error) or journey.num_moves >= self._max_moves:
                     raise
                 journey.move(error)
+                self._moved(request.model)
             finally:
                 for reservation in reservations:
                     self._fleet.release(reservation)

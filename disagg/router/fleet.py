@@ -172,6 +172,10 @@ class Fleet:
             self._view = FleetView(dict(self._views))
         return self._view
 
+    def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
+        """What every worker said last."""
+        return [(record, self._statuses[name]) for name, record in self._records.items()]
+
     def reserve(self, worker_id: str, load: Load) -> Reservation:
         """Count `load` from now on. Raises `KeyError` for a worker that is not in the view."""
         _ = self._records[worker_id]

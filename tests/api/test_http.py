@@ -359,13 +359,13 @@ async def test_metrics_count_what_happened() -> None:
         await client.post(URL, json={})
         text = (await client.get("/metrics")).text
     for line in (
-        'disagg:request_success_total{finish_reason="stop",model_name="tiny"} 1.0',
-        'disagg:request_success_total{finish_reason="length",model_name="tiny"} 1.0',
-        'disagg:cached_prompt_tokens_total{model_name="tiny"} 8.0',
-        'disagg:generation_tokens_total{model_name="tiny"} 9.0',
-        'disagg:time_to_first_token_seconds_count{model_name="tiny"} 2.0',
-        'disagg:http_requests_total{code="200",route="/v1/chat/completions"} 2.0',
-        'disagg:http_requests_total{code="400",route="/v1/chat/completions"} 1.0',
+        'disagg_request_success_total{finish_reason="stop",model_name="tiny"} 1.0',
+        'disagg_request_success_total{finish_reason="length",model_name="tiny"} 1.0',
+        'disagg_cached_prompt_tokens_total{model_name="tiny"} 8.0',
+        'disagg_generation_tokens_total{model_name="tiny"} 9.0',
+        'disagg_time_to_first_token_seconds_count{model_name="tiny"} 2.0',
+        'disagg_http_requests_total{code="200",route="/v1/chat/completions"} 2.0',
+        'disagg_http_requests_total{code="400",route="/v1/chat/completions"} 1.0',
     ):
         assert line in text.splitlines()
 

@@ -1,0 +1,92 @@
+"""What cannot be served is refused in words with numbers, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.served import free_port
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def refusal(*arguments: str, port: int | None = None) -> str:
+    """What `disagg serve` says when it gives up. Nothing that it started may outlive it."""
+    port = free_port() if port is None else port
+    # A mark in the environment, which children inherit whatever becomes of their parents.
+    mark = f"DISAGG_TEST_MARK={os.urandom(8).hex()}"
+    name, value = mark.split("=")
+    done = subprocess.run(
+        [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, "--port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, name: value, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    left = [process.cmdline() for process in psutil.process_iter() if _has(process, name, value)]
+    assert not left, left
+    return done.stderr
+
+
+def _has(process: psutil.Process, name: str, value: str) -> bool:
+    try:
+        return process.environ().get(name) == value
+    except psutil.Error:
+        return False
+
+
+def test_missing_model() -> None:
+    said = refusal("no-such-model")
+    assert "'no-such-model'" in said and "demo-large" in said
+
+
+def test_broken_model_directory(tmp_path: Path) -> None:
+    assert "config.json" in refusal(str(tmp_path))
+
+
+def test_unknown_architecture(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["GPTNeoXForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refusal(str(tmp_path))
+    assert "GPTNeoXForCausalLM" in said and "LlamaForCausalLM" in said
+
+
+def test_port_in_use(model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"127.0.0.1:{port}" in refusal(str(model), port=port)
+
+
+def test_no_room_for_one_sequence(model: Path) -> None:
+    said = refusal(str(model), "--num-gpu-blocks-override", "3")
+    assert "512" in said and "32" in said and "num-gpu-blocks-override" in said
+
+
+def test_weights_that_are_not_numbers(model: Path, tmp_path: Path) -> None:
+    """Found only in the worker, when Ray runs already: the worker's words come out all the same."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = refusal(str(tmp_path), "--dtype", "float32", "--num-threads", "1")
+    assert "model.norm.weight" in said and "NaN" in said
