@@ -209,8 +209,10 @@ class Member:
         self.tier = None
         if world.store is not None and play.caching:
             self.tier = _tier(world.fates, world.store, kv.block_nbytes, clock)
-        parts = Parts(self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block)
-        self.doors = Doors(parts)
+        self.parts = Parts(
+            self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block
+        )
+        self.doors = Doors(self.parts)
         self.holds = self.doors._leaving._holds
         self.link_ids = count(1)
         self.links = [next(self.link_ids), next(self.link_ids)]

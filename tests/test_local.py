@@ -1,0 +1,193 @@
+"""The whole system in one process, with a real (tiny) model: its text is one engine's text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from disagg import local
+from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.local import LocalCluster
+from disagg.worker.worker import Worker
+from tests.e2e.single_engine import SingleEngine
+from tests.links.fakes import until
+from tests.tiny_model import write_tiny_model
+
+Kind = Literal["nixl", "local"]
+ENGINE = EngineConfig(
+    dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
+)
+LONG = "a prompt with so many blocks that it is prefilled elsewhere: " * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> SingleEngine:
+    return SingleEngine(model, ENGINE)
+
+
+@asynccontextmanager
+async def cluster(
+    model: Path, transport: Kind = "local", num_prefill: int = 1, num_decode: int = 1
+) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
+    tier = TierConfig(
+        model=str(model),
+        engine=ENGINE,
+        prefill=PoolConfig(num_replicas=num_prefill),
+        decode=PoolConfig(num_replicas=num_decode),
+    )
+    config = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
+    async with local.running(config) as running:
+        app = httpx.ASGITransport(running.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+            yield running, client
+
+
+def body(content: str, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {
+        "model": "tiny",
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        **fields,
+    }
+
+
+async def chat(client: httpx.AsyncClient, *args: Any, **fields: Any) -> dict[str, Any]:
+    answer = await client.post("/v1/chat/completions", json=body(*args, **fields))
+    assert answer.status_code == 200, answer.text
+    decoded: dict[str, Any] = answer.json()
+    return decoded
+
+
+def text(answer: dict[str, Any], index: int = 0) -> str:
+    content: str = answer["choices"][index]["message"]["content"]
+    return content
+
+
+def has_stepped(worker: Worker) -> bool:
+    costs = worker._doors.status().step_costs
+    return costs is not None and costs.num_observed > 0
+
+
+async def until_empty(worker: Worker) -> None:
+    """All blocks are back and nobody holds a ticket."""
+
+    def is_empty() -> bool:
+        status = worker._doors.status()
+        return worker._doors.is_idle and status.num_free_blocks == status.num_blocks
+
+    async with asyncio.timeout(30):
+        while not await worker._ask(is_empty):
+            await worker.check()
+    await worker.check()
+
+
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+async def test_text_is_one_engines_text(
+    model: Path, reference: SingleEngine, transport: Kind
+) -> None:
+    async with cluster(model, transport, 2, 2) as (running, client):
+        wanted = [
+            (content, temperature, seed)
+            for content in ("short", LONG, "another one: " + LONG)
+            for temperature, seed in ((0.0, 0), (1.0, 7), (1.0, 8))
+        ]
+        answers = await asyncio.gather(
+            *(chat(client, content, temperature=t, seed=s) for content, t, s in wanted)
+        )
+        for answer, (content, temperature, seed) in zip(answers, wanted, strict=True):
+            alone = reference.chat(content, 24, temperature=temperature, seed=seed)
+            assert text(answer) == alone
+        doors = [worker._doors for worker in running.workers if worker.record.role == "decode"]
+        assert sum(len(door.status().transfers) for door in doors), "nothing was pulled"
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+async def test_usage_counts_what_the_cache_had(model: Path) -> None:
+    async with cluster(model) as (_, client):
+        first = await chat(client, LONG)
+        again = await chat(client, LONG)
+        assert text(again) == text(first)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        num_prompt = again["usage"]["prompt_tokens"]
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert num_prompt - 16 <= cached < num_prompt
+
+
+async def test_several_answers_logprobs_and_stop_strings(
+    model: Path, reference: SingleEngine
+) -> None:
+    async with cluster(model) as (_, client):
+        answer = await chat(client, LONG, 12, n=2, logprobs=True, top_logprobs=3)
+        alone = reference.chat(LONG, 12)
+        for choice in answer["choices"]:
+            assert choice["message"]["content"] == alone
+            scored = choice["logprobs"]["content"]
+            assert len(scored) == 12
+            for token in scored:  # greedy: the chosen one is the likeliest
+                assert token["logprob"] == token["top_logprobs"][0]["logprob"]
+                assert len(token["top_logprobs"]) == 3
+        sampled = reference.chat(LONG, 40, temperature=1, seed=3)
+        stop = sampled[20:22]
+        cut = await chat(client, LONG, 40, temperature=1, seed=3, stop=[stop])
+        assert text(cut) == sampled[: sampled.index(stop)]
+        assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_client_that_leaves_gives_all_blocks_back(model: Path) -> None:
+    async with cluster(model) as (running, client):
+        request = body(LONG, 200, stream=True, ignore_eos=True)
+        leaving = asyncio.create_task(client.post("/v1/chat/completions", json=request))
+        decode = next(worker for worker in running.workers if worker.record.role == "decode")
+        await until(lambda: has_stepped(decode), 30)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+@pytest.mark.parametrize("drain_s", [None, 30.0], ids=["killed", "drained"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_stops_loses_no_request_and_no_token(
+    model: Path, reference: SingleEngine, role: str, drain_s: float | None
+) -> None:
+    contents = [f"{i}: {LONG}" for i in range(6)]
+    async with cluster(model, "local", 2, 2) as (running, client):
+        tasks = [
+            asyncio.create_task(chat(client, content, 60, temperature=1, seed=i, ignore_eos=True))
+            for i, content in enumerate(contents)
+        ]
+        victim = next(worker for worker in running.workers if worker.record.role == role)
+        await until(lambda: has_stepped(victim), 30)
+        await running.stop_worker(victim, drain_s)
+        answers = await asyncio.gather(*tasks)
+        for i, (content, answer) in enumerate(zip(contents, answers, strict=True)):
+            assert answer["usage"]["completion_tokens"] == 60
+            assert text(answer) == reference.chat(content, 60, temperature=1, seed=i)
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+async def test_a_stream_says_what_the_whole_answer_says(model: Path) -> None:
+    async with cluster(model) as (_, client):
+        whole = await chat(client, LONG)
+        request = body(LONG, stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=request) as answer:
+            lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
+        deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text(whole)

@@ -1,0 +1,143 @@
+"""Real workers, threads and links over loopback; a fake model, whose KV can be checked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+from disagg.config import ServeConfig, TierConfig
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.step import SampledToken, StepPlan
+from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.links.client import Link
+from disagg.messages import GenerateRequest, Role, TokenDelta
+from disagg.worker.parts import Parts
+from disagg.worker.worker import Worker
+from tests.engine.fake_runner import FakeKV, FakeRunner
+from tests.links.fakes import RecordingObserver, linked, until
+
+KEY = "the cluster's key"
+BLOCK_SIZE = 4
+TIER = TierConfig(model="fake")
+CONFIG = ServeConfig(tiers=(TIER,), transport="local", cluster_key=KEY)
+
+
+class GatedRunner(FakeRunner):
+    """Computes while its gate is open; breaks on request."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        super().__init__(kv)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.breaks = False
+        self.is_waiting = False
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        self.is_waiting = True
+        assert self.gate.wait(60)
+        self.is_waiting = False
+        if self.breaks:
+            raise RuntimeError("the device fell off the bus")
+        return super().run(plan)
+
+
+class GatedTransport(LocalTransport):
+    """Pulls hang while `hangs`; notifications pass."""
+
+    hangs = False
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        pulls, self._pulls = self._pulls, [] if self.hangs else self._pulls
+        events = super().poll()
+        if self.hangs:
+            self._pulls = pulls
+        return events
+
+
+class Rig:
+    """Starts workers, links to them, and closes everything at the end."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.observer = RecordingObserver()
+        self.runners: dict[str, GatedRunner] = {}
+        self.transports: dict[str, GatedTransport] = {}
+        self.workers: dict[str, Worker] = {}
+        self.links: dict[str, Link] = {}
+        self._stack = stack
+        self._sides = LocalFleet()
+
+    async def start(self, role: Role, *, num_blocks: int = 64, max_num_seqs: int = 4) -> str:
+        """A worker with a link; its id is its role."""
+
+        def build(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> Parts:
+            stamps = Stamps(num_blocks, worker_id, epoch)
+            kv = FakeKV(num_blocks, BLOCK_SIZE)
+            scheduler = Scheduler(
+                BlockPool(num_blocks, BLOCK_SIZE, stamps.generations),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=16,
+                max_model_len=1000,
+            )
+            runner = self.runners[worker_id] = GatedRunner(kv)
+            slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
+            transport = self.transports[worker_id] = GatedTransport(
+                self._sides, worker_id, epoch, slab, stamps, clock=time.monotonic
+            )
+            engine = Engine(scheduler, runner)
+            return Parts(engine, stamps, transport, None, kv.read_block, kv.write_block)
+
+        worker = await Worker.start(
+            CONFIG, TIER, role, worker_id=role, epoch=1, host="127.0.0.1", build=build
+        )
+        self.workers[role] = worker
+        self._stack.push_async_callback(worker.close)
+        self._stack.callback(self.runners[role].gate.set)
+        link = await self._stack.enter_async_context(
+            linked(worker.record, self.observer, KEY.encode())
+        )
+        self.links[role] = link
+        await until(lambda: role in self.observer.held)
+        peers = [each.record.peer for each in self.workers.values()]
+        for each in self.links.values():
+            each.send_peers(peers)
+        return role
+
+    async def all(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> list[TokenDelta]:
+        """A whole stream."""
+        stream = self.links[worker_id].stream(request, hand_over=hand_over, ticket=ticket)
+        async with aclosing(stream):
+            return [delta async for delta in stream]
+
+    async def until_empty(self, worker_id: str) -> None:
+        """Everything allocated came back, and the books are right."""
+        worker = self.workers[worker_id]
+        doors = worker._doors
+
+        def is_empty() -> bool:
+            pool, num_waiting = doors._engine.pool, doors.status().num_waiting
+            return doors.is_idle and not num_waiting and pool.num_free == pool.num_blocks
+
+        while not await worker._ask(is_empty):
+            await worker.check()
+        await worker.check()
+
+
+@asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        yield Rig(stack)

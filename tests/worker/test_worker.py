@@ -1,0 +1,275 @@
+"""Workers as ingresses see them: over real links, with real threads and a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from disagg.errors import EngineFailed, StartupError, WorkerLost
+from disagg.messages import GenerateRequest, TokenDelta
+from disagg.router.dispatch import grown
+from disagg.worker import worker as worker_module
+from disagg.worker.parts import Parts
+from disagg.worker.worker import Worker
+from tests.engine.fake_runner import expected_tokens
+from tests.links.fakes import RecordingObserver, linked, until
+from tests.worker.fleet import Member, Play, Trip, World, request_of
+from tests.worker.rig import BLOCK_SIZE, CONFIG, KEY, TIER, Rig, rig
+
+PROMPT = tuple(range(4, 25))  # five full blocks and one token
+
+
+def make_request(max_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> GenerateRequest:
+    trip = Trip(0, prompt, max_tokens, deadline_s=1e12)
+    request = request_of(trip, "request", BLOCK_SIZE)
+    sampling = msgspec.structs.replace(request.sampling, stop_token_ids=())
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def answer_to(request: GenerateRequest) -> list[int]:
+    return expected_tokens(request.token_ids, request.sampling.max_tokens, frozenset())
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def prefilled(rig: Rig, request: GenerateRequest) -> tuple[GenerateRequest, TokenDelta]:
+    """The request with its first token, and the delta that has its ticket."""
+    (delta,) = await rig.all("prefill", request, hand_over=True)
+    assert delta.ticket is not None and len(delta.token_ids) == 1
+    return grown(request, list(delta.token_ids), BLOCK_SIZE), delta
+
+
+async def test_a_request_goes_over_both_workers() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        request = make_request()
+        moved, first = await prefilled(r, request)
+        assert first.ticket is not None and first.ticket.num_tokens == len(PROMPT)
+        deltas = await r.all("decode", moved, ticket=first.ticket)
+        assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
+        assert deltas[-1].finish_reason == "length"
+        assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
+        await r.until_empty("prefill")
+        await r.until_empty("decode")
+
+
+async def next_deltas(stream: AsyncGenerator[TokenDelta, None], num: int) -> None:
+    for _ in range(num):
+        await anext(stream)
+
+
+async def _while_decoding(r: Rig) -> None:
+    stream = r.links["decode"].stream(make_request(max_tokens=200))
+    async with aclosing(stream):
+        await next_deltas(stream, 3)
+
+
+async def _while_queued(r: Rig) -> None:
+    messages, gate = r.workers["decode"]._thread._messages, r.runners["decode"].gate
+    first = r.links["decode"].stream(make_request(max_tokens=200))
+    async with aclosing(first):
+        await next_deltas(first, 1)
+        gate.clear()
+        await until(lambda: r.runners["decode"].is_waiting)
+        queued = [asyncio.create_task(r.all("decode", make_request())) for _ in range(5)]
+        await until(lambda: messages.qsize() >= 5)
+        for task in queued:
+            task.cancel()
+        await until(lambda: messages.qsize() >= 10)
+        gate.set()
+
+
+async def _while_pulling(r: Rig) -> None:
+    moved, first = await prefilled(r, make_request())
+    r.transports["decode"].hangs = True
+    task = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
+    await until(lambda: r.transports["decode"]._pulls)
+    task.cancel()
+    await asyncio.wait([task])
+    await r.workers["decode"].check()
+    assert r.transports["decode"]._book.num_blocks_filling, "blocks came back too early"
+    r.transports["decode"].hangs = False
+
+
+async def _while_waiting_for_blocks(r: Rig) -> None:
+    """Another arrival has them, and its pull takes long."""
+    r.transports["decode"].hangs = True
+    arrivals = r.workers["decode"]._doors._arrivals
+    tasks = []
+    for start in (30, 31):
+        moved, first = await prefilled(r, make_request(prompt=tuple(range(start, 200))))
+        tasks.append(asyncio.create_task(r.all("decode", moved, ticket=first.ticket)))
+        await until(lambda: arrivals.num_arriving == len(tasks))
+    assert len(r.transports["decode"]._pulls) == 1
+    while tasks:
+        tasks.pop().cancel()
+        await until(lambda: arrivals.num_arriving == len(tasks))
+    r.transports["decode"].hangs = False
+
+
+async def _in_the_middle_of_a_prompt(r: Rig) -> None:
+    r.runners["prefill"].gate.clear()
+    task = asyncio.create_task(r.all("prefill", make_request(), hand_over=True))
+    await until(lambda: r.runners["prefill"].is_waiting)
+    task.cancel()
+    await asyncio.wait([task])
+    r.runners["prefill"].gate.set()
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        _in_the_middle_of_a_prompt,
+        _while_queued,
+        _while_waiting_for_blocks,
+        _while_pulling,
+        _while_decoding,
+    ],
+    ids=lambda phase: phase.__name__.strip("_"),
+)
+async def test_a_cancelled_request_gives_everything_back(
+    phase: Callable[[Rig], Awaitable[None]],
+) -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        await phase(r)
+        await r.until_empty("decode")
+        await r.until_empty("prefill")
+        assert tokens(await r.all("decode", make_request())) == answer_to(make_request())
+
+
+async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        record = r.workers["decode"].record
+        async with linked(record, RecordingObserver(), KEY.encode()) as other:
+            await until(lambda: other.is_up)
+            stream = other.stream(make_request(max_tokens=200))
+            await next_deltas(stream, 2)
+            kept = asyncio.create_task(r.all("decode", make_request(max_tokens=100)))
+            other.close()
+            with pytest.raises(WorkerLost):
+                await next_deltas(stream, 300)
+        assert tokens(await kept) == answer_to(make_request(max_tokens=100))
+        await r.until_empty("decode")
+
+
+async def test_a_new_link_hears_what_the_cache_holds() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        await r.all("decode", make_request(max_tokens=40))
+        late = RecordingObserver()
+        async with linked(r.workers["decode"].record, late, KEY.encode()):
+            await until(lambda: "decode" in late.held)
+            assert len(late.held["decode"]) == (len(PROMPT) + 39) // BLOCK_SIZE
+            await until(lambda: late.held["decode"] == r.observer.held["decode"])
+
+
+async def test_a_draining_worker_finishes_what_runs_and_refuses_the_rest() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        request = make_request(max_tokens=120)
+        stream = r.links["decode"].stream(request)
+        first = await anext(stream)
+        r.runners["decode"].gate.clear()
+        await until(lambda: r.runners["decode"].is_waiting)
+        draining = asyncio.create_task(r.workers["decode"].drain(30.0))
+        await asyncio.sleep(0)
+        refused = asyncio.create_task(r.all("decode", make_request()))
+        r.runners["decode"].gate.set()
+        rest = [delta async for delta in stream]
+        assert tokens([first, *rest]) == answer_to(request)
+        (refusal,) = await refused
+        assert refusal.error is not None and refusal.error.code == "unavailable"
+        await draining
+        assert not r.links["decode"].is_up
+
+
+async def test_ingresses_hear_at_once_of_a_drain() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await prefilled(r, make_request())  # its hold keeps the worker up
+        draining = asyncio.create_task(r.workers["prefill"].drain(30.0))
+        await until(lambda: not r.observer.statuses["prefill"].accepting)
+        draining.cancel()
+        await asyncio.wait([draining])
+
+
+async def test_a_drain_keeps_its_time_when_the_engine_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "STOP_TIMEOUT_S", 0.05)
+    async with rig() as r:
+        await r.start("decode")
+        r.runners["decode"].gate.clear()
+        stuck = asyncio.create_task(r.all("decode", make_request()))
+        await until(lambda: r.runners["decode"].is_waiting)
+        async with asyncio.timeout(30):
+            await r.workers["decode"].drain(0.05)
+        with pytest.raises(WorkerLost):
+            await stuck
+
+
+async def test_a_broken_engine_answers_everybody_wherever_they_are() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        moved, first = await prefilled(r, make_request())
+        r.transports["decode"].hangs = True
+        arriving = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
+        await until(lambda: r.transports["decode"]._pulls)
+        r.workers["decode"].check_health()
+        r.runners["decode"].breaks = True
+        running = asyncio.create_task(r.all("decode", make_request(max_tokens=9)))
+        for task in (arriving, running, asyncio.create_task(r.all("decode", make_request()))):
+            error = (await task)[-1].error
+            assert error is not None and error.code == "engine_failed"
+        with pytest.raises(EngineFailed, match="fell off the bus"):
+            r.workers["decode"].check_health()
+        r.workers["prefill"].check_health()
+
+
+async def test_an_engine_that_does_not_turn_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig() as r:
+        await r.start("decode")
+        r.workers["decode"].check_health()
+        monkeypatch.setattr(worker_module, "HEARTBEAT_LIMIT_S", 0.0)
+        r.runners["decode"].gate.clear()
+        task = asyncio.create_task(r.all("decode", make_request()))
+        await until(lambda: r.runners["decode"].is_waiting)
+        with pytest.raises(EngineFailed, match="has not finished a step"):
+            r.workers["decode"].check_health()
+        r.runners["decode"].gate.set()
+        await task
+
+
+async def test_a_refused_request_harms_nobody_else() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        running = asyncio.create_task(r.all("decode", make_request(max_tokens=50)))
+        (refusal,) = await r.all("decode", make_request(max_tokens=5000))
+        assert refusal.error is not None and refusal.error.code == "invalid_value"
+        assert tokens(await running) == answer_to(make_request(max_tokens=50))
+        await r.until_empty("decode")
+
+
+async def test_a_worker_that_cannot_listen_leaves_nothing_behind() -> None:
+    def build(*args: object) -> Parts:
+        return Member(World(Play(BLOCK_SIZE, (8,) * 4, ())), 0).parts
+
+    with pytest.raises(StartupError, match="Cannot listen"):
+        await Worker.start(
+            CONFIG, TIER, "decode", worker_id="x", epoch=1, host="192.0.2.1", build=build
+        )
+    assert not any(thread.name.startswith("engine") for thread in threading.enumerate())
