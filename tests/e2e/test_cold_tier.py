@@ -1,0 +1,73 @@
+"""A prefix that was evicted everywhere comes back from Redis, and the answer stays the same."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.config import EngineConfig, parse_config
+from disagg.local import LocalCluster, running
+from tests.e2e.single_engine import SingleEngine
+from tests.tiny_model import write_tiny_model
+
+PROMPT = "the prefix that must survive its own eviction: " * 9
+NUM_OTHERS = 6  # enough other prompts to evict everything from caches of 40 blocks
+
+
+async def chat(client: httpx.AsyncClient, content: str) -> tuple[str, int]:
+    """The greedy answer, and how many prompt tokens were not computed."""
+    answer = await client.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": 8,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    num_cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return body["choices"][0]["message"]["content"], num_cached
+
+
+def is_evicted(cluster: LocalCluster) -> bool:
+    """No worker holds the prompt's first block any more, as far as the router knows."""
+    model = cluster.ingress.service.model("tiny")
+    assert model.template is not None
+    messages = [{"role": "user", "content": PROMPT}]
+    text = model.template.render(messages, add_generation_prompt=True, arguments={})
+    root = hash_root(model.fingerprint, model.block_size, "/")
+    names = hash_blocks(root, model.tokenizer.encode_chat(text), model.block_size)
+    return not cluster.ingress.fleet.index.match(names)
+
+
+async def test_an_evicted_prefix_comes_back(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    engine = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40}
+    expected = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1)).chat(PROMPT, 8)
+    with EmbeddedRedis(tmp_path / "redis") as redis:
+        config = parse_config(
+            {
+                "tiers": [{"model": str(model), "served_model_name": "tiny", "engine": engine}],
+                "cluster_key": "key",
+                "redis_url": redis.url,
+            }
+        )
+        async with running(config) as cluster:
+            transport = httpx.ASGITransport(app=cluster.ingress.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                assert await chat(client, PROMPT) == (expected, 0)
+                for number in range(NUM_OTHERS):
+                    await chat(client, f"{number}: something else entirely, as long as it; " * 9)
+                assert is_evicted(cluster)
+                await asyncio.sleep(0.5)  # the store's thread writes behind
+                text, num_cached = await chat(client, PROMPT)
+            assert text == expected
+            assert num_cached > 300
+            for worker in cluster.workers:
+                await worker.check()
