@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,7 +208,7 @@ class Member:
         )
         self.tier = None
         if world.store is not None and play.caching:
-            self.tier = _tier(world.fates, world.store, kv.block_nbytes, clock)
+            self.tier = new_tier(world.fates, world.store, kv.block_nbytes, clock)
         self.parts = Parts(
             self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block
         )
@@ -251,9 +251,13 @@ class Member:
         return is_free and self.doors.is_idle and self.doors.status().num_waiting == 0
 
 
-def _tier(fates: Fates, store: MemoryStore, block_nbytes: int, clock: partial[float]) -> ColdTier:
+def new_tier(
+    fates: Fates, store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
+) -> ColdTier:
+    """A tier without a thread of its own."""
+
     def thread(
-        store: MemoryStore, block_nbytes: int, clock: partial[float], wake: object
+        store: MemoryStore, block_nbytes: int, clock: Callable[[], float], wake: object
     ) -> SteppedStoreThread:
         return SteppedStoreThread(fates, store, block_nbytes, clock)
 

@@ -1,0 +1,309 @@
+"""Who arrives: with KV in place where that works, to be computed here where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from disagg.decode_worker.arrivals import PULL_PATIENCE_S, Arrivals
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import TokenEvent
+from disagg.errors import ContextLengthExceeded, TransferFailed
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased
+from tests.engine.fake_runner import FakeKV, expected_tokens
+from tests.engine.workload import FOREVER_S, new_engine, new_sequence
+
+BLOCK_SIZE = 4
+PROMPT = tuple(range(4, 18))  # three full blocks and a half
+
+
+class FakeTransport:
+    """Notes what it is asked for; the test says how pulls end."""
+
+    def __init__(self) -> None:
+        self.pulls: dict[int, tuple[KVTicket, int, list[int]]] = {}
+        self.released: list[str] = []
+        self.refuses = False
+
+    @property
+    def peer(self) -> Peer:
+        raise AssertionError("nobody asks for it here")
+
+    def add_peer(self, peer: Peer) -> None: ...
+
+    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+        if self.refuses:
+            raise TransferFailed("unknown peer")
+        pull_id = len(self.pulls)
+        self.pulls[pull_id] = (ticket, first_block, into)
+        return pull_id
+
+    def release(self, ticket: KVTicket) -> None:
+        self.released.append(ticket.ticket_id)
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        return []
+
+    def close(self) -> None: ...
+
+
+class Door:
+    """An arriving door of an engine with fake KV, and a source that has computed everything."""
+
+    def __init__(self, num_blocks: int = 16) -> None:
+        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
+        self.source = FakeKV(64, BLOCK_SIZE)
+        self.transport = FakeTransport()
+        self.arrivals = Arrivals(self.engine, self.transport)
+        self.now = 0.0
+        self._num_tickets = 0
+
+    def arrive(
+        self, prompt: tuple[int, ...] = PROMPT, *, deadline_unix_s: float = FOREVER_S
+    ) -> Sequence:
+        """A sequence with its first token and a ticket for its prompt."""
+        first = tuple(expected_tokens(prompt, 1))
+        sequence = new_sequence(
+            prompt,
+            BLOCK_SIZE,
+            5,
+            output=first,
+            stop_ids=frozenset(),
+            deadline_unix_s=deadline_unix_s,
+        )
+        self.arrivals.admit(sequence, self.ticket(sequence, len(prompt)))
+        return sequence
+
+    def ticket(self, sequence: Sequence, num_tokens: int) -> KVTicket:
+        """Fill blocks of the source with the sequence's KV."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        block_ids = tuple(range(3, 3 + num_blocks))
+        twin = new_sequence(tuple(sequence.tokens[:num_tokens]), BLOCK_SIZE)
+        twin.block_ids = list(block_ids)
+        self.source.compute(twin, 0, num_tokens)
+        self._num_tickets += 1
+        name = f"ticket-{self._num_tickets}"
+        return KVTicket(name, "source", 1, "fake:4", num_tokens, block_ids, (0,) * num_blocks)
+
+    def end_pull(self, pull_id: int, error: str | None = None) -> None:
+        ticket, first_block, into = self.transport.pulls[pull_id]
+        if error is None:
+            for source, here in zip(ticket.block_ids[first_block:], into, strict=True):
+                self.kv.write_block(here, self.source.read_block(source))
+        self.arrivals.finish(PullDone(pull_id, error, len(into), 32 * len(into), 0.01))
+        self.check()
+
+    def advance(self) -> bool:
+        soon = self.arrivals.advance(self.now)
+        self.check()
+        return soon
+
+    def run(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        while self.engine.has_work:
+            self.engine.expire(self.now)
+            events += self.engine.step()
+            self.check()
+        return events
+
+    def check(self) -> None:
+        self.engine.check(self.arrivals.holders())
+
+    @property
+    def is_empty(self) -> bool:
+        return self.engine.pool.num_free == self.engine.pool.num_blocks
+
+
+def assert_answers(door: Door, sequence: Sequence) -> None:
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert door.is_empty and not door.arrivals.num_arriving
+
+
+def num_computed(door: Door) -> int:
+    runner = door.engine.runner
+    count: int = runner.num_computed  # type: ignore[attr-defined]
+    return count
+
+
+def test_what_was_pulled_is_not_computed() -> None:
+    door = Door()
+    sequence = door.arrive()
+    assert door.advance(), "a pull is under way"
+    door.end_pull(0)
+    assert_answers(door, sequence)
+    assert num_computed(door) == 4
+    assert sequence.num_cached_tokens == 0, "the client hears of the prefill worker's hits only"
+
+
+def test_blocks_that_are_here_are_not_pulled() -> None:
+    door = Door()
+    door.arrive()
+    door.advance()
+    door.end_pull(0)
+    door.run()
+    sequence = door.arrive()
+    door.advance()
+    ticket, first_block, into = door.transport.pulls[1]
+    assert first_block == 3 and len(into) == 1 == len(ticket.block_ids) - 3
+    door.end_pull(1)
+    assert_answers(door, sequence)
+
+
+def test_nothing_is_pulled_when_all_is_here() -> None:
+    door = Door()
+    prompt = PROMPT[:12]
+    door.arrive(prompt)
+    door.advance()
+    door.end_pull(0)
+    door.run()
+    sequence = door.arrive(prompt)
+    door.advance()
+    door.run()
+    assert len(door.transport.pulls) == 1 and door.transport.released == ["ticket-2"]
+    assert sequence.tokens[12:] == expected_tokens(prompt, 5) and door.is_empty
+
+
+@pytest.mark.parametrize("moment", ["refused", "failed", "impatient"])
+def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
+    door = Door()
+    door.transport.refuses = moment == "refused"
+    sequence = door.arrive()
+    door.advance()
+    if moment == "failed":
+        door.end_pull(0, "the source used the blocks again")
+    elif moment == "impatient":
+        door.now = PULL_PATIENCE_S
+        door.advance()
+        assert not door.arrivals.num_arriving and door.engine.has_work
+        door.run()
+        assert not door.is_empty, "the transport may still write"
+        door.end_pull(0)
+    assert_answers(door, sequence)
+    assert num_computed(door) >= len(PROMPT)
+    assert door.transport.released == (["ticket-1"] if moment == "refused" else [])
+
+
+@pytest.mark.parametrize("num_tokens", [0, -3, 13, 15, 16, 1 << 40])
+def test_a_ticket_that_cannot_be_is_not_pulled(num_tokens: int) -> None:
+    """9 to 12 would do for its three blocks, and 15 is more than the sequence has KV for."""
+    door = Door()
+    sequence = new_sequence(
+        PROMPT, BLOCK_SIZE, 5, output=tuple(expected_tokens(PROMPT, 1)), stop_ids=frozenset()
+    )
+    ticket = replace(door.ticket(sequence, 12), num_tokens=num_tokens)
+    door.arrivals.admit(sequence, ticket)
+    door.advance()
+    assert not door.transport.pulls and door.transport.released == [ticket.ticket_id]
+    assert_answers(door, sequence)
+
+
+def test_what_never_fits_is_refused_and_blocks_nobody() -> None:
+    door = Door(num_blocks=8)
+    huge = new_sequence(tuple(range(4, 104)), BLOCK_SIZE, 5, output=(9,), stop_ids=frozenset())
+    with pytest.raises(Exception, match="need"):
+        door.arrivals.admit(huge, door.ticket(huge, 100))
+    sequence = door.arrive()
+    door.advance()
+    door.end_pull(0)
+    assert_answers(door, sequence)
+
+
+def test_a_join_that_is_refused_is_the_only_event() -> None:
+    door = Door(num_blocks=64)
+    door.engine.scheduler.max_model_len = 10
+    sequence = door.arrive()
+    door.advance()
+    door.end_pull(0)
+    (event,) = door.run()
+    assert event.sequence is sequence and isinstance(event.error, ContextLengthExceeded)
+    assert door.is_empty
+
+
+def test_one_waits_for_blocks_that_another_holds() -> None:
+    door = Door(num_blocks=6)
+    first, second = door.arrive(), door.arrive(tuple(range(30, 44)))
+    door.advance()
+    assert len(door.transport.pulls) == 1 and door.arrivals.num_arriving == 2
+    assert not door.arrivals.is_stuck, "a pull is under way and will free them"
+    door.end_pull(0)
+    door.run()
+    door.advance()
+    assert len(door.transport.pulls) == 2
+    door.end_pull(1)
+    door.run()
+    assert len(first.tokens) == len(second.tokens) == len(PROMPT) + 5
+    assert door.is_empty
+
+
+def test_it_is_stuck_when_somebody_else_holds_the_blocks() -> None:
+    door = Door(num_blocks=6)
+    held = door.engine.pool.allocate(5)
+    assert held is not None
+    door.arrive()
+    assert door.arrivals.advance(0.0) and door.arrivals.is_stuck
+    door.engine.pool.release(held)
+    door.advance()
+    assert not door.arrivals.is_stuck and len(door.transport.pulls) == 1
+
+
+def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
+    door = Door(num_blocks=6)
+    door.arrive()
+    door.arrive(tuple(range(30, 44)))
+    late = door.arrive(tuple(range(50, 64)), deadline_unix_s=2.0)
+    door.advance()
+    door.now = 2.0
+    door.advance()
+    door.engine.expire(door.now)
+    (event,) = door.engine.step()
+    assert event.sequence is late and event.error is not None
+    assert event.error.code == "deadline_exceeded"
+    assert door.arrivals.num_arriving == 2 and door.transport.released == ["ticket-3"]
+
+
+def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
+    door = Door()
+    sequence = door.arrive(deadline_unix_s=2.0)
+    door.advance()
+    door.now = 2.0
+    door.advance()
+    (event,) = door.run()
+    assert event.sequence is sequence and event.error is not None
+    door.end_pull(0)
+    assert door.is_empty and not door.engine.has_work
+
+
+@pytest.mark.parametrize("error", [None, "it failed too"])
+def test_a_cancelled_pull_keeps_its_blocks_until_it_ends(error: str | None) -> None:
+    door = Door()
+    sequence = door.arrive()
+    door.advance()
+    assert door.arrivals.cancel(sequence.request_id)
+    assert not door.arrivals.cancel(sequence.request_id), "it is gone already"
+    assert not door.is_empty and not door.arrivals.num_arriving
+    door.end_pull(0, error)
+    assert door.is_empty and not door.engine.has_work
+
+
+def test_a_cancelled_one_in_line_lets_the_source_go() -> None:
+    door = Door(num_blocks=6)
+    door.arrive()
+    second = door.arrive(tuple(range(30, 44)))
+    door.advance()
+    assert door.arrivals.cancel(second.request_id)
+    assert door.transport.released == ["ticket-2"] and door.arrivals.num_arriving == 1
+    assert not door.arrivals.cancel("nobody")
+
+
+def test_without_prefix_caching_everything_is_pulled() -> None:
+    door = Door()
+    door.engine.scheduler.enable_prefix_caching = False
+    for pull_id in (0, 1):
+        sequence = door.arrive()
+        door.advance()
+        assert door.transport.pulls[pull_id][1] == 0
+        door.end_pull(pull_id)
+        assert_answers(door, sequence)

@@ -1,0 +1,185 @@
+"""Evicted prefixes come back from the store if that is quicker; nobody waits for it in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.engine.sequence import Sequence
+from disagg.errors import ContextLengthExceeded
+from disagg.store.memory_store import MemoryStore
+from tests.engine.fake_runner import expected_tokens
+from tests.engine.workload import new_engine, new_sequence
+from tests.worker.fates import Fates
+from tests.worker.fleet import new_tier
+
+BLOCK_SIZE = 4
+PROMPT = tuple(range(4, 22))  # four full blocks and a half
+SLOW_S = 5.0  # to compute one token
+
+
+class Door:
+    """An engine with a store behind it. The store answers while `fates.calm`."""
+
+    def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S) -> None:
+        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
+        self.fates = Fates(b"\x01")  # when not calm, the store never answers
+        self.fates.calm = True
+        self.store = MemoryStore(1 << 20)
+        self.now = 0.0
+        self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
+        self.cold = ColdPrefixes(
+            self.engine,
+            self.tier,
+            self.kv.read_block,
+            self.kv.write_block,
+            lambda: lambda num_new, num_before: token_s * num_new,
+        )
+        self.engine.save_evicted = self.cold.save
+
+    def admit(self, prompt: tuple[int, ...] = PROMPT) -> Sequence:
+        sequence = new_sequence(prompt, BLOCK_SIZE, 5, stop_ids=frozenset())
+        self.cold.admit(sequence, self.now)
+        self.engine.check()
+        return sequence
+
+    def run(self) -> None:
+        while self.cold.advance(self.now) or self.engine.has_work:
+            self.engine.step()
+            self.engine.check()
+
+    def evict_all(self) -> None:
+        """Give every block to somebody else, who writes over it and leaves."""
+        blocks = self.engine.reserve(self.engine.pool.num_blocks)
+        assert blocks is not None
+        for block_id in blocks:
+            self.kv.write_block(block_id, b"\xdd" * self.kv.block_nbytes)
+        self.engine.pool.release(blocks)
+        self.tier.poll()
+
+    @property
+    def num_computed(self) -> int:
+        count: int = self.engine.runner.num_computed  # type: ignore[attr-defined]
+        return count
+
+
+def warm(door: Door) -> None:
+    """Let the prompt's blocks wander into the store."""
+    door.admit()
+    door.run()
+    door.evict_all()
+    assert door.store.nbytes == 5 * door.kv.block_nbytes, "four of the prompt, one of the answer"
+    door.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+
+
+def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
+    door = Door()
+    warm(door)
+    sequence = door.admit()
+    assert door.cold.num_arriving == 1 and not door.engine.has_work
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert sequence.num_cached_tokens == 16
+    assert door.num_computed == len(PROMPT) - 16 + 4
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_only_what_is_not_here_is_loaded() -> None:
+    door = Door()
+    warm(door)
+    door.cold.admit(new_sequence(PROMPT[:9], BLOCK_SIZE, 1), door.now)  # brings two blocks back
+    door.run()
+    num_hits = door.tier.stats.num_hits
+    sequence = door.admit()
+    door.run()
+    assert door.tier.stats.num_hits - num_hits == 2 and sequence.num_cached_tokens == 16
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+
+
+def test_the_store_is_left_alone_where_computing_is_quicker() -> None:
+    door = Door(token_s=1e-9)
+    warm(door)
+    door.admit()
+    assert door.engine.has_work and not door.cold.num_arriving
+    assert not door.tier.stats.num_lookups
+    door.run()
+
+
+def test_a_silent_store_costs_no_more_than_computing() -> None:
+    door = Door()
+    warm(door)
+    door.fates.calm = False
+    sequence = door.admit()
+    door.now = 16 * SLOW_S - 0.01
+    assert door.cold.advance(door.now)
+    door.now = 16 * SLOW_S
+    assert not door.cold.advance(door.now) and door.engine.has_work
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    door.fates.calm = True  # the answer that comes now is nobody's
+    assert not door.cold.advance(door.now)
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_a_cancelled_lookup_is_forgotten() -> None:
+    door = Door()
+    warm(door)
+    door.fates.calm = False
+    sequence = door.admit()
+    assert door.cold.cancel(sequence.request_id) and not door.cold.cancel(sequence.request_id)
+    door.fates.calm = True
+    assert not door.cold.advance(door.now) and not door.engine.has_work
+
+
+@pytest.mark.parametrize("change", ["prefix gone", "no room"])
+def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
+    door = Door()
+    warm(door)
+    door.cold.admit(new_sequence(PROMPT[:5], BLOCK_SIZE, 1), door.now)
+    door.run()  # the first block is here again
+    sequence = door.admit()
+    if change == "prefix gone":
+        door.evict_all()
+        taken: list[int] = []
+    else:
+        taken = door.engine.pool.allocate(14) or []
+    assert not door.cold.advance(door.now), "it does not go on waiting"
+    door.engine.pool.release(taken)
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+
+
+def test_a_refusal_is_raised_at_once_or_reported_later() -> None:
+    door = Door(token_s=1e-9)
+    door.engine.scheduler.max_model_len = 10
+    with pytest.raises(ContextLengthExceeded):
+        door.admit()
+    door = Door()
+    warm(door)
+    door.engine.scheduler.max_model_len = 10
+    door.admit()
+    assert door.cold.num_arriving == 1
+    door.cold.advance(door.now)
+    (event,) = door.engine.step()
+    assert isinstance(event.error, ContextLengthExceeded)
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
+    door = Door()
+    warm(door)
+    moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
+    door.cold.admit(moved, door.now)
+    door.run()
+    assert moved.num_cached_tokens == 6
+
+
+def test_blocks_of_another_name_never_come() -> None:
+    door = Door()
+    warm(door)
+    other = (99, *PROMPT[1:])
+    sequence = door.admit(other)
+    assert door.cold.num_arriving == 1
+    door.run()
+    assert door.tier.stats.num_misses == 8 and door.tier.stats.num_hits == 0
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(other, 5)

@@ -1,0 +1,113 @@
+"""What leaves is held, named by a ticket, and comes back whatever the reader does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.prefill_worker.leaving import HOLD_TTL_S, Leaving
+from tests.engine.workload import new_engine, new_sequence
+
+BLOCK_SIZE = 4
+
+
+class Door:
+    """A leaving door, and sequences that go through it."""
+
+    def __init__(self, num_blocks: int = 32) -> None:
+        self.engine, _ = new_engine(num_blocks, BLOCK_SIZE)
+        self.generations = self.engine.pool.generations
+        peer = Peer("prefill", 7, "local", "fake:4", num_blocks, 32, 1, 1, -1, b"")
+        self.leaving = Leaving(self.engine, peer, self.generations)
+
+    def leave(self, num_tokens: int, first: int = 4, now: float = 0.0) -> KVTicket:
+        sequence = prefill(self.engine, tuple(range(first, first + num_tokens)))
+        ticket = self.leaving.leave(sequence, now)
+        self.check()
+        return ticket
+
+    def check(self) -> None:
+        self.engine.check(self.leaving.holders())
+
+    @property
+    def num_held(self) -> int:
+        return self.engine.pool.num_blocks - self.engine.pool.num_free
+
+
+def prefill(engine: Engine, prompt: tuple[int, ...]) -> Sequence:
+    """Run a sequence up to its first token."""
+    sequence = new_sequence(prompt, BLOCK_SIZE, hand_over=True, stop_ids=frozenset())
+    engine.submit(sequence)
+    while True:
+        for event in engine.step():
+            assert event.left and event.sequence is sequence
+            return sequence
+
+
+@given(st.integers(1, 40))
+def test_a_ticket_names_the_blocks_of_all_tokens_but_the_new_one(num_tokens: int) -> None:
+    door = Door()
+    ticket = door.leave(num_tokens)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    assert ticket.num_tokens == num_tokens
+    assert len(ticket.block_ids) == num_blocks == door.num_held, "a spare block stayed behind"
+    assert ticket.generations == tuple(door.generations[block] for block in ticket.block_ids)
+    assert (ticket.source_id, ticket.epoch, ticket.layout) == ("prefill", 7, "fake:4")
+
+
+def test_a_release_gives_the_blocks_back_once() -> None:
+    door = Door()
+    ticket, other = door.leave(9), door.leave(9, first=50)
+    for _ in range(2):  # notifications may be doubled
+        door.leaving.release(ticket.ticket_id)
+        door.leaving.advance(1.0)
+        door.check()
+    assert door.num_held == len(other.block_ids) and door.leaving.num_holds == 1
+    door.leaving.release("never issued")
+    door.leaving.advance(1.0)
+    door.check()
+
+
+def test_a_hold_ends_by_itself() -> None:
+    door = Door()
+    door.leave(9, now=10.0)
+    door.leaving.advance(10.0 + HOLD_TTL_S - 0.1)
+    assert door.leaving.num_holds == 1
+    door.leaving.advance(10.0 + HOLD_TTL_S)
+    assert door.num_held == door.leaving.num_holds == 0
+
+
+def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
+    door = Door(num_blocks=8)
+    old, young = door.leave(12), door.leave(12, first=50)
+    door.leaving.break_oldest()
+    door.check()
+    assert door.leaving.num_holds == 1
+    assert door.engine.pool.allocate(5) is not None
+    assert _stamps(door.generations, old.block_ids) != old.generations
+    assert _stamps(door.generations, young.block_ids) == young.generations
+    door.leaving.break_oldest()
+    door.leaving.break_oldest()  # nothing is left to break
+    assert door.leaving.num_holds == 0
+
+
+def _stamps(generations: Iterable[int], block_ids: Iterable[int]) -> tuple[int, ...]:
+    table = array("Q", generations)
+    return tuple(table[block_id] for block_id in block_ids)
+
+
+def test_blocks_that_left_are_still_found_by_name() -> None:
+    door = Door()
+    ticket = door.leave(9)
+    again = door.leave(9)
+    assert again.block_ids[:2] == ticket.block_ids[:2]
+    door.leaving.release(ticket.ticket_id)
+    door.leaving.advance(0.0)
+    door.check()
+    assert door.num_held == len(again.block_ids)
