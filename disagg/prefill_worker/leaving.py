@@ -60,10 +60,12 @@ class Leaving:
         """The reader needs the blocks no longer."""
         self._holds.release(ticket_id)
 
-    def advance(self, now: float) -> None:
-        """Give back the blocks of holds that ended."""
-        for block_ids in self._holds.collect(now):
+    def advance(self, now: float) -> bool:
+        """Give back the blocks of holds that ended. False: there were none."""
+        ended = self._holds.collect(now)
+        for block_ids in ended:
             self._engine.pool.release(block_ids)
+        return bool(ended)
 
     def break_oldest(self) -> None:
         """Give back the blocks of the oldest hold: work here cannot go on without."""

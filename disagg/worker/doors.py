@@ -99,10 +99,11 @@ class Doors:
                     self._pull_ended(event, now)
                 case TicketReleased(ticket_id=ticket_id):
                     self._leaving.release(ticket_id)
-        self._leaving.advance(now)
+        has_freed = self._leaving.advance(now)
         is_loading = self._cold is not None and self._cold.advance(now)
         is_moving = self._arrivals.advance(now)
-        if self._engine.is_stuck or (self._arrivals.is_stuck and not self._engine.last_plan.work):
+        is_stuck = self._arrivals.is_stuck and not self._engine.last_plan.work
+        if (self._engine.is_stuck or is_stuck) and not has_freed:
             self._leaving.break_oldest()  # two workers must not wait for each other's blocks
         return is_moving or is_loading
 
