@@ -1,0 +1,101 @@
+"""Engines with random weights of real shapes: nothing to download, nothing to store."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
+
+import torch
+
+from disagg.blocks import hash_blocks
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.kv_cache import KVCache, KVShape
+from disagg.engine.runner import ModelRunner
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.decoder import random_decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
+
+# vocabulary, hidden, inner, layers, heads, KV heads, head size
+SHAPES = {
+    "llama-3-8b": (128256, 4096, 14336, 32, 32, 8, 128),
+    "llama-160m": (32000, 768, 3072, 12, 12, 4, 64),
+    "tiny": (256, 64, 128, 2, 2, 1, 32),
+}
+MAX_MODEL_LEN = 32768
+HASH_ROOT = b"bench"
+
+
+def model_config(shape: str) -> ModelConfig:
+    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
+    return ModelConfig(
+        family="LlamaForCausalLM",
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        max_model_len=MAX_MODEL_LEN,
+        dtype=torch.bfloat16,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+        sliding_windows=(None,) * layers,
+        fingerprint=f"random-{shape}",
+    )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Of the matrices that every token goes through, so without the embedding."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * layer + config.hidden_size * config.vocab_size
+
+
+def new_engine(
+    config: ModelConfig,
+    device: torch.device,
+    num_blocks: int,
+    *,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    new_generations: Callable[[int], MutableSequence[int]] = lambda n: array("Q", bytes(8 * n)),
+) -> tuple[Engine, KVCache]:
+    """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
+    decoder = random_decoder(config, torch.bfloat16, device)
+    block_size = 64 if device.type == "cuda" else 16
+    shape = KVShape.of(config, block_size, torch.bfloat16)
+    kv_cache = KVCache(shape, num_blocks, device)
+    runner = ModelRunner(decoder, kv_cache)
+    runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, block_size, new_generations(num_blocks)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=config.vocab_size,
+    )
+    return Engine(scheduler, runner), kv_cache
+
+
+def new_sequence(
+    name: str, tokens: Sequence[int], num_prompt_tokens: int, max_tokens: int, block_size: int
+) -> EngineSequence:
+    """A greedy request with prompt and perhaps output so far."""
+    return EngineSequence(
+        GenerateRequest(
+            request_id=name,
+            model="bench",
+            token_ids=tuple(tokens),
+            num_prompt_tokens=num_prompt_tokens,
+            hash_root=HASH_ROOT,
+            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            deadline_unix_s=float("inf"),
+        )
+    )
