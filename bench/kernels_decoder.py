@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -87,15 +87,17 @@ def generate(decoder: Decoder, slab: torch.Tensor, prompts: torch.Tensor, num_ne
         new = logits.argmax(-1, keepdim=True)
 
 
-def _rounds(timed: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+def _rounds(
+    timed: Mapping[str, Callable[[], object]], num_rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Median seconds of each, the contenders taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for turn in range(num_rounds + 1):
         for name, run in timed.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if turn > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -135,7 +137,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count processor time: for one thread on a machine that others use too",
+    )
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
     config = config_of(arguments.shape)
     decoder = random_decoder(config, torch.bfloat16, torch.device("cpu"))
@@ -154,7 +162,7 @@ def main() -> None:
             name: (lambda run=run, p=prompts, n=num_new: run(p, n))
             for name, run in contenders.items()
         }
-        for name, seconds in _rounds(timed, arguments.rounds).items():
+        for name, seconds in _rounds(timed, arguments.rounds, clock).items():
             print(f"{arguments.shape} {case:14s} {name:13s} {num_counted / seconds:9.0f} tok/s")
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a part of one upload a step
 def _kv_write_kernel(
     qkv_ptr,
     pages_ptr,

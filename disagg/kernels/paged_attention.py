@@ -86,7 +86,12 @@ def _attend_tile(
     return acc * decay[:, None] + weighted, total, new_peak
 
 
-@triton.jit
+# These are parts of one upload and change from step to step: neither their alignment nor their
+# length may choose another compilation.
+_STEP_TENSORS = ("tables_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr")
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_TENSORS)
 def _paged_attention_kernel(
     qkv_ptr,
     pages_ptr,
@@ -178,7 +183,7 @@ def _paged_attention_kernel(
         tl.store(weight_ptr + slot, peak + tl.log2(tl.where(total > 0.0, total, 1.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_STEP_TENSORS)
 def _reduce_kernel(
     partial_ptr,
     weight_ptr,
@@ -285,11 +290,18 @@ def plan_work(
 def _launch(
     pieces: list[Piece], reductions: list[Reduction], rows: int, device: torch.device
 ) -> _Launch:
-    flat = [(p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial) for p in pieces]
-    merges = [(r.sequence, r.first_partial, r.num_partials, r.num_queries) for r in reductions]
+    numbers: list[int] = []
+    for p in pieces:
+        numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
+    for r in reductions:
+        numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
+    uploaded = torch.tensor(numbers, dtype=torch.int32)
+    if device.type == "cuda":
+        uploaded = uploaded.pin_memory().to(device, non_blocking=True)
+    num_first = len(pieces) * 6
     return _Launch(
-        pieces=torch.tensor(flat, dtype=torch.int32).to(device),
-        reductions=torch.tensor(merges, dtype=torch.int32).view(-1, 4).to(device),
+        pieces=uploaded[:num_first].view(-1, 6),
+        reductions=uploaded[num_first:].view(-1, 4),
         num_partials=sum(merge.num_partials for merge in reductions),
         rows=rows,
     )

@@ -56,10 +56,10 @@ class TorchOps:
             # (x, -x) has mean zero, so its LayerNorm is x's RMSNorm: two calls instead of eight.
             mirrored = x.unsqueeze(1) * self._mirrors[x.dtype]
             return torch.layer_norm(mirrored, (2, size), None, None, eps)[:, 0] * weight
-        inverse = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        wide = x.to(torch.float32, copy=True)
+        inverse = torch.linalg.vector_norm(wide, 2, -1, True)
         inverse.square_().div_(size).add_(eps).rsqrt_()
-        normed: Tensor = (x * inverse).to(x.dtype).mul_(weight)
-        return normed
+        return wide.mul_(inverse).to(x.dtype).mul_(weight)
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [num_positions, 2, head_dim]: cosines, and sines with the halves' signs."""

@@ -19,6 +19,7 @@ from disagg.kernels import kv_write, norm_rope, paged_attention, rms_norm, silu_
 ROOT = Path(__file__).parents[2]
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_NBYTES = 227 * 1024  # what a program may use on an H100 or H200
+STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS)
 STRIDES = ("token_stride", "block_stride")  # multiples of 16 in every supported model
 POINTERS = {
     "slots_ptr": "*i64",
@@ -61,7 +62,7 @@ def _compile(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
     aligned = [
         index
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in STRIDES
+        if (kind.startswith("*") and name not in STEP_TENSORS) or name in STRIDES
     ]
     attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
