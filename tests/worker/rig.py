@@ -31,16 +31,20 @@ CONFIG = ServeConfig(tiers=(TIER,), transport="local", cluster_key=KEY)
 
 
 class GatedRunner(FakeRunner):
-    """Computes while its gate is open; breaks on request."""
+    """Computes while its gate is open, and closes it after `num_runs_left`; breaks on request."""
 
     def __init__(self, kv: FakeKV) -> None:
         super().__init__(kv)
         self.gate = threading.Event()
         self.gate.set()
+        self.num_runs_left = -1  # as many as there are
         self.breaks = False
         self.is_waiting = False
 
     def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        if self.num_runs_left == 0:
+            self.gate.clear()
+        self.num_runs_left -= 1
         self.is_waiting = True
         assert self.gate.wait(60)
         self.is_waiting = False

@@ -61,30 +61,29 @@ async def test_a_request_goes_over_both_workers() -> None:
         await r.until_empty("decode")
 
 
-async def next_deltas(stream: AsyncGenerator[TokenDelta, None], num: int) -> None:
-    for _ in range(num):
-        await anext(stream)
-
-
 async def _while_decoding(r: Rig) -> None:
-    stream = r.links["decode"].stream(make_request(max_tokens=200))
+    runner, messages = r.runners["decode"], r.workers["decode"]._thread._messages
+    runner.num_runs_left = 4
+    stream = r.links["decode"].stream(make_request(max_tokens=100))
     async with aclosing(stream):
-        await next_deltas(stream, 3)
+        await anext(stream)
+        await until(lambda: not runner.gate.is_set())
+    await until(messages.qsize)
+    runner.gate.set()
 
 
 async def _while_queued(r: Rig) -> None:
-    messages, gate = r.workers["decode"]._thread._messages, r.runners["decode"].gate
-    first = r.links["decode"].stream(make_request(max_tokens=200))
-    async with aclosing(first):
-        await next_deltas(first, 1)
-        gate.clear()
-        await until(lambda: r.runners["decode"].is_waiting)
-        queued = [asyncio.create_task(r.all("decode", make_request())) for _ in range(5)]
-        await until(lambda: messages.qsize() >= 5)
-        for task in queued:
-            task.cancel()
-        await until(lambda: messages.qsize() >= 10)
-        gate.set()
+    messages, runner = r.workers["decode"]._thread._messages, r.runners["decode"]
+    runner.gate.clear()
+    first = asyncio.create_task(r.all("decode", make_request()))
+    await until(lambda: runner.is_waiting)
+    queued = [asyncio.create_task(r.all("decode", make_request())) for _ in range(5)]
+    await until(lambda: messages.qsize() >= 5)
+    for task in queued:
+        task.cancel()
+    await until(lambda: messages.qsize() >= 10)
+    runner.gate.set()
+    assert tokens(await first) == answer_to(make_request())
 
 
 async def _while_pulling(r: Rig) -> None:
@@ -150,17 +149,25 @@ async def test_a_cancelled_request_gives_everything_back(
 async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
     async with rig() as r:
         await r.start("decode")
+        gate = r.runners["decode"].gate
         record = r.workers["decode"].record
         async with linked(record, RecordingObserver(), KEY.encode()) as other:
             await until(lambda: other.is_up)
+            gate.clear()
             stream = other.stream(make_request(max_tokens=200))
-            await next_deltas(stream, 2)
+            lost = asyncio.create_task(_read(stream))
             kept = asyncio.create_task(r.all("decode", make_request(max_tokens=100)))
+            await until(lambda: r.runners["decode"].is_waiting)
             other.close()
             with pytest.raises(WorkerLost):
-                await next_deltas(stream, 300)
+                await lost
+        gate.set()
         assert tokens(await kept) == answer_to(make_request(max_tokens=100))
         await r.until_empty("decode")
+
+
+async def _read(stream: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
+    return [delta async for delta in stream]
 
 
 async def test_a_new_link_hears_what_the_cache_holds() -> None:
@@ -178,16 +185,15 @@ async def test_a_draining_worker_finishes_what_runs_and_refuses_the_rest() -> No
     async with rig() as r:
         await r.start("decode")
         request = make_request(max_tokens=120)
-        stream = r.links["decode"].stream(request)
-        first = await anext(stream)
         r.runners["decode"].gate.clear()
+        running = asyncio.create_task(r.all("decode", request))
         await until(lambda: r.runners["decode"].is_waiting)
         draining = asyncio.create_task(r.workers["decode"].drain(30.0))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # its word to the engine goes before the next request's
         refused = asyncio.create_task(r.all("decode", make_request()))
+        await until(lambda: r.workers["decode"]._thread._messages.qsize() >= 3)
         r.runners["decode"].gate.set()
-        rest = [delta async for delta in stream]
-        assert tokens([first, *rest]) == answer_to(request)
+        assert tokens(await running) == answer_to(request)
         (refusal,) = await refused
         assert refusal.error is not None and refusal.error.code == "unavailable"
         await draining
