@@ -13,7 +13,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
         scratch = Path(cleanup.enter_context(_scratch_directory()))
         config = _with_secrets_and_store(config, cleanup, scratch)
         cluster = _cluster(arguments, scratch)
-        with console.status("starting Ray"):
+        with _phase("starting Ray"):
             cleanup.callback(cluster.stop)
             cluster.start(config.http)
-        with console.status("starting workers") as status:
+        with _phase("starting workers") as tell:
             cluster.deploy(config)
-            cluster.wait(
-                lambda text: status.update(f"starting workers: {text}"), READY_TIMEOUT_S, stop
-            )
+            cluster.wait(tell, READY_TIMEOUT_S, stop)
             ready = None if stop.is_set() else _wait_until_ready(config, stop)
         if ready is not None:
             _print_ready_line(config, ready, time.monotonic() - began_s)
@@ -171,6 +170,25 @@ def run(arguments: argparse.Namespace) -> int:
         console.print("stopping: finishing what is running (again Ctrl-C: at once)")
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return 0
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[Callable[[str], None]]:
+    """Show a part of the start: a spinner on a terminal, a line per change in a log."""
+    if console.is_terminal:
+        with console.status(name) as status:
+            yield lambda text: status.update(f"{name}: {text}")
+        return
+    last = ""
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if text != last:
+            console.print(f"{name}: {text}", soft_wrap=True)
+        last = text
+
+    console.print(name)
+    yield tell
 
 
 def _scratch_directory() -> tempfile.TemporaryDirectory[str]:
