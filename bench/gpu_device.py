@@ -24,6 +24,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the JSON")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

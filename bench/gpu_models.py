@@ -64,6 +64,7 @@ def new_engine(
     *,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
+    enable_prefix_caching: bool = True,
     new_generations: Callable[[int], MutableSequence[int]] = lambda n: array("Q", bytes(8 * n)),
 ) -> tuple[Engine, KVCache]:
     """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
@@ -79,12 +80,19 @@ def new_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=config.vocab_size,
+        enable_prefix_caching=enable_prefix_caching,
     )
     return Engine(scheduler, runner), kv_cache
 
 
 def new_sequence(
-    name: str, tokens: Sequence[int], num_prompt_tokens: int, max_tokens: int, block_size: int
+    name: str,
+    tokens: Sequence[int],
+    num_prompt_tokens: int,
+    max_tokens: int,
+    block_size: int,
+    *,
+    hand_over: bool = False,
 ) -> EngineSequence:
     """A greedy request with prompt and perhaps output so far."""
     return EngineSequence(
@@ -97,5 +105,6 @@ def new_sequence(
             block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             deadline_unix_s=float("inf"),
-        )
+        ),
+        hand_over=hand_over,
     )
