@@ -17,15 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.fleet import (
-    Dice,
-    DrawnDice,
-    Play,
-    assert_equivalent,
-    assert_thrifty,
-    play_in_quiet,
-    play_in_trouble,
-)
+from tests.worker.fleet import assert_equivalent, assert_thrifty
+from tests.worker.plays import Dice, DrawnDice, Play, play_in_quiet, play_in_trouble
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from disagg.kvtransfer.transport import PullDone
 from disagg.messages import GenerateRequest, Start
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import Streams
-from tests.worker.fleet import Trip, request_of
+from tests.worker.plays import Trip, request_of
 from tests.worker.test_streams import TICKET
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

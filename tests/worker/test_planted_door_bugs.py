@@ -25,15 +25,9 @@ from disagg.router import dispatch
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
-from tests.worker import fleet
-from tests.worker.fleet import (
-    Dice,
-    Play,
-    assert_equivalent,
-    assert_thrifty,
-    play_in_quiet,
-    play_in_trouble,
-)
+from tests.worker import plays as plays_module
+from tests.worker.fleet import assert_equivalent, assert_thrifty
+from tests.worker.plays import Dice, Play, play_in_quiet, play_in_trouble
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -103,7 +97,7 @@ def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
     def of_one(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
         return hash_block(ROOT, tokens)
 
-    patch.setattr(fleet, "hash_blocks", hash_blocks)
+    patch.setattr(plays_module, "hash_blocks", hash_blocks)
     patch.setattr(dispatch, "hash_block", of_one)
     patch.setattr(ownership, "hash_block", of_one)
 

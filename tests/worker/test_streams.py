@@ -8,7 +8,7 @@ from disagg.errors import EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, TokenLogprobs
 from disagg.worker.streams import Streams
-from tests.worker.fleet import Trip, request_of
+from tests.worker.plays import Trip, request_of
 
 TICKET = KVTicket("1/1", "prefill", 1, "fake:4", 3, (0,), (5,))
 

@@ -18,7 +18,8 @@ from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import expected_tokens
 from tests.links.fakes import RecordingObserver, linked, until
-from tests.worker.fleet import Member, Play, Trip, World, request_of
+from tests.worker.fleet import Member, World
+from tests.worker.plays import Play, Trip, request_of
 from tests.worker.rig import BLOCK_SIZE, CONFIG, KEY, TIER, Rig, rig
 
 PROMPT = tuple(range(4, 25))  # five full blocks and one token

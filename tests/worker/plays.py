@@ -1,0 +1,148 @@
+"""What is to happen to a fleet: requests, their ways, and trouble; drawn beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from disagg.blocks import hash_blocks
+from disagg.messages import GenerateRequest, SamplingParams
+from tests.engine.workload import ROOT, STOP_IDS
+
+T = TypeVar("T")
+
+NUM_WORKERS = 4  # 0 and 1 prefill, 2 and 3 decode, unless a trip says otherwise
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A request, and the way that it is to take."""
+
+    at: int  # place in the schedule
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    first: int = 0
+    second: int = 2
+    hand_over: bool = True
+    ticket: str = "use"  # or "late", "lose" (start without it), "leave" (the client is gone)
+    deadline_s: float = 1e9
+
+
+@dataclass(frozen=True)
+class Play:
+    block_size: int
+    num_blocks: tuple[int, ...]
+    trips: tuple[Trip, ...]
+    schedule: bytes = b""
+    fates: bytes = b""
+    max_num_seqs: int = 3
+    max_num_batched_tokens: int = 12
+    caching: bool = True
+    store_nbytes: int = 0  # 0: no cold tier
+
+
+class Dice:
+    """Where plays come from: seeded, which is fast; or Hypothesis, which can shrink them."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def pick(self, options: SequenceOf[T]) -> T:
+        return self._rng.choice(options)
+
+    def octets(self, least: int, most: int) -> bytes:
+        return self._rng.randbytes(self._rng.randint(least, most))
+
+
+class DrawnDice(Dice):
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def pick(self, options: SequenceOf[T]) -> T:
+        return self._draw(st.sampled_from(options))
+
+    def octets(self, least: int, most: int) -> bytes:
+        return self._draw(st.binary(min_size=least, max_size=most))
+
+
+def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) -> Play:
+    """Everything goes wrong, in caches that are too small, with prefixes that many share."""
+
+    def tokens(least: int, most: int) -> tuple[int, ...]:
+        return tuple(4 + octet % 3 for octet in dice.octets(least, most))
+
+    block_size = dice.pick([4, 2, 1])
+    prefixes = [tokens(2, 14) for _ in range(dice.pick([1, 2, 3, 4]))]
+    trips = [
+        Trip(
+            at=dice.pick(range(120)),
+            prompt=dice.pick(prefixes) + tokens(1, 6),
+            max_tokens=dice.pick([4, 2, 7, 1]),
+            seed=dice.pick([0, 1]),
+            first=dice.pick([0, 1, 0, 1, 2, 3]),
+            second=dice.pick([2, 3, 2, 3, 0, 1]),
+            hand_over=dice.pick([True, True, True, False]),
+            ticket=dice.pick(["use", "use", "use", "late", "lose", "leave"]),
+            deadline_s=dice.pick([1e9] * 8 + [0.5, 3.0, 30.0]),
+        )
+        for _ in range(dice.pick(num_trips))
+    ]
+    longest = max(len(trip.prompt) + trip.max_tokens for trip in trips)
+    least = -(-longest // block_size)
+    return Play(
+        block_size=block_size,
+        num_blocks=tuple(least + dice.pick(range(5)) for _ in range(NUM_WORKERS)),
+        trips=tuple(trips),
+        schedule=dice.octets(90, 200),
+        fates=dice.octets(20, 40) if dice.pick([True, True, False]) else b"",
+        max_num_seqs=dice.pick([1, 2, 3]),
+        max_num_batched_tokens=dice.pick(range(3, 17)),
+        caching=dice.pick([True, True, True, False]),
+        store_nbytes=dice.pick([0, 1 << 20, 10 * 8 * block_size]),
+    )
+
+
+def play_in_quiet(dice: Dice) -> Play:
+    """Room for everybody, prompts that share nothing, and nothing that goes wrong."""
+    trips = [
+        Trip(
+            at=dice.pick(range(30)),
+            prompt=(10 + i, *(4 + octet % 3 for octet in dice.octets(0, 16))),
+            max_tokens=dice.pick([4, 2, 7, 1]),
+            first=dice.pick([0, 1]),
+            second=dice.pick([2, 3]),
+            hand_over=dice.pick([True, True, False]),
+            ticket=dice.pick(["use", "late"]),
+        )
+        for i in range(dice.pick(range(1, 9)))
+    ]
+    return Play(
+        block_size=dice.pick([4, 2, 1]),
+        num_blocks=(200,) * NUM_WORKERS,
+        trips=tuple(trips),
+        schedule=bytes(32 * (octet % NUM_WORKERS) for octet in dice.octets(0, 60)),
+        max_num_batched_tokens=dice.pick(range(3, 17)),
+    )
+
+
+def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        model="fake",
+        token_ids=trip.prompt,
+        num_prompt_tokens=len(trip.prompt),
+        hash_root=ROOT,
+        block_hashes=tuple(hash_blocks(ROOT, trip.prompt, block_size)),
+        sampling=SamplingParams(
+            max_tokens=trip.max_tokens,
+            seed=trip.seed,
+            stop_token_ids=tuple(sorted(STOP_IDS)),
+            temperature=0.0,
+        ),
+        deadline_unix_s=trip.deadline_s,
+    )
