@@ -46,8 +46,7 @@ from tests.engine.workload import STOP_IDS
 from tests.worker.fates import FatefulTransport, Fates, SteppedStoreThread
 from tests.worker.plays import NUM_WORKERS, Play, Trip, request_of
 
-STEP_S = 0.05
-HOLD_S = HOLD_TTL_S + 1
+STEP_S, HOLD_S = 0.05, HOLD_TTL_S + 1
 
 
 class World:
