@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from disagg.models.decoder import Decoder, load_model, random_decoder
 from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.paging import Tokens, make_batch, new_slab, run_step
 
@@ -114,7 +116,7 @@ def test_skewed_decodes_are_cut_into_groups_and_come_back_in_order(tmp_path: Pat
     assert _worst(sequences, checkpoint, ends) <= 1e-4
 
 
-def test_long_prompt_over_a_prefix_is_attended_in_pieces(tmp_path: Path) -> None:
+def test_long_prompt_over_a_prefix_is_attended_in_pieces() -> None:
     config = _tiny(max_model_len=1024)
     decoder = random_decoder(config, torch.float32, CPU, seed=3)
     ids = torch.randint(0, config.vocab_size, (700,), generator=torch.Generator().manual_seed(1))
@@ -127,7 +129,7 @@ def test_long_prompt_over_a_prefix_is_attended_in_pieces(tmp_path: Path) -> None
     torch.testing.assert_close(pieces.logits[-1], at_once.logits[-1], atol=1e-4, rtol=0)
 
 
-def test_other_sequences_blocks_never_matter(tmp_path: Path) -> None:
+def test_other_sequences_blocks_never_matter() -> None:
     """A sequence's logits are the same bits whether the rest of the slab is zero or NaN."""
     config = _tiny()
     decoder = random_decoder(config, torch.float32, CPU)
@@ -158,9 +160,16 @@ def test_logits_come_only_for_the_rows_asked_for() -> None:
     torch.testing.assert_close(all_rows[-1:], last, atol=1e-5, rtol=1e-5)
 
 
-def _tiny(max_model_len: int = 64) -> ModelConfig:
-    from disagg.models.rope import RopeConfig
+def test_a_chunk_that_ends_inside_a_prompt_has_no_logits() -> None:
+    config = _tiny()
+    decoder = random_decoder(config, torch.bfloat16, CPU)
+    batch = make_batch([(Tokens(list(range(12)), [0, 1, 2]), 8)], 4)
+    batch = replace(batch, logits_rows=torch.empty(0, dtype=torch.int64))
+    logits = decoder.forward(batch, new_slab(config, 4, 4, torch.bfloat16))
+    assert logits.shape == (0, config.vocab_size)
 
+
+def _tiny(max_model_len: int = 64) -> ModelConfig:
     return ModelConfig(
         family="Qwen3ForCausalLM",
         num_layers=2,
