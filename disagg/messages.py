@@ -4,7 +4,7 @@ Frozen `msgspec` structs over msgpack; unknown fields are refused, so a version 
 an error and never as a silently dropped option. Hot messages are arrays on the wire. What comes
 from outside (HTTP) has structs of its own in `api/openai.py`.
 
-    ingress -> worker   Hello, then Start | Cancel | Peers | Resync
+    ingress -> worker   Hello, then Start | Cancel | Release | Peers | Resync
     worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
 """
 
@@ -208,6 +208,12 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
     stream_id: int
 
 
+class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
+    """Nobody will come for the KV of a ticket that this worker issued."""
+
+    ticket_id: str
+
+
 class Peers(msgspec.Struct, frozen=True, tag="peers", array_like=True):
     """Workers whose KV may be pulled, so that handshakes happen before requests need them."""
 
@@ -235,12 +241,12 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     status: WorkerStatus
 
 
-ToWorker: TypeAlias = Hello | Start | Cancel | Peers | Resync
+ToWorker: TypeAlias = Hello | Start | Cancel | Release | Peers | Resync
 ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
-    Hello | Start | Cancel | Peers | Resync
+    Hello | Start | Cancel | Release | Peers | Resync
 )
 _to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
     Challenge | Welcome | Refused | StepFrame | Snapshot

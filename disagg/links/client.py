@@ -31,6 +31,7 @@ from disagg.messages import (
     KVEvent,
     Peers,
     Refused,
+    Release,
     Resync,
     Snapshot,
     Start,
@@ -125,6 +126,11 @@ class Link:
         """Lost when the link is down: `link_up` is the place to send them all."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Peers(tuple(peers)))
+
+    def release(self, ticket: KVTicket) -> None:
+        """Tell the worker that nobody comes for its ticket. Lost messages cost memory only."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.send(Release(ticket.ticket_id))
 
     async def stream(
         self,

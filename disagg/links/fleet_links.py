@@ -92,6 +92,12 @@ class FleetLinks:
         """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
         return self.link(worker_id).stream(request, hand_over=hand_over, ticket=ticket)
 
+    def release(self, ticket: KVTicket) -> None:
+        """Nobody will use `ticket`: its source may have its blocks back."""
+        link = self._links.get(ticket.source_id)
+        if link is not None and link.record.epoch == ticket.epoch:
+            link.release(ticket)
+
     async def close(self) -> None:
         self.update([])
         if self._closing:

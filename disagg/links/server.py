@@ -44,6 +44,7 @@ from disagg.messages import (
     KVEvent,
     Peers,
     Refused,
+    Release,
     Resync,
     Snapshot,
     Start,
@@ -68,7 +69,7 @@ class LinkClosed:
     reason: str
 
 
-Received: TypeAlias = Start | Cancel | Peers | Resync | LinkClosed
+Received: TypeAlias = Start | Cancel | Release | Peers | Resync | LinkClosed
 
 
 class LinkServer:

@@ -50,6 +50,10 @@ class Workers(Protocol):
         """
         ...
 
+    def release(self, ticket: KVTicket) -> None:
+        """Nobody will use `ticket`."""
+        ...
+
 
 class Decision(msgspec.Struct, frozen=True):
     """One routing decision, for traces and `GET /debug/requests/{id}`."""
@@ -109,25 +113,35 @@ class Dispatcher:
             DisaggError: what a worker answered, when it was final.
         """
         journey = _Journey(request)
-        while not journey.is_finished:
-            route, reservations = await self._choose(journey)
-            try:
-                async with aclosing(self._travel(journey, route, reservations)) as deltas:
+        try:
+            while not journey.is_finished:
+                async with aclosing(self._attempt(journey)) as deltas:
                     async for delta in deltas:
                         yield delta
-            except DisaggError as error:
-                if not journey.may_move(error) or journey.num_moves >= self._max_moves:
-                    raise
-                journey.move(error)
-                self._moved(request.model)
-            finally:
-                for reservation in reservations:
-                    self._fleet.release(reservation)
+        finally:
+            if journey.ticket is not None:
+                self._workers.release(journey.ticket)
+
+    async def _attempt(self, journey: _Journey) -> AsyncGenerator[TokenDelta, None]:
+        """One route, to the answer's end or to an error after which another route may do."""
+        route, reservations = await self._choose(journey)
+        try:
+            async with aclosing(self._travel(journey, route, reservations)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except DisaggError as error:
+            if not journey.may_move(error) or journey.num_moves >= self._max_moves:
+                raise
+            journey.move(error)
+            self._moved(journey.model)
+        finally:
+            for reservation in reservations:
+                self._fleet.release(reservation)
 
     async def _travel(
         self, journey: _Journey, route: Route, reservations: tuple[Reservation, ...]
     ) -> AsyncGenerator[TokenDelta, None]:
-        """One route, to the end or to the error that ends it."""
+        """All workers of a route, to the end or to the error that ends it."""
         for reservation in reservations:
             if journey.is_finished:
                 return

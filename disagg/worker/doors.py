@@ -77,6 +77,10 @@ class Doors:
         """Forget a stream, and its sequence wherever that is; no delta follows."""
         self._cancel(sequence_id(link_id, stream_id))
 
+    def release(self, ticket_id: str) -> None:
+        """Nobody will come for a ticket of this worker."""
+        self._leaving.release(ticket_id)
+
     def close_link(self, link_id: LinkId) -> None:
         """Cancel all streams of a link."""
         for name in self._streams.of_link(link_id):

@@ -1,6 +1,6 @@
 """A worker from start to drain: builds its parts, hands messages in and steps out.
 
-    link server (event loop)  --Start, Cancel, Peers, Resync-->  engine thread
+    link server (event loop)  --Start, Cancel, Release, ...-->  engine thread
     link server (event loop)  <--one call per step: deltas, KV events, load--  engine thread
 
 Everything that touches the engine, the doors or the transport runs in the engine's thread: it is
@@ -20,7 +20,7 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import EngineThread, StepResult
 from disagg.errors import EngineFailed
 from disagg.links.server import LinkClosed, LinkServer, Received
-from disagg.messages import Cancel, Peers, Resync, Role, Start, WorkerRecord
+from disagg.messages import Cancel, Peers, Release, Resync, Role, Start, WorkerRecord
 from disagg.worker.doors import Doors
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.streams import LinkId
@@ -174,6 +174,8 @@ class Worker:
                 post(lambda: doors.start(link_id, message, self._clock()))
             case Cancel(stream_id=stream_id):
                 post(lambda: doors.cancel(link_id, stream_id))
+            case Release(ticket_id=ticket_id):
+                post(lambda: doors.release(ticket_id))
             case Peers(peers=peers):
                 post(lambda: doors.add_peers(peers))
             case Resync():

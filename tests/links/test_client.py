@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import WorkerLost
+from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, merge
 from disagg.links.frames import HEADER, frame, worker_proof
 from disagg.links.server import LinkId
@@ -23,6 +24,7 @@ from disagg.messages import (
     Hello,
     KVEvent,
     Peers,
+    Release,
     Resync,
     Snapshot,
     Start,
@@ -116,6 +118,13 @@ async def test_closing_a_stream_cancels_it_and_no_other() -> None:
         late = TokenDelta(closed.stream_id, (2,))
         worker.step({link_id: [late, TokenDelta(start.stream_id, (3,), "stop")]})
         assert await kept == [3]
+
+
+async def test_an_unused_ticket_is_released_at_its_source() -> None:
+    async with pair() as (worker, link, _):
+        link.release(KVTicket("1/7", "w", 1, "layout", 16, (0,), (1,)))
+        await until(lambda: worker.of_type(Release))
+        assert worker.of_type(Release) == [Release("1/7")]
 
 
 async def test_a_cancelled_reader_cancels_the_request() -> None:

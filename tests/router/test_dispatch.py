@@ -64,6 +64,7 @@ class ScriptedWorkers:
 
     scripts: deque[Script] = field(default_factory=deque)
     calls: list[Call] = field(default_factory=list)
+    released: list[KVTicket] = field(default_factory=list)
     on_failure: Callable[[str], None] | None = None
 
     async def stream(
@@ -83,6 +84,9 @@ class ScriptedWorkers:
         except GeneratorExit:
             call.is_closed_early = True
             raise
+
+    def release(self, ticket: KVTicket) -> None:
+        self.released.append(ticket)
 
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
@@ -366,6 +370,22 @@ async def test_closing_the_answer_closes_the_stream() -> None:
         await anext(deltas)
     assert workers.calls[0].is_closed_early
     assert_nothing_reserved(fleet)
+
+
+async def test_a_client_that_leaves_between_two_workers_gives_the_ticket_back() -> None:
+    workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("p0", "d0"), "d0")
+    request = make_request(2000)
+    async with aclosing(make_dispatcher(workers, fleet).generate(request)) as deltas:
+        await anext(deltas)  # from the prefill worker
+        await anext(deltas)  # from the decode worker, which has used the ticket
+    assert [call.hand_over for call in workers.calls] == [True, False]
+    assert workers.released == []
+    workers.scripts.extend([Script(), Script(after=0, then="stuck")])
+    task = asyncio.create_task(collect(make_dispatcher(workers, fleet), request))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.wait([task])
+    assert workers.released == [ticket_of("p0", request)]
 
 
 async def test_cancelling_the_reader_is_not_taken_for_a_deadline() -> None:
