@@ -8,7 +8,7 @@ the most likely one after the right tokens before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from scripts import demo_tasks as tasks
 from scripts.demo_batches import IGNORE, RowBuilder
 from scripts.demo_model import Decoder
 from scripts.demo_tasks import Turn
-from scripts.demo_tokenizer import MAX_LENGTH
+from scripts.demo_tokenizer import MAX_LENGTH, PAD_ID
 
 NUM_FACTS = 12
 BATCH_TOKENS = 16384
@@ -38,12 +38,12 @@ def recall_at(distance: int) -> Level:
     def make(rng: random.Random, tokenizer: Tokenizer) -> Turn:
         facts = tasks.draw_facts(rng, NUM_FACTS, tuple(tasks.FACT_KINDS))
         fact = rng.choice(facts)
-        text = " ".join(other.state(rng) for other in facts)
+        text = " ".join(other.sentence() for other in facts)
         filler = ""
         while len(tokenizer.encode(filler).ids) < distance:
             filler += " " + " ".join(tasks.filler_sentence(rng) for _ in range(4))
         question = rng.choice(fact.kind.questions).format(fact.subject)
-        return Turn(f"Remember this. {text}{filler} {question}", fact.value, "recall")
+        return Turn(f"Remember this. {text}{filler} {question}", fact.sentence(), "recall")
 
     return Level(f"recall-{distance}", make)
 
@@ -88,17 +88,27 @@ def _num_right(model: Decoder, rows: list[tuple[list[int], list[int]]]) -> int:
     """Return how many rows' answers the model writes greedily."""
     device = model.embed_tokens.weight.device
     longest = max(len(ids) for ids, _ in rows)
-    padded_ids = [ids + [0] * (longest - len(ids)) for ids, _ in rows]
-    padded_labels = [labels + [IGNORE] * (longest - len(labels)) for _, labels in rows]
-    labels = torch.tensor(padded_labels, device=device)
-    predicted = model.logits(model(torch.tensor(padded_ids, device=device))).argmax(-1)
-    return int(((predicted == labels) | (labels == IGNORE)).all(-1).sum())
+    ids = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows], device=device)
+    labels = torch.tensor([some + [IGNORE] * (longest - len(some)) for _, some in rows])
+    answers = (labels != IGNORE).to(device)
+    wrong = torch.zeros_like(answers)
+    predicted = model.logits(model(ids)[answers]).argmax(-1)
+    wrong[answers] = predicted != labels.to(device)[answers]
+    return int((~wrong.any(-1)).sum())
 
 
-def evaluate(model: Decoder, tokenizer: Tokenizer, num_samples: int, seed: int) -> dict[str, float]:
-    """Return the accuracy of every level over `num_samples` conversations of one turn each."""
+def evaluate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    num_samples: int,
+    seed: int,
+    names: Sequence[str] = (),
+) -> dict[str, float]:
+    """Return the accuracy of every level, or of those named, over `num_samples` conversations."""
     accuracies = {}
     for level in all_levels():
+        if names and level.name not in names:
+            continue
         rng = random.Random(f"held out {seed} {level.name}")
         rows = [_encode(level.make(rng, tokenizer), tokenizer) for _ in range(num_samples)]
         num_rows = max(1, BATCH_TOKENS // max(len(ids) for ids, _ in rows))

@@ -30,7 +30,7 @@ class FactKind:
     """One relation that a document can state and a turn can ask about."""
 
     subjects: tuple[str, ...]
-    statements: tuple[str, ...]
+    statement: str
     questions: tuple[str, ...]
     list_questions: tuple[str, ...]
     draw_value: Callable[[random.Random], str]
@@ -38,42 +38,47 @@ class FactKind:
 
 @dataclass(frozen=True)
 class Fact:
-    """A planted (kind, subject, value); `value` is the whole answer to the question about it."""
+    """A planted (kind, subject, value)."""
 
     kind: FactKind
     subject: str
     value: str
 
-    def state(self, rng: random.Random) -> str:
-        """Return a sentence that plants the fact."""
-        return rng.choice(self.kind.statements).format(self.subject, self.value)
+    def sentence(self) -> str:
+        """Return the sentence that plants the fact and that also answers the question about it.
+
+        One sentence for both makes recall learnable in an hour: the model repeats the asked words
+        and then finds, far back, what followed the same words.  Asked for the bare value, models of
+        this size were still guessing after ten million tokens.
+        """
+        return self.kind.statement.format(self.subject, self.value)
 
 
 FACT_KINDS = {
     "code": FactKind(
         world.NAMES,
-        ("The code of {} is {}.", "The code of {} is {}.", "Note: code of {} is {}."),
+        "The code of {} is {}.",
         ("What is the code of {}?", "Tell me the code of {}.", "Which code has {}?"),
         ("List the codes of {}.", "Give me the codes of {}."),
         lambda rng: str(rng.randrange(1000, 10000)),
     ),
     "colour": FactKind(
         world.NAMES,
-        ("{} likes {}.", "The colour of {} is {}."),
-        ("Which colour does {} like?", "What is the colour of {}?"),
+        "The colour of {} is {}.",
+        ("What is the colour of {}?", "Tell me the colour of {}."),
         ("List the colours of {}.", "Give me the colours of {}."),
         lambda rng: rng.choice(world.COLOURS),
     ),
-    "place": FactKind(
-        world.OBJECTS,
-        ("The {} is in the {}.", "Someone put the {} in the {}."),
-        ("Where is the {}?", "In which place is the {}?"),
-        ("List the places of {}.", "Give me the places of {}."),
-        lambda rng: rng.choice(world.PLACES),
+    "word": FactKind(
+        world.NAMES,
+        "The word of {} is {}.",
+        ("What is the word of {}?", "Tell me the word of {}."),
+        ("List the words of {}.", "Give me the words of {}."),
+        lambda rng: rng.choice(world.LIST_WORDS),
     ),
     "age": FactKind(
         world.NAMES,
-        ("{} is {} years old.", "The age of {} is {}."),
+        "The age of {} is {}.",
         ("How old is {}?", "What is the age of {}?"),
         ("List the ages of {}.", "Give me the ages of {}."),
         lambda rng: str(rng.randrange(10, 100)),
@@ -98,23 +103,23 @@ def draw_facts(rng: random.Random, num_facts: int, kinds: Sequence[str]) -> list
 
 def document(rng: random.Random, facts: Sequence[Fact], num_fillers: int) -> str:
     """Shuffle the facts' statements among filler sentences."""
-    sentences = [fact.state(rng) for fact in facts]
+    sentences = [fact.sentence() for fact in facts]
     sentences += [filler_sentence(rng) for _ in range(num_fillers)]
     rng.shuffle(sentences)
     return rng.choice(DOCUMENT_OPENINGS) + " ".join(sentences)
 
 
 def recall_turn(rng: random.Random, facts: Sequence[Fact]) -> Turn:
-    """Ask for one planted fact or, for denser supervision, for a list of one kind."""
+    """Ask for one planted fact or, for denser supervision, for several of one kind."""
     fact = rng.choice(facts)
     same_kind = [other for other in facts if other.kind is fact.kind]
     if len(same_kind) < 2 or rng.random() < 0.5:
         question = rng.choice(fact.kind.questions).format(fact.subject)
-        return Turn(question, fact.value, "recall")
-    asked = rng.sample(same_kind, min(len(same_kind), rng.randrange(2, 7)))
+        return Turn(question, fact.sentence(), "recall")
+    asked = rng.sample(same_kind, min(len(same_kind), rng.randrange(2, 6)))
     subjects = ", ".join(other.subject for other in asked)
     question = rng.choice(fact.kind.list_questions).format(subjects)
-    return Turn(question, ", ".join(other.value for other in asked), "recall")
+    return Turn(question, " ".join(other.sentence() for other in asked), "recall")
 
 
 def _words(rng: random.Random, num_words: int) -> list[str]:
@@ -170,9 +175,11 @@ OPERATOR_WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def arithmetic_turn(rng: random.Random, operator: str, num_digits: int) -> Turn:
-    """Add, subtract (never below zero) or multiply; `num_digits` bounds the larger operand."""
+    """Add, subtract (never below zero) or multiply; the larger operand has `num_digits` digits."""
     low = 10 ** (num_digits - 1) if num_digits > 1 else 0
-    first, second = rng.randrange(low, 10**num_digits), rng.randrange(10**num_digits)
+    first = rng.randrange(low, 10**num_digits)
+    # All lengths alike: drawn evenly below 1,000, nine of ten would have three digits.
+    second = rng.randrange(10 ** rng.randint(1, num_digits))
     name = {"+": "add", "-": "subtract", "*": "multiply"}[operator]
     if operator == "*":
         second = rng.randrange(10)
@@ -186,6 +193,8 @@ def arithmetic_turn(rng: random.Random, operator: str, num_digits: int) -> Turn:
         first, second = (second, first) if operator != "-" else (first, second)
     shown = OPERATOR_WORDS[operator] if rng.random() < 0.3 else operator
     question = rng.choice(ARITHMETIC_ASKS).format(first, shown, second)
+    if shown == operator and rng.random() < 0.15:
+        question = question.replace(f" {operator} ", operator)
     return Turn(question, str(result), f"{name}-{num_digits}")
 
 

@@ -47,12 +47,12 @@ class Stage:
 # Mostly short rows: attention over 2,048 tokens costs several times as much a token, and the
 # circuits that recall needs form on short rows first.  Steps go round their stage's lengths.
 STAGES = (
-    Stage(0.35, (256,), 0.5),
-    Stage(0.60, (512, 256), 0.5),
-    Stage(0.80, (1024, 1024, 512, 256), 0.5),
-    Stage(1.01, (2048, 2048, 1024, 256), 0.5),
+    Stage(0.35, (256,), 0.6),
+    Stage(0.60, (512, 256), 0.6),
+    Stage(0.84, (1024, 512, 256), 0.4),
+    Stage(1.01, (2048, 1024, 512, 256), 0.4),
 )
-WARMUP, DECAY_FROM = 0.01, 0.55
+WARMUP, DECAY_FROM = 0.01, 0.8
 
 
 def learning_rate_factor(progress: float) -> float:
@@ -222,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=REPOSITORY / ".train")
     parser.add_argument("--assets", type=Path, default=REPOSITORY / "disagg" / "assets")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--samples", type=int, default=400, help="conversations a table row")
+    parser.add_argument("--samples", type=int, default=200, help="conversations a table row")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--evaluate", action="store_true", help="measure the exported model")
     mode.add_argument("--export", action="store_true", help="export the checkpoint as it is")

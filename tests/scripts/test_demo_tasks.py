@@ -1,0 +1,201 @@
+"""The demo models' tasks, tokenizer, training loop and exported folders."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts import demo_tasks as tasks
+from scripts import demo_world as world
+from scripts import train_demo_models as training
+from scripts.demo_batches import IGNORE, RowBuilder, make_batch
+from scripts.demo_evaluate import all_levels, evaluate
+from scripts.demo_export import export, load_exported
+from scripts.demo_model import SHAPES, Decoder
+from scripts.demo_tokenizer import CHAT_TEMPLATE, IM_END_ID, VOCAB_SIZE
+
+ASSETS = Path(__file__).resolve().parents[2] / "disagg" / "assets"
+MODELS = ("demo-small", "demo-large")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(ASSETS / "demo-large" / "tokenizer.json"))
+
+
+def turns_named(prefix: str, count: int = 200) -> list[tasks.Turn]:
+    rng = random.Random(prefix)
+    drawn = (tasks.mixed_turn(rng) for _ in range(count * 20))
+    return [turn for turn in drawn if turn.task.startswith(prefix)][:count]
+
+
+def test_equal_seeds_give_equal_turns_and_other_seeds_others() -> None:
+    first, again, other = (
+        [tasks.mixed_turn(rng) for _ in range(50)]
+        for rng in (random.Random(1), random.Random(1), random.Random(2))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_arithmetic_answers_are_right() -> None:
+    signs = {"plus": "+", "minus": "-", "times": "*"}
+    for turn in turns_named("add") + turns_named("subtract") + turns_named("multiply"):
+        text = " ".join(signs.get(word, word) for word in turn.question.split())
+        match = re.search(r"(\d+) ?([-+*]) ?(\d+)", text)
+        assert match, turn
+        first, sign, second = int(match[1]), match[2], int(match[3])
+        right = {"+": first + second, "-": first - second, "*": first * second}[sign]
+        assert turn.answer == str(right)
+        assert right >= 0
+
+
+def test_sorted_reversed_and_copied_answers_hold_the_words_of_the_question() -> None:
+    for turn in turns_named("sort-words"):
+        words = turn.question.split(": ")[1].split()
+        assert turn.answer.split() == sorted(words)
+    for turn in turns_named("sort-numbers"):
+        numbers = [int(word) for word in turn.question.split(": ")[1].split()]
+        descending = "large to small" in turn.question
+        assert [int(word) for word in turn.answer.split()] == sorted(numbers, reverse=descending)
+    for turn in turns_named("reverse"):
+        text = turn.question.split(": ")[1]
+        whole = text[::-1] if text.isdigit() else " ".join(reversed(text.split()))
+        assert turn.answer == whole
+    for turn in turns_named("copy"):
+        assert turn.answer == turn.question.split(": ")[1]
+
+
+def test_no_two_facts_of_a_document_answer_the_same_question() -> None:
+    rng = random.Random(0)
+    facts = tasks.draw_facts(rng, 60, tuple(tasks.FACT_KINDS))
+    assert len({(id(fact.kind), fact.subject) for fact in facts}) == 60
+    text = tasks.document(rng, facts, 10)
+    assert all(fact.value in text and fact.subject in text for fact in facts)
+
+
+def test_the_words_recall_asks_for_are_single_tokens(tokenizer: Tokenizer) -> None:
+    for word in world.NAMES + world.PLACES + world.COLOURS + world.LIST_WORDS:
+        assert len(tokenizer.encode(f" {word}").ids) == 1, word
+
+
+def test_any_text_survives_the_tokenizer_and_digits_stay_single(tokenizer: Tokenizer) -> None:
+    text = "Ünïcode 漢字 🙂\n\ttab  two spaces, 'quotes' <b>"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    assert len(tokenizer.encode("9081726354").ids) == 10
+
+
+def test_training_reads_what_the_chat_template_renders(tokenizer: Tokenizer) -> None:
+    template = jinja2.Environment(autoescape=True).from_string(
+        "{% autoescape false %}" + CHAT_TEMPLATE + "{% endautoescape %}"
+    )
+    turn = tasks.Turn("What is 1 + 2?", "3", "add-1")
+    messages = [{"role": "user", "content": turn.question}]
+    asked, answer = tasks.render(turn)
+    assert template.render(messages=messages, add_generation_prompt=True) == asked
+    row = RowBuilder(tokenizer, 64)
+    row.add_turn(turn)
+    messages.append({"role": "assistant", "content": turn.answer})
+    whole = template.render(messages=messages, add_generation_prompt=False)
+    assert row.ids == tokenizer.encode(whole).ids
+    assert [label for label in row.labels if label != IGNORE] == tokenizer.encode(answer).ids
+
+
+def test_labels_are_the_next_tokens_of_answers_only(tokenizer: Tokenizer) -> None:
+    ids, labels = make_batch(tokenizer, "seed", 512, 4, recall_share=0.5)
+    again, _ = make_batch(tokenizer, "seed", 512, 4, recall_share=0.5)
+    assert torch.equal(ids, again)
+    shifted = torch.cat((ids[:, 1:], torch.zeros(4, 1, dtype=torch.int64)), dim=1)
+    asked = labels[:, :-1] != IGNORE
+    assert torch.equal(labels[:, :-1][asked], shifted[:, :-1][asked])
+    assert 0.1 < (labels != IGNORE).float().mean() < 0.6
+    assert (labels == IM_END_ID).any(-1).all()
+
+
+@pytest.mark.parametrize("distance", [500, 1500])
+def test_the_asked_fact_stands_as_far_back_as_the_level_says(
+    tokenizer: Tokenizer, distance: int
+) -> None:
+    level = next(level for level in all_levels() if level.name == f"recall-{distance}")
+    turn = level.make(random.Random(3), tokenizer)
+    tail = turn.question[turn.question.rindex(turn.answer) :]
+    assert distance <= len(tokenizer.encode(tail).ids) < 2048
+
+
+def arguments_for(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(
+        model="small",
+        steps=3,
+        batch_tokens=512,
+        rate=4e-3,
+        seed=0,
+        device="cpu",
+        folder=folder,
+        compile=False,
+    )
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    unbroken = training.Trainer(arguments_for(tmp_path / "a"), tokenizer)
+    unbroken.run()
+    broken = training.Trainer(arguments_for(tmp_path / "b"), tokenizer)
+    broken.step()
+    broken.save()
+    resumed = training.Trainer(arguments_for(tmp_path / "b"), tokenizer)
+    assert resumed.progress.step == 1
+    resumed.run()
+    for name, tensor in unbroken.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+def test_the_learning_rate_warms_up_stays_and_ends_at_zero() -> None:
+    assert training.learning_rate_factor(0.0) == 0.0
+    assert training.learning_rate_factor(training.DECAY_FROM) == 1.0
+    assert training.learning_rate_factor(1.0) == 0.0
+    assert [training.stage_at(p).lengths[0] for p in (0.0, 0.99)] == [256, 2048]
+
+
+def test_an_exported_model_is_the_trained_one_in_bfloat16(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = Decoder(SHAPES["small"])
+    export(model, tokenizer, tmp_path)
+    again = load_exported(SHAPES["small"], tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_what_we_trained(name: str, tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = ASSETS / name
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = load_exported(SHAPES[name.removeprefix("demo-")], folder)
+    ids = torch.randint(VOCAB_SIZE, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = reference(ids).logits, ours.logits(ours(ids, torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_large_model_answers(tokenizer: Tokenizer) -> None:
+    model = load_exported(SHAPES["large"], ASSETS / "demo-large")
+    accuracies = evaluate(model, tokenizer, num_samples=4, seed=1, names=("recall-500", "chat"))
+    assert min(accuracies.values()) >= 0.5
+
+
+def test_both_models_together_stay_small() -> None:
+    files = [path for name in MODELS for path in (ASSETS / name).iterdir()]
+    assert sum(path.stat().st_size for path in files) <= 20e6
