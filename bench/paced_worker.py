@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from disagg.app.deployments import WorkerReplica
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
@@ -82,7 +81,3 @@ def paced_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: in
         lambda block_id: bytes(BLOCK_NBYTES),
         lambda block_id, raw: None,
     )
-
-
-class PacedReplica(WorkerReplica):
-    build_parts = staticmethod(paced_parts)

@@ -40,7 +40,7 @@ def serve_until_told(port: int, scratch: Path) -> None:
     from ray import serve
 
     from bench import stock_serve
-    from bench.paced_worker import PacedReplica
+    from bench.paced_replica import PacedReplica
     from disagg.app.build import build_application
     from disagg.app.cluster import APPLICATION, Cluster
 

@@ -1,0 +1,61 @@
+"""Run benches one after another, each in a process of its own: `python -m bench [NAME...] [--tiny]`
+
+Prints each one's tables, and one line of JSON with all results last. Without names all run that
+need no GPU (`bench/gpu_suite.sh` has the others). Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BENCHES = ("engine", "kv_pull", "scheduler", "serving_path", "worker_memory")
+WITHOUT_REHEARSAL = ("kv_pull",)
+
+
+def run(name: str, flags: list[str]) -> dict[str, Any]:
+    """The figures of one bench; `{"failed": status}` if it has none."""
+    print(f"== {name}", flush=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"bench.{name}", *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        if last:
+            print(last, end="", flush=True)
+        last = line
+    status = process.wait()
+    try:
+        figures: dict[str, Any] = json.loads(last)
+    except json.JSONDecodeError:
+        print(last, end="")
+        return {"failed": status}
+    return figures if status == 0 else {"failed": status}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(BENCHES)
+    if unknown:
+        parser.error(
+            f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}"
+        )
+    results = {}
+    for name in arguments.names or BENCHES:
+        is_tiny = arguments.tiny and name not in WITHOUT_REHEARSAL
+        results[name] = run(name, ["--tiny"] if is_tiny else [])
+    print(json.dumps(results))
+    return int(any("failed" in figures for figures in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What planning costs: microseconds of Python for each engine step, without any model.
+
+    python -m bench.scheduler [--tiny]
+
+The real engine (scheduler and block pool) with a runner that computes nothing. `decode`: a step in
+which so many sequences advance by one token, blocks growing and being published as they fill.
+`admit`: from submitting a prompt of 2,048 tokens to its first token, with half of it found by
+name. `status` is the load that goes to the router after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from array import array
+from typing import Any
+
+from bench.report import finish, print_table
+from disagg.blocks import hash_blocks
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan
+from disagg.messages import GenerateRequest, SamplingParams
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 1 << 16
+PROMPT, NUM_STEPS, NUM_PROMPTS = 2048, 256, 64
+HASH_ROOT = b"bench"
+
+
+class NoModel:
+    def __init__(self) -> None:
+        self._token = SampledToken(7)
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        return [
+            self._token if work.num_tokens == work.sequence.num_uncomputed else None
+            for work in plan.work
+        ]
+
+
+def new_engine() -> Engine:
+    scheduler = Scheduler(
+        BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS))),
+        max_num_seqs=512,
+        max_num_batched_tokens=8192,
+        max_model_len=1 << 15,
+    )
+    return Engine(scheduler, NoModel())
+
+
+def new_sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
+    return Sequence(
+        GenerateRequest(
+            request_id=str(number),
+            model="bench",
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            hash_root=HASH_ROOT,
+            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, BLOCK_SIZE)),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            deadline_unix_s=float("inf"),
+        )
+    )
+
+
+def decode(num_seqs: int, num_steps: int) -> dict[str, Any]:
+    """Mean, not median: one step in sixteen has blocks to give and to publish."""
+    engine = new_engine()
+    for number in range(num_seqs):
+        engine.submit(new_sequence(number, [number + 8] * 129, num_steps + 8))
+    while engine.scheduler.waiting or engine.last_plan.num_decodes < num_seqs:
+        engine.step()
+    began_s = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+        engine.pool.take_events()
+    step_s = (time.perf_counter() - began_s) / num_steps
+    began_s = time.perf_counter()
+    for _ in range(num_steps):
+        engine.status()
+    status_s = (time.perf_counter() - began_s) / num_steps
+    return {
+        "case": f"decode {num_seqs}",
+        "us a step": step_s * 1e6,
+        "us a token": step_s * 1e6 / num_seqs,
+        "status us": status_s * 1e6,
+    }
+
+
+def admit(num_prompts: int) -> dict[str, Any]:
+    engine = new_engine()
+    seconds = []
+    for number in range(num_prompts):
+        tokens = [*range(8, 8 + PROMPT // 2), *([number] * (PROMPT // 2))]
+        sequence = new_sequence(number, tokens, 1)
+        began_s = time.perf_counter()
+        engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+        seconds.append(time.perf_counter() - began_s)
+    took_us = statistics.median(seconds) * 1e6
+    return {
+        "case": "admit",
+        "us a step": took_us,
+        "us a token": took_us / PROMPT,
+        "status us": None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    is_tiny = parser.parse_args().tiny
+    num_steps = 16 if is_tiny else NUM_STEPS
+    rows = [decode(num_seqs, num_steps) for num_seqs in ((2,) if is_tiny else (1, 8, 32, 128, 256))]
+    rows.append(admit(4 if is_tiny else NUM_PROMPTS))
+    print_table(rows)
+    finish("scheduler", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Every bench still runs: a rehearsal of each ends with a line of JSON that has its figures.
+
+`serving_path` has no rehearsal here: it starts a Ray cluster, as tests/e2e does already, and its
+parts (the paced worker, the clients) are tested without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def rehearse(*arguments: str, **environment: str) -> Any:
+    """The last line of a bench, parsed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)  # a dozen processes that import torch, Ray and transformers
+def test_named_benches_run_one_after_another() -> None:
+    results = rehearse("bench", "engine", "scheduler", "worker_memory", "--tiny")
+    assert list(results) == ["engine", "scheduler", "worker_memory"]
+    engine = results["engine"]["rows"]
+    assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
+    for row in engine:
+        assert min(row["disagg"], row["generate"], row["continuous"]) > 0
+    assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
+    memory = results["worker_memory"]["rows"]
+    assert all(row["RSS MB"] >= row["PSS MB"] >= row["USS MB"] > 0 for row in memory)
+
+
+def test_an_unknown_bench_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "nonsense"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode != 0
+    assert "nonsense" in done.stderr and "serving_path" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gpu_engine", "gpu_transfer"])
+def test_gpu_benches_rehearse_on_a_cpu(name: str, tmp_path: Path) -> None:
+    found = rehearse(f"bench.{name}", "--device", "cpu", "--tiny", "--out", str(tmp_path))
+    assert found == json.loads((tmp_path / f"{name}.json").read_text())
+    if name == "gpu_engine":
+        assert all(row["ms"] > 0 for row in [*found["ttft"], *found["tpot"]])
+    else:
+        assert all(row["same tokens"] == "5/5" for row in found["hand_overs"])
+
+
+def test_gpu_kernels_equal_their_references(tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--tiny", "--out", str(tmp_path))
+    found = rehearse("bench.gpu_kernels", *arguments, TRITON_INTERPRET="1")
+    assert found["parity"] and all(row["equal"] for row in found["parity"])
+    assert found["decode"] and found["prompt"]
