@@ -111,7 +111,8 @@ class Decoder:
             ops.norm_rope_(heads[:, :num_turned], layer.qk_norm, eps, rope_rows)
             attended = ops.attention(heads, kv_cache, index, layer.window, paging)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
-                # After the last attention only the rows whose logits are wanted matter.
+                # After the last attention only the rows whose logits are wanted matter (as many
+                # rows as tokens are all of them, in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
             hidden, normed = ops.project_add_norm(

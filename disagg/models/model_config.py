@@ -82,7 +82,7 @@ class ModelConfig:
         generation = _read_json(directory / "generation_config.json", required=False)
         try:
             config = _parse(raw, generation, directory)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             missing = f"has no {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
             raise ModelError(f"{directory / 'config.json'} {missing}") from error
         return config
@@ -109,14 +109,14 @@ def _parse(raw: Json, generation: Json, directory: Path) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{directory}: hidden_act {activation!r} is not supported, only 'silu'")
-    num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    num_heads, hidden_size = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
     head_dim = raw.get("head_dim") or (128 if family == "Qwen3ForCausalLM" else None)
     head_dim = int(head_dim or hidden_size // num_heads)
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     _check_heads(num_heads, num_kv_heads, head_dim, directory)
-    num_layers = int(raw["num_hidden_layers"])
+    num_layers = _count(raw, "num_hidden_layers")
     attention_bias = bool(raw.get("attention_bias", False))
-    max_position = int(raw["max_position_embeddings"])
+    max_position = _count(raw, "max_position_embeddings")
     rope = RopeConfig.from_hf(raw, max_position)
     return ModelConfig(
         family=family,
@@ -125,11 +125,11 @@ def _parse(raw: Json, generation: Json, directory: Path) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
-        vocab_size=int(raw["vocab_size"]),
+        intermediate_size=_count(raw, "intermediate_size"),
+        vocab_size=_count(raw, "vocab_size"),
         max_model_len=rope.max_model_len(max_position),
         dtype=_dtype(raw, directory),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
+        rms_norm_eps=_epsilon(raw),
         rope=rope,
         sliding_windows=_sliding_windows(raw, family, num_layers, directory),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -152,6 +152,20 @@ def _family(raw: Json, directory: Path) -> str:
         f"{directory} is a {', '.join(map(str, architectures)) or 'model without architectures'}; "
         f"supported are {', '.join(FAMILIES)}"
     )
+
+
+def _count(raw: Json, key: str) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ValueError(f"{key} must be a positive number, not {value!r}")
+    return value
+
+
+def _epsilon(raw: Json) -> float:
+    value = float(raw["rms_norm_eps"])
+    if not 0 <= value < 1:
+        raise ValueError(f"rms_norm_eps must lie between 0 and 1, not {value}")
+    return value
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, directory: Path) -> None:

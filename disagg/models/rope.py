@@ -51,9 +51,15 @@ class RopeConfig:
         factor = float(scaling.get("factor") or 1.0)
         original = scaling.get("original_max_position_embeddings")
         original = original or raw.get("original_max_position_embeddings") or max_position
+        theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+        if not (theta > 1 and 0 < factor < 1e6 and 0 < int(original) < 2**31):
+            raise ModelError(
+                f"rope settings are out of range: theta {theta}, factor {factor}, "
+                f"original_max_position_embeddings {original}"
+            )
         return cls(
             kind=kind,
-            theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+            theta=theta,
             factor=factor,
             original_max_position=int(original),
             low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),

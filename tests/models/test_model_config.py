@@ -125,6 +125,13 @@ def test_generation_config(tmp_path: Path) -> None:
             ["layer_types", "linear_attention"],
         ),
         ({"hidden_size": "wide"}, ["config.json", "wide"]),
+        ({"hidden_size": 0}, ["hidden_size must be a positive number"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
+        ({"vocab_size": -5}, ["vocab_size", "-5"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, ["factor -1.0"]),
+        ({"rope_scaling": "linear"}, ["config.json is wrong"]),
+        ({"eos_token_id": "</s>"}, ["</s>"]),
     ],
 )
 def test_refusals_say_what_is_wrong(
