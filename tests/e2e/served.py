@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
 

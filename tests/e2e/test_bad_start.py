@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.served import free_port
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def refusal(*arguments: str, port: int | None = None) -> str:
         [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, "--port", str(port)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env={**os.environ, name: value, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 2, done.stdout + done.stderr

@@ -22,11 +22,11 @@ from tests.e2e.served import free_port
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 BIN = Path(sys.executable).parent
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 180.0
 
 
 class RayNodes:
@@ -154,6 +154,15 @@ def wait_until_ready(url: str, nodes: RayNodes) -> None:
     raise AssertionError(f"not ready: {last}\n{nodes.logs()}")
 
 
+def decision_of(url: str, request_id: str) -> str:
+    """How a request was routed: known to the one of several ingresses that served it."""
+    for _ in range(50):
+        answer = httpx.get(f"{url}/debug/requests/{request_id}")
+        if answer.status_code == 200:
+            return answer.text
+    raise AssertionError(answer.text)
+
+
 @pytest.mark.parametrize("name", ["laptop.yaml", "npmd.yaml"])
 def test_files_in_deploy_are_valid(name: str) -> None:
     config = yaml.safe_load((DEPLOY / name).read_text())
@@ -182,5 +191,4 @@ def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
                     max_tokens=16,
                 )
                 assert answer.choices[0].message.content == reference.chat(prompt, 16)
-                route = httpx.get(f"{url}/debug/requests/{answer.id}").text
-                assert f'"prefill":"{tier}-prefill' in route, route
+                assert f'"prefill":"{tier}-prefill' in decision_of(url, answer.id)

@@ -16,7 +16,7 @@ from tests.e2e.single_engine import SingleEngine
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 PROMPTS = [
     "short",
