@@ -319,8 +319,7 @@ def paged_attention(
     """Attend causally to keys and values in the cache, the step's own included.
 
     Args:
-        qkv: [num_tokens, at least num_heads, head_dim], of which the queries are read; its
-            heads are num_heads + 2 * num_kv_heads.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of which the queries are read.
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `plan_work`.
@@ -328,51 +327,58 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads * head_dim].
     """
-    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     out = torch.empty(qkv.shape[0], num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    step = (block_tables, query_start, context_lens)
+    for launch in work.launches:
+        _run(launch, qkv, kv_cache, layer, step, work.window, out)
+    return out
+
+
+def _run(
+    launch: _Launch,
+    qkv: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    step: tuple[Tensor, Tensor, Tensor],
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Compute the pieces of one launch, then merge those that are parts of a sequence."""
+    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    block_tables, query_start, _ = step
     block_d = max(16, triton.next_power_of_2(head_dim))
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": num_heads // num_kv_heads,
+        "GROUP": qkv.shape[1] // num_kv_heads - 2,
+        "ROWS": launch.rows,
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
     }
-    for launch in work.launches:
-        partials = torch.empty(
-            launch.num_partials, num_kv_heads, launch.rows, block_d + 1, device=qkv.device
-        ).view(-1)
-        weights = partials[launch.num_partials * num_kv_heads * launch.rows * block_d :]
-        _paged_attention_kernel[(launch.pieces.shape[0], num_kv_heads)](
-            qkv,
-            kv_cache[:, layer],
-            block_tables,
-            query_start,
-            context_lens,
-            launch.pieces,
-            out,
-            partials,
-            weights,
-            head_dim**-0.5 * math.log2(math.e),
-            qkv.stride(0),
-            block_tables.stride(0),
-            kv_cache.stride(0),
-            ROWS=launch.rows,
-            TILE=KEY_TILE,
-            BLOCK_SIZE=block_size,
-            WINDOW=work.window or 0,
-            **launch_options(launch.rows, head_dim * qkv.element_size()),
-            **sizes,
+    num_rows = launch.num_partials * num_kv_heads * launch.rows
+    buffer = torch.empty(num_rows * (block_d + 1), dtype=torch.float32, device=qkv.device)
+    partials, weights = buffer[: num_rows * block_d], buffer[num_rows * block_d :]
+    _paged_attention_kernel[(launch.pieces.shape[0], num_kv_heads)](
+        qkv,
+        kv_cache[:, layer],
+        *step,
+        launch.pieces,
+        out,
+        partials,
+        weights,
+        head_dim**-0.5 * math.log2(math.e),
+        qkv.stride(0),
+        block_tables.stride(0),
+        kv_cache.stride(0),
+        TILE=KEY_TILE,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        **launch_options(launch.rows, head_dim * qkv.element_size()),
+        **sizes,
+    )
+    if launch.num_partials:
+        grid = (launch.reductions.shape[0], num_kv_heads)
+        _reduce_kernel[grid](
+            partials, weights, query_start, launch.reductions, out, num_warps=4, **sizes
         )
-        if launch.num_partials:
-            _reduce_kernel[(launch.reductions.shape[0], num_kv_heads)](
-                partials,
-                weights,
-                query_start,
-                launch.reductions,
-                out,
-                ROWS=launch.rows,
-                num_warps=4,
-                **sizes,
-            )
-    return out
