@@ -67,7 +67,11 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
     )
-    group.add_argument("--num-threads", type=int, help="torch threads per worker on a CPU")
+    group.add_argument(
+        "--num-threads",
+        type=int,
+        help="torch threads per worker on a CPU (default: the cores, shared out)",
+    )
     group.add_argument("--seed", type=int, default=0)
 
 
@@ -97,6 +101,10 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
             f"{len(models)} models but {len(names)} served names were given; give one per model.",
             param="served_model_name",
         )
+    if arguments.num_threads is None and arguments.ray_address is None:
+        # All workers are on this machine; more threads than cores cost several times their work.
+        num_workers = len(models) * (arguments.prefill + arguments.decode)
+        arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
     engine = {
         key: value
         for key in EngineConfig.__struct_fields__

@@ -70,7 +70,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = shape.block_size
         self.block_nbytes = shape.block_nbytes
-        self.layout = shape.layout
+        # With the kind of device: a GPU leaves the unwritten end of a block as it was, and
+        # attention on a CPU relies on zeros there.
+        self.layout = f"{shape.layout}:{device.type}"
         dims = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         if device.type == "cpu":
             # Other workers read it from outside, twice as fast from huge pages.

@@ -22,7 +22,7 @@ class Batch:
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV once this step is done
     block_tables: torch.Tensor  # int32 [num_seqs, max_num_blocks], padded with 0
-    logits_rows: torch.Tensor  # int64 [num_logits]: token rows whose logits are wanted
+    logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are wanted
     num_decodes: int  # the first `num_decodes` sequences have exactly one token
     max_query_len: int
     max_context_len: int

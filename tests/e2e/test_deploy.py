@@ -169,6 +169,16 @@ def test_files_in_deploy_are_valid(name: str) -> None:
     parse_config(config["applications"][0]["args"])
 
 
+def test_the_cluster_file_is_valid() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((DEPLOY.parent / "ray" / "cluster.yaml").read_text())
+    validate_config(prepare_config(config))
+    node_types = config["available_node_types"]
+    assert node_types["head"]["resources"] == {"CPU": 0}
+    assert all(node_types[role]["resources"]["GPU"] for role in ("prefill", "decode"))
+
+
 def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
     reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
