@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from bench.paced_worker import ENGINE_THREAD, MARKER, STEP_S
+from bench.processes import find
 from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.sse_clients import Clients
@@ -73,18 +74,11 @@ class Cluster:
     def __init__(self, process: subprocess.Popen[str], port: int, haproxy: bool) -> None:
         self.port = port
         self.haproxy = haproxy
-        self._family = psutil.Process(process.pid).children(recursive=True)
-
-    def find(self, mark: str) -> list[psutil.Process]:
-        found = [each for each in self._family if mark in " ".join(each.cmdline())]
-        if not found:
-            titles = "\n".join(" ".join(each.cmdline())[:100] for each in self._family)
-            raise SystemExit(f"no process is titled {mark!r} among\n{titles}")
-        return found
+        self._root = psutil.Process(process.pid)
 
     def processes_of(self, way: Way) -> dict[str, list[psutil.Process]]:
         marks = {"proxy": PROXIES[self.haproxy], **way.processes}
-        return {part: self.find(mark) for part, mark in marks.items()}
+        return {part: find(self._root, mark) for part, mark in marks.items()}
 
 
 @contextmanager

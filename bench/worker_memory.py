@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from bench.processes import find
 from bench.report import finish, print_table
 
 TARGET_MB = 900
@@ -82,9 +83,8 @@ def of_workers() -> list[dict[str, Any]]:
         _ask(url)
         return [
             {"process": part, **figures(process)}
-            for process in server.children(recursive=True)
             for part, mark in PARTS.items()
-            if mark in " ".join(process.cmdline())
+            for process in find(server, mark)
         ]
 
 
