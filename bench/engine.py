@@ -22,18 +22,13 @@ from typing import Any
 import torch
 
 from bench.report import finish, print_table, take_turns
+from bench.shapes import SHAPES, transformers_config
 from disagg.blocks import hash_blocks
 from disagg.config import EngineConfig
 from disagg.engine.runner import build_engine
 from disagg.engine.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 
-# vocabulary, hidden, inner, layers, heads, KV heads, head size
-SHAPES = {
-    "tiny": (256, 64, 128, 2, 2, 1, 32),
-    "15m": (8192, 384, 1024, 6, 6, 2, 64),
-    "160m": (32000, 768, 3072, 12, 12, 4, 64),
-}
 MAX_MODEL_LEN = 2048
 PAGE_SIZE, NUM_PAGES = 128, 96  # of continuous batching: room for every case
 CACHE_NBYTES = 512 << 20
@@ -47,23 +42,9 @@ Clock = Callable[[], float]
 def write_checkpoint(shape: str, directory: Path) -> Path:
     import transformers
 
-    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=MAX_MODEL_LEN,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+    config = transformers_config(shape, MAX_MODEL_LEN)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory
 

@@ -26,8 +26,9 @@ from bench.gpu_device import (
     synchronize,
     write_json,
 )
-from bench.gpu_models import SHAPES, model_config, new_engine, new_sequence, num_parameters
+from bench.gpu_models import new_engine, new_sequence, num_parameters
 from bench.report import print_table
+from bench.shapes import model_config, transformers_config
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
 from disagg.models.model_config import ModelConfig
@@ -83,25 +84,12 @@ class Peer:
     def __init__(self, shape: str, device: torch.device) -> None:
         import transformers
 
-        vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
-        config = transformers.LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=32768,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        config = transformers_config(shape)
         torch.set_default_dtype(torch.bfloat16)
         with torch.device(device):
             self._model: Any = transformers.LlamaForCausalLM(config).eval()
         torch.set_default_dtype(torch.float32)
-        self._vocab, self._device = vocab, device
+        self._vocab, self._device = config.vocab_size, device
 
     def seconds(self, num_seqs: int, num_tokens: int, num_new: int) -> float:
         prompts = torch.randint(1, self._vocab, (num_seqs, num_tokens), device=self._device)

@@ -17,36 +17,8 @@ from disagg.engine.sequence import Sequence as EngineSequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.decoder import random_decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.rope import RopeConfig
 
-# vocabulary, hidden, inner, layers, heads, KV heads, head size
-SHAPES = {
-    "llama-3-8b": (128256, 4096, 14336, 32, 32, 8, 128),
-    "llama-160m": (32000, 768, 3072, 12, 12, 4, 64),
-    "tiny": (256, 64, 128, 2, 2, 1, 32),
-}
-MAX_MODEL_LEN = 32768
 HASH_ROOT = b"bench"
-
-
-def model_config(shape: str) -> ModelConfig:
-    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
-    return ModelConfig(
-        family="LlamaForCausalLM",
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        vocab_size=vocab,
-        max_model_len=MAX_MODEL_LEN,
-        dtype=torch.bfloat16,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=500000.0),
-        sliding_windows=(None,) * layers,
-        fingerprint=f"random-{shape}",
-    )
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -78,7 +50,7 @@ def new_engine(
         BlockPool(num_blocks, block_size, new_generations(num_blocks)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         enable_prefix_caching=enable_prefix_caching,
     )

@@ -24,8 +24,9 @@ import msgspec
 import torch
 
 from bench.gpu_device import describe, parse_arguments, synchronize, write_json
-from bench.gpu_models import model_config, new_engine, new_sequence
+from bench.gpu_models import new_engine, new_sequence
 from bench.report import print_table
+from bench.shapes import model_config
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.engine.sequence import Sequence
 from disagg.kvtransfer.nixl_transport import NixlTransport

@@ -17,37 +17,11 @@ from typing import Any
 
 import torch
 
+from bench.shapes import SHAPES, model_config, transformers_config
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
-from disagg.models.model_config import ModelConfig
-from disagg.models.rope import RopeConfig
 
-# vocabulary, hidden, inner, layers, heads, KV heads, head size
-SHAPES = {
-    "15m": (8192, 384, 1024, 6, 6, 2, 64),
-    "160m": (32000, 768, 3072, 12, 12, 4, 64),
-    "500m": (32000, 1024, 4096, 28, 16, 8, 64),
-}
 PROMPT, OUTPUT, LONG_PROMPT, BLOCK_SIZE = 128, 128, 1024, 16
-
-
-def config_of(shape: str) -> ModelConfig:
-    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
-    return ModelConfig(
-        family="LlamaForCausalLM",
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        vocab_size=vocab,
-        max_model_len=4096,
-        dtype=torch.bfloat16,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        sliding_windows=(None,) * layers,
-    )
 
 
 def uniform_batch(token_ids: torch.Tensor, num_computed: int, tables: torch.Tensor) -> Batch:
@@ -104,19 +78,7 @@ def _rounds(
 def _peer(shape: str) -> Callable[[torch.Tensor, int], None]:
     import transformers
 
-    vocab, hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    config = transformers_config(shape)
     model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
     def run(prompts: torch.Tensor, num_new: int) -> None:
@@ -145,7 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
-    config = config_of(arguments.shape)
+    config = model_config(arguments.shape)
     decoder = random_decoder(config, torch.bfloat16, torch.device("cpu"))
     slab_shape = (1024, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     slab = torch.zeros(slab_shape, dtype=torch.bfloat16)
