@@ -35,7 +35,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     num_threads: Positive | None = None  # of torch, on a CPU
-    seed: int = 0
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

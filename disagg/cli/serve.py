@@ -72,7 +72,6 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         help="torch threads per worker on a CPU (default: the cores, shared out)",
     )
-    group.add_argument("--seed", type=int, default=0)
 
 
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
