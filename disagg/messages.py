@@ -159,6 +159,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int
     peer: Peer
     pid: int
+    max_num_seqs: int = 0  # places in its batch; 0: not said
 
 
 # Hot or small control messages, tagged so that one decoder serves a direction of a link.

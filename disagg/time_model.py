@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
+import msgspec
+
 from disagg.messages import StepCosts, TransferFigure
 
 NUM_STEP_FEATURES = 5
@@ -65,8 +67,7 @@ def attended(num_new_tokens: float, num_context_tokens: float) -> float:
     return num_new_tokens * (num_context_tokens + 0.5 * (num_new_tokens + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimeModel:
+class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
     """Predicts seconds. Coefficients are seconds per unit of each feature of `StepFeatures`."""
 
     coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS

@@ -19,6 +19,11 @@ from disagg.messages import KVEvent, StepCosts, TransferFigure, WorkerRecord, Wo
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
 
+# How long answers get, until some have been seen; and what one more answer weighs. A figure of this
+# size ranks decode workers as the true length would, unless nearly all answers are far shorter.
+USUAL_OUTPUT_TOKENS = 128
+ANSWER_WEIGHT = 0.02
+
 # The report in flight when a request is sent, that of the step it arrives in, the first with it.
 NUM_STATUSES_UNTIL_SEEN = 3
 
@@ -70,13 +75,28 @@ def _times_of(costs: StepCosts | None) -> StepTimeModel:
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All routable workers. Immutable; a decision sees one view from beginning to end."""
+    """All routable workers. A decision sees the same ones from beginning to end."""
 
     workers: Mapping[str, WorkerView]
+    answers: AnswerLengths
 
-    @classmethod
-    def of(cls, workers: Sequence[WorkerView]) -> FleetView:
-        return cls({worker.worker_id: worker for worker in workers})
+    def usual_output_tokens(self, model: str) -> float:
+        """How long answers of this model get."""
+        return self.answers.usual(model)
+
+
+class AnswerLengths:
+    """The mean number of tokens of a model's answers, the latest ones counting most."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def usual(self, model: str) -> float:
+        return self._means.get(model, USUAL_OUTPUT_TOKENS)
+
+    def observe(self, model: str, num_tokens: int) -> None:
+        before = self.usual(model)
+        self._means[model] = before + ANSWER_WEIGHT * (num_tokens - before)
 
 
 class Reservation:
@@ -157,7 +177,8 @@ class Fleet:
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}
         self._changed: set[str] = set()
-        self._view = FleetView({})
+        self.answers = AnswerLengths()
+        self._view = FleetView({}, self.answers)
 
     def view(self) -> FleetView:
         """The fleet now."""
@@ -169,7 +190,7 @@ class Fleet:
                     self._ledger.coming_to(worker_id),
                 )
             self._changed.clear()
-            self._view = FleetView(dict(self._views))
+            self._view = FleetView(dict(self._views), self.answers)
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -220,6 +241,6 @@ class Fleet:
         del self._statuses[worker_id]
         self._views.pop(worker_id, None)
         self._changed.discard(worker_id)
-        self._view = FleetView(dict(self._views))
+        self._view = FleetView(dict(self._views), self.answers)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)

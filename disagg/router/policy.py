@@ -10,18 +10,15 @@ so the cheapest few of each side are enough.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from heapq import nsmallest
-from math import isfinite
 from operator import attrgetter
-
-import msgspec
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
+from disagg.router.admission import in_time, lateness_s
 from disagg.router.costs import (
-    TYPICAL_OUTPUT_TOKENS,
     UNMEASURED_S_PER_BYTE,
     DecodeCost,
     PrefillCost,
@@ -31,33 +28,13 @@ from disagg.router.costs import (
 )
 from disagg.router.fleet import FleetView, WorkerView
 from disagg.router.prefix_index import PrefixIndex
+from disagg.router.route import Candidate, Route
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
 _total_s = attrgetter("total_s")
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """One way to serve a request, in predicted seconds."""
-
-    prefill: str | None  # None: on the decode worker
-    decode: str
-    first_token_s: float
-    total_s: float  # with transfer, decode, and what others wait because of it
-    num_cached_tokens: int
-
-
-class Route(msgspec.Struct, frozen=True):
-    """The chosen way, and what it was chosen from."""
-
-    prefill: str | None
-    decode: str
-    predicted_s: float  # to the first token
-    num_cached_tokens: int  # predicted
-    candidates: tuple[Candidate, ...]  # cheapest first, the chosen one among them
-    reason: str
 
 
 def choose_route(
@@ -67,15 +44,18 @@ def choose_route(
     now: float,
     rng: random.Random,
     exclude: Collection[str] = (),
+    ttft_slo_s: float = math.inf,
 ) -> Route:
-    """The cheapest way to serve `request`.
+    """The cheapest way to serve `request`, of those that are fast enough.
 
     Args:
         now: Unix time in seconds.
         exclude: workers that must not be asked (again).
+        ttft_slo_s: how late the first token may come; see `admission.in_time`.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
+        Overloaded: no way is predicted to be fast enough for the request's deadline or the SLO.
         DeadlineExceeded: the request's deadline has passed.
     """
     prefills, decodes = _eligible(request, fleet, now, exclude)
@@ -83,26 +63,31 @@ def choose_route(
     decodes = _rotated(decodes, rng)
     held = _held_tokens(index, request, decodes)
     num_tokens = len(request.token_ids)
-    num_output = _expected_output(request)
+    usual = fleet.usual_output_tokens(request.model)
+    num_output = _expected_output(request, usual)
     goals = [
-        decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output)
+        decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output, usual)
         for worker in decodes
     ]
     candidates = [
         _local(prefill_cost(goal.worker, num_tokens, goal.num_held_tokens), goal) for goal in goals
     ]
     if prefills:
-        sources = nsmallest(
-            NUM_PER_SIDE,
-            (
-                prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0))
-                for worker in prefills
-            ),
-            key=_total_s,
+        sources = [
+            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0)) for worker in prefills
+        ]
+        sources.sort(key=_total_s)
+        goals.sort(key=_arrival_s)
+        pairs = (
+            _remote(source, goal, num_tokens)
+            for source in sources[:NUM_PER_SIDE]
+            for goal in goals[:NUM_PER_SIDE]
         )
-        nearest = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
-        pairs = (_remote(source, goal, num_tokens) for source in sources for goal in nearest)
-        candidates += [pair for pair in pairs if isfinite(pair.total_s)]
+        candidates += [pair for pair in pairs if math.isfinite(pair.total_s)]
+    candidates.sort(key=_total_s)
+    left_s = request.deadline_unix_s - now
+    if lateness_s(candidates[0], ttft_slo_s, left_s) > 0.0:
+        candidates = in_time(candidates, ttft_slo_s, left_s)
     return _choose(candidates, rng)
 
 
@@ -124,11 +109,12 @@ def choose_decode(
     held = _held_tokens(index, request, decodes)
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
-    num_output = _expected_output(request)
+    usual = fleet.usual_output_tokens(request.model)
+    num_output = _expected_output(request, usual)
     candidates = []
     for worker in decodes:
         num_held = held.get(worker.worker_id, 0)
-        goal = decode_cost(worker, num_tokens, num_held, num_output)
+        goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
         local = _local(prefill_cost(worker, num_tokens, num_held), goal)
         if source is not None and num_kv_tokens > num_held:
             rest = prefill_cost(worker, num_tokens, num_kv_tokens)
@@ -136,6 +122,7 @@ def choose_decode(
             pulled = _local(rest, goal, pull_s)
             local = min(local, pulled, key=_total_s)
         candidates.append(local)
+    candidates.sort(key=_total_s)
     return _choose(candidates, rng)
 
 
@@ -178,41 +165,51 @@ def _held_tokens(
     }
 
 
-def _expected_output(request: GenerateRequest) -> int:
+def _expected_output(request: GenerateRequest, usual: float) -> int:
     num_generated = len(request.token_ids) - request.num_prompt_tokens
-    return max(1, min(request.sampling.max_tokens - num_generated, TYPICAL_OUTPUT_TOKENS))
+    return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
 
 
 def _arrival_s(goal: DecodeCost) -> float:
     """For comparing decode workers before it is known where their KV comes from."""
-    peer, block_size = goal.worker.record.peer, goal.worker.record.block_size
-    held_nbytes = goal.num_held_tokens // block_size * peer.block_nbytes
-    return goal.total_s - held_nbytes * UNMEASURED_S_PER_BYTE
+    record = goal.worker.record
+    held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
+    return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
 
 
 def _local(source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0) -> Candidate:
+    """Waiting sequences are computed as they get places, so the two waits are one."""
+    own_s = source.own_s + pull_s
+    wait_s = max(source.queue_s, goal.place_s)
     return Candidate(
         None,
         goal.worker.worker_id,
-        source.first_token_s + pull_s,
-        source.total_s + pull_s + goal.total_s,
+        own_s,
+        wait_s,
+        own_s + wait_s,
+        own_s + wait_s + source.harm_s + goal.decode_s,
         source.num_cached_tokens,
     )
 
 
 def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate:
+    """The place is waited for while the prompt is computed and moved."""
     move_s = transfer_s(source.worker, goal.worker, max(0, num_tokens - goal.num_held_tokens))
+    first_token_s = source.own_s + source.queue_s
     return Candidate(
         source.worker.worker_id,
         goal.worker.worker_id,
-        source.first_token_s,
-        source.total_s + move_s + goal.total_s,
+        source.own_s,
+        max(source.queue_s, goal.place_s),
+        first_token_s,
+        max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s,
         source.num_cached_tokens,
     )
 
 
 def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
-    best = nsmallest(NUM_CANDIDATES_KEPT, candidates, key=_total_s)
+    """`candidates`: cheapest first."""
+    best = candidates[:NUM_CANDIDATES_KEPT]
     limit = best[0].total_s * (1.0 + TIE)
     is_local = best[0].prefill is None
     equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]

@@ -43,8 +43,9 @@ class PrefixIndex:
         if not remaining:
             return leading
         depth = 0
+        held_by = holders.get
         for block_hash in block_hashes:
-            still = holders.get(block_hash, 0) & remaining
+            still = held_by(block_hash, 0) & remaining
             if still != remaining:
                 if depth:
                     self._record(leading, remaining ^ still, depth)
@@ -54,8 +55,9 @@ class PrefixIndex:
             depth += 1
         if depth and remaining:
             self._record(leading, remaining, depth)
-        for place in range(depth - 1, -1, -1):
-            holders.move_to_end(block_hashes[place])
+        touch = holders.move_to_end
+        for block_hash in reversed(block_hashes[:depth]):
+            touch(block_hash)
         return leading
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -21,14 +22,16 @@ from disagg.engine.engine_thread import EngineThread, StepResult
 from disagg.errors import EngineFailed
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import Cancel, Peers, Release, Resync, Role, Start, WorkerRecord
+from disagg.time_model import StepTimeModel
 from disagg.worker.doors import Doors
+from disagg.worker.liveness import LOOK_S, Liveness
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.streams import LinkId
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-# An engine that has not turned for this long is dead: longer than any step, first one included.
-HEARTBEAT_LIMIT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.05
 
@@ -59,6 +62,8 @@ class Worker:
         self._server = LinkServer(
             key=key, record=record, receive=self._receive, status=self._doors.status()
         )
+        self._liveness = Liveness()
+        self._watch: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -97,6 +102,7 @@ class Worker:
             max_model_len=parts.engine.scheduler.max_model_len,
             peer=parts.transport.peer,
             pid=os.getpid(),
+            max_num_seqs=parts.engine.scheduler.max_num_seqs,
         )
         worker = cls(parts, record, config.cluster_key.encode(), loop, clock)
         worker._thread.start()
@@ -105,6 +111,7 @@ class Worker:
         except BaseException:
             await worker.close()
             raise
+        worker._watch = loop.create_task(worker._keep_watch())
         return worker
 
     @property
@@ -113,12 +120,12 @@ class Worker:
         return self._server.record
 
     def check_health(self) -> None:
-        """Raises `EngineFailed` if the engine broke or does not turn. Never asks a peer."""
+        """Raises `EngineFailed` if the engine broke or hangs for good. Never asks a peer."""
         if self._thread.failed is not None:
             raise EngineFailed(f"The engine broke: {self._thread.failed!r}.")
-        if self._thread.heartbeat_age_s > HEARTBEAT_LIMIT_S:
+        if self._liveness.is_dead:
             raise EngineFailed(
-                f"The engine has not finished a step for {self._thread.heartbeat_age_s:.0f} s."
+                f"The engine has not finished a step for {self._liveness.still_s:.0f} s."
             )
 
     async def drain(self, timeout_s: float) -> None:
@@ -133,6 +140,8 @@ class Worker:
 
     async def close(self) -> None:
         """End everything at once; streams that are left end as `WorkerLost`."""
+        if self._watch is not None:
+            self._watch.cancel()
         stopped = await self._loop.run_in_executor(None, self._thread.stop, STOP_TIMEOUT_S)
         await self._server.close()
         if stopped:  # a thread that hangs may still use them
@@ -164,6 +173,22 @@ class Worker:
 
         self._thread.post(ask)
         return await answer
+
+    async def _keep_watch(self) -> None:
+        """Hang up when the engine does: its streams then move, and nothing new comes.
+
+        Links come back at once, but no worker is routable before the engine's thread has answered
+        `Resync`; what it computes for the old links until then reaches nobody.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            step_times = StepTimeModel.of(self._server.status.step_costs)
+            step_s = step_times.step_s(self._engine.last_plan.features)
+            is_stalled = self._liveness.look(self._thread.num_turns, step_s)
+            if is_stalled and self._thread.failed is None:
+                reason = f"the engine has not finished a step for {self._liveness.still_s} s"
+                log.error("Hanging up: %s, of which %.3f s were expected", reason, step_s)
+                self._server.hang_up(reason)
 
     # On the event loop: what ingresses say.
 

@@ -68,18 +68,31 @@ def test_decode_counts_the_own_steps_and_the_batch_that_waits() -> None:
     per_step, _, _, per_sequence, per_context = view().times.coefficients
     added_s = per_sequence + 1050 * per_context
     step_s = per_step + 30 * per_sequence + 30_000 * per_context
-    assert crowded.total_s == pytest.approx(100 * (step_s + 31 * added_s))
-    assert alone.total_s < crowded.total_s
+    assert crowded.decode_s == pytest.approx(100 * (step_s + 31 * added_s))
+    assert alone.decode_s < crowded.decode_s
+    assert alone.place_s == crowded.place_s == 0.0
 
 
 def test_a_worker_without_room_costs_the_wait_for_it() -> None:
-    status = make_status(num_running=4, num_context_tokens=4000)
     full = make_status(num_running=4, num_context_tokens=4000, num_free_blocks=10)
-    with_room = decode_cost(view(status=status), 1000, 0, 100)
-    without = decode_cost(view(status=full), 1000, 0, 100)
-    held = decode_cost(view(status=full), 1000, 1000, 50)
-    assert without.total_s > 2 * with_room.total_s
-    assert held.total_s < with_room.total_s
+    step_s = view(status=full).times.decode_step_s(4, 4000)
+    without = decode_cost(view(status=full), 1500, 0, 100, 200.0)
+    num_ends = (1600 - 10 * 16) / 1000  # of sequences that have 1,000 tokens each
+    assert without.place_s == pytest.approx(num_ends * 200 * step_s / 4)
+    assert decode_cost(view(status=full), 1500, 1500, 50).place_s == 0.0
+    queued = make_status(num_running=4, num_context_tokens=4000, num_free_blocks=10, num_waiting=3)
+    later = decode_cost(view(status=queued), 1500, 0, 100, 200.0)
+    assert later.place_s == pytest.approx((num_ends + 3) * 200 * step_s / 4)
+
+
+def test_a_full_batch_costs_the_wait_until_others_end() -> None:
+    status = make_status(num_running=8, num_context_tokens=800, num_waiting=5)
+    step_s = view(status=status).times.decode_step_s(8, 800)
+    record = make_record("d0", max_num_seqs=8)
+    full = WorkerView.of(record, status, Load())
+    assert decode_cost(full, 100, 0, 100).place_s == pytest.approx(6 * 128 * step_s / 8)
+    larger = WorkerView.of(make_record("d0", max_num_seqs=14), status, Load())
+    assert decode_cost(larger, 100, 0, 100).place_s == 0.0
 
 
 def test_transfers_are_priced_by_what_was_measured() -> None:

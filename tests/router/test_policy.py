@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, KVEvent, TransferFigure
 from disagg.router.fleet import Fleet, Load
-from disagg.router.policy import Route, choose_decode, choose_route
+from disagg.router.policy import choose_decode, choose_route
+from disagg.router.route import Route
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 
 

@@ -1,0 +1,116 @@
+"""What a routing decision costs: microseconds for one prompt and a fleet of so many workers.
+
+    python -m bench.routing [--tiny]
+
+The real fleet, prefix index and policy; half of the workers prefill, every worker holds some of the
+prompt's prefix and has work. `quiet`: nothing was heard between two decisions. `all spoke`: every
+worker reported another load since the last one, so the whole view is made again; that is the most
+a decision can cost. CPU time of the thread, because a shared machine stops it now and then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+from bench.report import finish, print_table
+from disagg.blocks import hash_blocks, hash_root
+from disagg.kvtransfer.ticket import Peer
+from disagg.messages import GenerateRequest, SamplingParams, StepCosts, WorkerRecord, WorkerStatus
+from disagg.router.fleet import Fleet
+from disagg.router.policy import choose_route
+
+BLOCK_SIZE, NUM_BLOCKS, MODEL = 16, 1 << 14, "bench"
+NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS = 64, 8192, 4000
+GOAL_US = {"p50": 300, "p99": 1000}
+SLO_S = 30.0
+
+
+def new_fleet(num_workers: int, request: GenerateRequest, rng: random.Random) -> Fleet:
+    fleet = Fleet()
+    for number in range(num_workers):
+        name = f"w{number}"
+        record = WorkerRecord(
+            worker_id=name,
+            role="decode" if number % 2 else "prefill",
+            model=MODEL,
+            host="",
+            port=0,
+            epoch=1,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_model_len=1 << 15,
+            peer=Peer(name, 1, "local", "bench", NUM_BLOCKS, 1 << 18, 0, 0, -1, b""),
+            pid=0,
+            max_num_seqs=64,
+        )
+        num_held = int(rng.random() ** 2 * len(request.block_hashes))
+        fleet.worker_synced(record, request.block_hashes[:num_held], new_status(rng))
+    return fleet
+
+
+def new_status(rng: random.Random) -> WorkerStatus:
+    return WorkerStatus(
+        num_running=rng.randrange(32),
+        num_waiting=rng.randrange(4),
+        num_uncomputed_tokens=rng.randrange(8192),
+        num_context_tokens=rng.randrange(1 << 15),
+        num_free_blocks=rng.randrange(NUM_BLOCKS),
+        num_blocks=NUM_BLOCKS,
+        step_costs=StepCosts((8e-3, 5e-5 * rng.uniform(0.9, 1.1), 1e-9, 1e-4, 1e-8), 100, 0.05),
+    )
+
+
+def new_request(num_tokens: int) -> GenerateRequest:
+    root, tokens = hash_root(MODEL, BLOCK_SIZE), tuple(range(num_tokens))
+    return GenerateRequest(
+        request_id="bench",
+        model=MODEL,
+        token_ids=tokens,
+        num_prompt_tokens=num_tokens,
+        hash_root=root,
+        block_hashes=tuple(hash_blocks(root, tokens, BLOCK_SIZE)),
+        sampling=SamplingParams(max_tokens=256),
+        deadline_unix_s=600.0,
+    )
+
+
+def decide(
+    num_workers: int, num_tokens: int, num_decisions: int, all_speak: bool
+) -> dict[str, Any]:
+    rng = random.Random(1)
+    request = new_request(num_tokens)
+    fleet = new_fleet(num_workers, request, rng)
+    statuses = [new_status(rng) for _ in range(num_workers)]
+    names = list(fleet.view().workers)
+    took_us = []
+    for turn in range(num_decisions):
+        if all_speak:
+            for number, name in enumerate(names):
+                fleet.worker_stepped(name, (), statuses[(turn + number) % num_workers])
+        began_s = time.thread_time()
+        choose_route(request, fleet.view(), fleet.index, 0.0, rng, ttft_slo_s=SLO_S)
+        took_us.append((time.thread_time() - began_s) * 1e6)
+    took_us.sort()
+    return {
+        "case": "all spoke" if all_speak else "quiet",
+        "workers": num_workers,
+        "tokens": num_tokens,
+        "p50 us": took_us[num_decisions // 2],
+        "p99 us": took_us[num_decisions * 99 // 100],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    size = (4, 64, 100) if parser.parse_args().tiny else (NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS)
+    rows = [decide(*size, all_speak) for all_speak in (False, True)]
+    print_table(rows)
+    finish("routing", rows, goal_us=GOAL_US)
+
+
+if __name__ == "__main__":
+    main()
