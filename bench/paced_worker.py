@@ -59,8 +59,10 @@ def name_thread(name: str) -> None:
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
-def paced_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> Parts:
-    """In the place of `worker.parts.build_parts`."""
+def paced_parts(
+    config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, progress: object = None
+) -> Parts:
+    """In the place of `worker.parts.build_parts`. Nothing takes long enough for `progress`."""
     from disagg.api.tokenizer import Tokenizer
 
     (token_id,) = Tokenizer.from_directory(tier.directory).encode(MARKER, add_special_tokens=False)

@@ -58,7 +58,7 @@ def serve_until_told(port: int, scratch: Path) -> None:
                 ),
             ]
         )
-        cluster.wait(lambda text: None, START_TIMEOUT_S, threading.Event())
+        cluster.wait(lambda pools: None, START_TIMEOUT_S, threading.Event())
         print("ready", flush=True)
         sys.stdin.read()
     finally:

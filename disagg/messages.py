@@ -6,10 +6,12 @@ from outside (HTTP) has structs of its own in `api/openai.py`.
 
     ingress -> worker   Hello, then Start | Cancel | Release | Peers | Resync
     worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
+    worker -> command line, while it starts   StartStep
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -22,6 +24,7 @@ WIRE_VERSION = 1
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
+StartPhase: TypeAlias = Literal["weights", "kv_blocks", "warm_up", "ready"]  # in this order
 
 
 class SamplingParams(
@@ -160,6 +163,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     peer: Peer
     pid: int
     max_num_seqs: int = 0  # places in its batch; 0: not said
+
+
+class StartStep(msgspec.Struct, frozen=True, array_like=True):
+    """How far a worker's start is: bytes of its weights, or the number of its KV blocks."""
+
+    phase: StartPhase
+    num_done: int = 0
+    num_total: int = 0
+
+
+# Pool -> worker -> the last step of each phase that it has reached.
+StartsByPool: TypeAlias = Mapping[str, Mapping[str, Mapping[StartPhase, StartStep]]]
 
 
 # Hot or small control messages, tagged so that one decoder serves a direction of a link.

@@ -13,9 +13,11 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
+from disagg.app import start_board
 from disagg.app.build import build_application
 from disagg.config import HttpConfig, ServeConfig
 from disagg.errors import StartupError
+from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -32,6 +34,7 @@ class Cluster:
     def __init__(self, address: str | None, scratch: Path) -> None:
         self._address = address
         self._scratch = scratch
+        self._board: start_board.Board | None = None
 
     def start(self, http: HttpConfig) -> None:
         if self._address is None:
@@ -57,6 +60,7 @@ class Cluster:
 
     def deploy(self, config: ServeConfig) -> None:
         """Hand the application to Serve; `wait` follows it."""
+        self._board = start_board.Board()  # before any worker looks for it
         application = build_application(config, max_num_starts=1)
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
@@ -65,16 +69,27 @@ class Cluster:
         )
 
     def wait(
-        self, progress: Callable[[str], None], timeout_s: float, stop: threading.Event
+        self, progress: Callable[[StartsByPool], None], timeout_s: float, stop: threading.Event
     ) -> None:
-        """Until every replica runs. `progress` hears who is up; `stop` ends the wait.
+        """Until every replica runs. `progress` hears how far they are; `stop` ends the wait.
 
         Raises:
             StartupError: a replica cannot start, in the replica's own words.
         """
+        try:
+            self._wait(progress, timeout_s, stop)
+        finally:
+            if self._board is not None:
+                self._board.close()
+
+    def _wait(
+        self, progress: Callable[[StartsByPool], None], timeout_s: float, stop: threading.Event
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop.wait(0.2):
             application = serve.status().applications.get(APPLICATION)
+            if self._board is not None:  # after the status: what is running has said so
+                progress(self._board.read())
             if application is None:
                 continue
             if application.status is ApplicationStatus.RUNNING:
@@ -85,12 +100,6 @@ class Cluster:
                 raise StartupError(refusal)
             if application.status in _FAILED:
                 raise StartupError("\n".join([application.message, *messages]))
-            progress(
-                ", ".join(
-                    f"{name} {each.status.value.lower()}"
-                    for name, each in application.deployments.items()
-                )
-            )
         if not stop.is_set():
             raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from typing import ClassVar
@@ -10,9 +11,9 @@ import ray
 from ray import serve
 
 from disagg import telemetry
-from disagg.app import membership
+from disagg.app import membership, start_board
 from disagg.config import ServeConfig
-from disagg.messages import Role
+from disagg.messages import Role, StartStep
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.worker import Worker
 
@@ -29,6 +30,7 @@ class WorkerReplica:
         self._drain_s = config.drain_s
         replica = serve.get_replica_context().replica_id.unique_id
         telemetry.setup(f"disagg-{role}", {"disagg.worker": replica})
+        tell = start_board.reporter(f"{tier_name}-{role}", replica)
         self._worker = await Worker.start(
             config,
             config.tier(tier_name),
@@ -36,8 +38,9 @@ class WorkerReplica:
             worker_id=f"{tier_name}-{role}-{replica}",
             epoch=secrets.randbits(63),
             host=config.link_host or ray.util.get_node_ip_address(),
-            build=self.build_parts,
+            build=functools.partial(self.build_parts, progress=tell),
         )
+        tell(StartStep("ready"))
 
     def record_replica_metadata(self) -> dict[str, str]:
         return membership.to_metadata(self._worker.record)

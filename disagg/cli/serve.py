@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.cli.start_lines import StartLog, one_line
 from disagg.config import EngineConfig, ServeConfig, TierConfig, parse_config
 from disagg.errors import StartupError
+from disagg.messages import StartsByPool
 
 DEFAULT_MODEL = "demo-large"
 READY_TIMEOUT_S = 600.0
@@ -180,19 +183,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _phase(name: str) -> Iterator[Callable[[str], None]]:
-    """Show a part of the start: a spinner on a terminal, a line per change in a log."""
+def _phase(name: str) -> Iterator[Callable[[StartsByPool], None]]:
+    """Show a part of the start: one line that changes on a terminal, rare lines in a log."""
     if console.is_terminal:
         with console.status(name) as status:
-            yield lambda text: status.update(f"{name}: {text}")
+            yield lambda pools: status.update(escape(one_line(pools)) or name)
         return
-    last = ""
+    log = StartLog()
 
-    def tell(text: str) -> None:
-        nonlocal last
-        if text != last:
-            console.print(f"{name}: {text}", soft_wrap=True)
-        last = text
+    def tell(pools: StartsByPool) -> None:
+        for line in log.news(pools):
+            console.print(line, markup=False, soft_wrap=True)
 
     console.print(name)
     yield tell

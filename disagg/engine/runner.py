@@ -21,10 +21,9 @@ from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import SampledToken, StepPlan, Work
 from disagg.errors import StartupError
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import Progress
 from disagg.time_model import StepFeatures
 
 CPU_BLOCK_SIZE = 16
@@ -33,6 +32,7 @@ CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only del
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 NewGenerations = Callable[[int], MutableSequence[int]]
+Tell = Callable[[StartStep], None]
 
 
 class ModelRunner:
@@ -92,13 +92,13 @@ def _own_generations(num_blocks: int) -> MutableSequence[int]:
 def build_engine(
     config: EngineConfig,
     directory: Path,
-    progress: Progress | None = None,
+    progress: Tell = lambda step: None,
     new_generations: NewGenerations = _own_generations,
 ) -> tuple[Engine, KVCache, ModelConfig]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
     Args:
-        progress: called with (bytes loaded, bytes in all) while weights are read.
+        progress: called after every tensor and before every longer part of the work.
         new_generations: makes the stamp table for a number of blocks (a transport's, which remote
             readers see); by default one of the engine's own.
 
@@ -113,13 +113,17 @@ def build_engine(
     dtype = _choose_dtype(config, model, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    decoder = load_model(directory, model, dtype, device, progress)
+    decoder = load_model(
+        directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
+    )
     default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
     shape = KVShape.of(model, config.block_size or default_block_size, dtype)
     workspace_nbytes = _workspace_nbytes(config, model, dtype)
     num_blocks = choose_num_blocks(config, shape, max_model_len, device, workspace_nbytes)
+    progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
     runner = ModelRunner(decoder, kv_cache)
+    progress(StartStep("warm_up"))
     is_cpu = device.type == "cpu"
     num_tokens = min(config.max_num_batched_tokens, max_model_len - 1)
     runner.warm_up(

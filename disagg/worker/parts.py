@@ -13,6 +13,7 @@ from disagg.kvtransfer.nixl_transport import NixlTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
+from disagg.messages import StartStep
 from disagg.store.cold_tier import ColdTier
 from disagg.store.redis_store import RedisStore
 from disagg.time_model import TransferTimeModel
@@ -39,11 +40,13 @@ def build_parts(
     worker_id: str,
     epoch: int,
     local_fleet: LocalFleet | None = None,
+    progress: Callable[[StartStep], None] = lambda step: None,
 ) -> Parts:
     """Load the model and reserve the memory. Slow: seconds to minutes.
 
     Args:
         local_fleet: where workers of this process find each other with `transport: local`.
+        progress: hears how far it is, in the calling thread.
 
     Raises:
         StartupError: in words for the user.
@@ -57,7 +60,7 @@ def build_parts(
         made.append(Stamps(num_blocks, worker_id, epoch))
         return made[0].generations
 
-    engine, kv_cache, _ = build_engine(tier.engine, tier.directory, new_generations=new_generations)
+    engine, kv_cache, _ = build_engine(tier.engine, tier.directory, progress, new_generations)
     slab = Slab(
         kv_cache.base_address,
         kv_cache.num_blocks,

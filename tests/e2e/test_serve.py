@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,13 @@ def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpColle
     pull = spans["kv.pull"].attributes
     assert pull["disagg.kv.num_blocks"] > 0 and pull["disagg.kv.nbytes"] > 0
     assert len({json.dumps(span.resource, sort_keys=True) for span in spans.values()}) == 3
+
+
+def test_the_start_was_told_in_few_lines(server: Served) -> None:
+    lines = server.log.read_text().splitlines()
+    for pool in ("tiny-prefill", r"tiny-decode( \(slowest of 2\))?"):
+        for words in (r"weights .* of .* \(100 %\)", r"allocating [\d,]+ KV blocks", "warming up"):
+            assert sum(bool(re.fullmatch(f"{pool}: {words}", line)) for line in lines) == 1, lines
 
 
 def test_metrics_and_probes(server: Served) -> None:

@@ -20,7 +20,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.runner import build_engine, check_engine
 from disagg.engine.sequence import Sequence
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.model_config import ModelConfig
 
 BLOCK_SIZE = 4
@@ -199,7 +199,7 @@ def test_settings_reach_the_engine(
 ) -> None:
     _, directory = checkpoint
     tables: list[MutableSequence[int]] = []
-    loaded: list[tuple[int, int]] = []
+    told: list[StartStep] = []
 
     def new_generations(num_blocks: int) -> MutableSequence[int]:
         tables.append(array("Q", [5]) * num_blocks)
@@ -208,14 +208,17 @@ def test_settings_reach_the_engine(
     engine, kv_cache, model = build_engine(
         config(max_model_len=None, block_size=None, num_gpu_blocks_override=9, dtype="bfloat16"),
         directory,
-        progress=lambda done, total: loaded.append((done, total)),
+        progress=told.append,
         new_generations=new_generations,
     )
     assert engine.pool.generations is tables[0] and len(tables[0]) == 9
     assert engine.pool.block_size == kv_cache.block_size == 16
     assert engine.scheduler.max_model_len == model.max_model_len == 128
     assert kv_cache.slab.dtype is torch.bfloat16 and model.fingerprint in kv_cache.layout
-    assert loaded and loaded[-1][0] == loaded[-1][1]
+    *weights, blocks, last = told
+    assert all(step.phase == "weights" for step in weights)
+    assert weights[0].num_done < weights[-1].num_done == weights[-1].num_total
+    assert [blocks, last] == [StartStep("kv_blocks", 0, 9), StartStep("warm_up")]
     with pytest.raises(RequestError, match="between 0 and 127"):
         engine.submit(new_sequence("r", [1, VOCAB_SIZE]))
 

@@ -1,0 +1,65 @@
+"""How far workers are while they start, for the one who waits for them: the command line.
+
+Serve shows nothing of a replica until its constructor has returned. So whoever waits puts up a
+board, a named actor that ends with its process at the latest; a starting worker on any node looks
+for it once and writes to it without waiting. Without a board a worker starts just the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import RayError
+
+from disagg.messages import StartPhase, StartsByPool, StartStep
+
+_NAME, _NAMESPACE = "start-board", "disagg"
+_READ_TIMEOUT_S = 1.0
+
+
+class _Steps:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, dict[str, dict[StartPhase, StartStep]]] = {}
+
+    def put(self, pool: str, worker: str, step: StartStep) -> None:
+        self._pools.setdefault(pool, {}).setdefault(worker, {})[step.phase] = step
+
+    def read(self) -> StartsByPool:
+        return self._pools
+
+
+class Board:
+    """Puts up the board. If another start has one already, both share it."""
+
+    def __init__(self) -> None:
+        actor = ray.remote(num_cpus=0)(_Steps)
+        self._steps = actor.options(name=_NAME, namespace=_NAMESPACE, get_if_exists=True).remote()
+        self._last: StartsByPool = {}
+
+    def read(self) -> StartsByPool:
+        """What workers have written so far; as last known while the board does not answer."""
+        with contextlib.suppress(RayError):
+            self._last = ray.get(self._steps.read.remote(), timeout=_READ_TIMEOUT_S)
+        return self._last
+
+    def close(self) -> None:
+        """Take it down."""
+        ray.kill(self._steps)
+
+
+def reporter(pool: str, worker: str) -> Callable[[StartStep], None]:
+    """What a starting worker calls, from any thread. It neither waits nor fails."""
+    try:
+        steps = ray.get_actor(_NAME, _NAMESPACE)
+    except (ValueError, RayError):  # nobody watches
+        return lambda step: None
+
+    def tell(step: StartStep) -> None:
+        with contextlib.suppress(RayError):
+            steps.put.remote(pool, worker, step)
+
+    return tell

@@ -1,0 +1,86 @@
+"""The words of a start, for terminals and for logs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from disagg.cli import serve
+from disagg.cli.start_lines import StartLog, one_line
+from disagg.messages import StartPhase, StartStep
+
+GB = 10**9
+Worker = dict[StartPhase, StartStep]
+
+
+def worker(num_done: int = 155 * GB // 10, *more: StartStep) -> Worker:
+    """Has read so many bytes of 15.5 GB, and what came after them."""
+    steps = (StartStep("weights", num_done, 155 * GB // 10), *more)
+    return {step.phase: step for step in steps}
+
+
+BLOCKS = StartStep("kv_blocks", 0, 5120)
+WARM_UP = StartStep("warm_up")
+READY = StartStep("ready")
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (worker(72 * GB // 10), "weights 7.2 of 15.5 GB (46 %)"),
+        (worker(), "weights 15.5 of 15.5 GB (100 %)"),
+        ({"weights": StartStep("weights", 1_500_000, 2_000_000)}, "weights 1.5 of 2.0 MB (75 %)"),
+        ({"weights": StartStep("weights", 500, 999)}, "weights 0.5 of 1.0 kB (50 %)"),
+        (worker(155 * GB // 10, BLOCKS), "allocating 5,120 KV blocks"),
+        (worker(155 * GB // 10, BLOCKS, WARM_UP), "warming up"),
+        (worker(155 * GB // 10, BLOCKS, WARM_UP, READY), "ready"),
+    ],
+)
+def test_what_a_worker_does_in_words(steps: Worker, words: str) -> None:
+    assert one_line({"m-decode": {"a": steps}}) == f"m-decode: {words}"
+
+
+def test_a_pool_is_as_far_as_its_slowest_worker() -> None:
+    pools = {
+        "m-prefill": {"a": worker(155 * GB // 10, BLOCKS, WARM_UP)},
+        "m-decode": {"a": worker(8 * GB), "b": worker(2 * GB), "c": worker(155 * GB // 10, BLOCKS)},
+    }
+    assert one_line(pools) == (
+        "m-decode (slowest of 3): weights 2.0 of 15.5 GB (12 %); m-prefill: warming up"
+    )
+
+
+def test_a_log_has_a_line_for_every_tenth_and_every_phase() -> None:
+    log = StartLog()
+    lines = []
+    for percent in range(1, 101):
+        lines += log.news({"m": {"a": worker(155 * GB * percent // 1000)}})
+    assert len(lines) == 11
+    assert lines[0] == "m: weights 0.2 of 15.5 GB (1 %)"
+    assert lines[1] == "m: weights 1.6 of 15.5 GB (10 %)"
+    assert lines[-1] == "m: weights 15.5 of 15.5 GB (100 %)"
+    steps = worker(155 * GB // 10, BLOCKS, WARM_UP, READY)
+    after = ["m: allocating 5,120 KV blocks", "m: warming up", "m: ready"]
+    assert log.news({"m": {"a": steps}}) == after
+    assert log.news({"m": {"a": steps}}) == []
+
+
+def test_a_late_worker_repeats_no_line() -> None:
+    log = StartLog()
+    ready = worker(155 * GB // 10, BLOCKS, WARM_UP, READY)
+    assert len(log.news({"m": {"a": ready}})) == 4
+    assert log.news({"m": {"a": ready, "b": worker()}}) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_brackets_in_a_name_are_no_markup(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, highlight=False, width=100)
+    monkeypatch.setattr(serve, "console", console)
+    with serve._phase("starting workers") as tell:
+        tell({"[bold]-decode": {"a": worker(72 * GB // 10)}})
+    assert "[bold]-decode: weights 7.2 of 15.5 GB (46 %)" in shown.getvalue()
