@@ -11,7 +11,7 @@ from disagg.store.memory_store import MemoryStore
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_engine, new_sequence
 from tests.worker.fates import Fates
-from tests.worker.fleet import new_tier
+from tests.worker.members import new_tier
 
 BLOCK_SIZE = 4
 PROMPT = tuple(range(4, 22))  # four full blocks and a half

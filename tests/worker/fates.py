@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
+from disagg.engine.step import SampledToken, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
 from disagg.kvtransfer.pulls import Pull
 from disagg.kvtransfer.runs import Run
@@ -15,15 +16,18 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import Done, FetchJob, PutJob, PutsDone, StoreThread
+from tests.engine.fake_runner import FakeRunner
 
 
 class Fates:
     """What goes wrong, as drawn: one number for each thing that might. None at all, or 0: nothing.
 
     calm: from now on nothing goes wrong, and nothing that hangs goes on hanging.
+    met: how often what took effect.
     """
 
-    def __init__(self, drawn: bytes) -> None:
+    def __init__(self, drawn: bytes, met: Counter[str] | None = None) -> None:
+        self.met: Counter[str] = Counter() if met is None else met
         self._drawn = drawn
         self._next = 0
         self.calm = not drawn
@@ -53,12 +57,12 @@ class FatefulTransport(LocalTransport):
         self._flights: list[_Flight] = []
         self._late: deque[tuple[Peer, str]] = deque()  # notifications
         self.num_failed = 0
-        self.num_done = 0
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         pull = self._book.begin(ticket, first_block, into, self._clock())
         fate = self._fates.draw()
         flight = _Flight(pull, fate // 8 % 8, fails=fate % 8 == 1, hangs=fate % 8 == 2)
+        self._fates.met["pull hung"] += flight.hangs
         self._flights.append(flight)
         return pull.pull_id
 
@@ -80,19 +84,20 @@ class FatefulTransport(LocalTransport):
         flight.num_polls -= 1
         is_over = self._fates.calm or (flight.num_polls < 0 and not flight.hangs)
         source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
-        error = None if source is not None else f"{pull.peer.worker_id} is gone"
+        error = None if source is not None else "source gone"
         if source is not None:
             blocks = [_nth(run, i) for run in pull.runs for i in range(run.num_blocks)]
             end = len(blocks) if is_over else (len(blocks) + 1) // 2
             self._copy_blocks(replace(pull, runs=tuple(blocks[flight.num_copied : end])), source)
             flight.num_copied = end
             if is_over and flight.fails and not self._fates.calm:
-                error = "the wire broke"
+                error = "wire broke"
             elif is_over:
                 self._copy_generations(pull, source)
                 if not pull.is_unchanged(self._scratch):
-                    error = "the blocks were used again"
+                    error = "pull torn"
         elif flight.hangs and not self._fates.calm:
+            self._fates.met["hung with a dead source"] += flight.num_polls == -1
             return None  # a dead source does not end it either
         else:
             is_over = True
@@ -101,18 +106,35 @@ class FatefulTransport(LocalTransport):
         self._book.end(pull)
         self._notify(pull.peer, pull.ticket.ticket_id)
         self.num_failed += error is not None
-        self.num_done += error is None
+        self._fates.met[error or "pulled"] += 1
         return PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, 0.001)
 
     def _notify(self, peer: Peer, ticket_id: str) -> None:
         fate = self._fates.draw() % 8
+        if 0 < fate < 4:
+            self._fates.met[("word lost", "word late", "word doubled")[fate - 1]] += 1
         if fate == 1:
-            return  # lost
+            return
         if fate == 2:
             self._late.append((peer, ticket_id))
             return
         for _ in range(2 if fate == 3 else 1):
             super()._notify(peer, ticket_id)
+
+
+class DeviceLost(Exception):
+    """What a runner raises when its device is gone."""
+
+
+class BreakableRunner(FakeRunner):
+    """Raises in the middle of a step once `breaks` is set."""
+
+    breaks = False
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        if self.breaks:
+            raise DeviceLost("the device fell off the bus")
+        return super().run(plan)
 
 
 def _nth(run: Run, i: int) -> Run:
@@ -146,6 +168,7 @@ class SteppedStoreThread(StoreThread):
             if isinstance(job, FetchJob):
                 self._outbox.put(self._fetch(job))
             elif self._fates.draw() % 8 == 1:
+                self._fates.met["store away"] += 1
                 self._outbox.put(PutsDone((job.block_hash,), len(job.block), "the store is away"))
             else:
                 self._outbox.put(self._put([job]))

@@ -1,4 +1,4 @@
-"""A whole fleet in one thread: engines, doors and a small ingress, stepped in any order.
+"""A whole fleet in one thread: workers and a small ingress, stepped in any order.
 
 What happens is drawn beforehand as a `Play`, so that it can be repeated and shrunk. After every
 action each block of the worker is recounted, and each token is compared with what it must be.
@@ -6,142 +6,44 @@ action each block of the worker is recounted, and each token is compared with wh
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
-from unittest import mock
 
 import msgspec
 
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.engine_thread import StepResult
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.kvtransfer.local_transport import LocalFleet
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
     Start,
-    StepFrame,
     TokenDelta,
-    decode_to_ingress,
+    WireError,
     decode_to_worker,
     encode,
 )
 from disagg.prefill_worker.leaving import HOLD_TTL_S
 from disagg.router.dispatch import grown
-from disagg.store import cold_tier
-from disagg.store.cold_tier import ColdTier
-from disagg.store.memory_store import MemoryStore
-from disagg.time_model import TransferTimeModel
-from disagg.worker.doors import Doors
-from disagg.worker.parts import Parts
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
 from tests.engine.workload import STOP_IDS
-from tests.worker.fates import FatefulTransport, Fates, SteppedStoreThread
-from tests.worker.plays import NUM_WORKERS, Play, Trip, request_of
+from tests.worker.members import Member, World
+from tests.worker.plays import NUM_WORKERS, Play, Trip, request_of, spoiled
 
-STEP_S, HOLD_S = 0.05, HOLD_TTL_S + 1
-
-
-class World:
-    """What the members of a fleet share."""
-
-    def __init__(self, play: Play) -> None:
-        self.play = play
-        self.now = 0.0
-        self.fates = Fates(play.fates)
-        self.sides = LocalFleet()
-        self.store = MemoryStore(play.store_nbytes) if play.store_nbytes else None
-        self.epochs = count(1)
+HOLD_S = HOLD_TTL_S + 1
 
 
-class Member:
-    """One worker without its thread and its sockets."""
-
-    def __init__(self, world: World, index: int) -> None:
-        play, num_blocks = world.play, world.play.num_blocks[index]
-        self.name = f"worker-{index}"
-        self._world = world
-        epoch = next(world.epochs)
-        stamps = Stamps(num_blocks, self.name, epoch)
-        kv = FakeKV(num_blocks, play.block_size)
-        self.pool = BlockPool(num_blocks, play.block_size, stamps.generations)
-        scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=play.max_num_seqs,
-            max_num_batched_tokens=play.max_num_batched_tokens,
-            max_model_len=1000,
-            enable_prefix_caching=play.caching,
-        )
-        self.runner = FakeRunner(kv)
-        self.engine = Engine(scheduler, self.runner)
-        slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
-        clock = partial(getattr, world, "now")
-        self.transport = FatefulTransport(
-            world.fates, world.sides, self.name, epoch, slab, stamps, clock=clock
-        )
-        self.tier = None
-        if world.store is not None and play.caching:
-            self.tier = new_tier(world.fates, world.store, kv.block_nbytes, clock)
-        self.parts = Parts(
-            self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block
-        )
-        self.doors = Doors(self.parts)
-        self.holds = self.doors._leaving._holds
-        self.link_ids = count(1)
-        self.links = [next(self.link_ids), next(self.link_ids)]
-        self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))
-        self._findable: set[bytes] = set()
-
-    def turn(self) -> dict[int, list[TokenDelta]]:
-        """What `EngineThread` and `Worker` do in one turn. Returns deltas by link."""
-        now = self._world.now
-        self.doors.advance(now)
-        self.engine.expire(now)
-        events = tuple(self.engine.step())
-        plan, kv_events = self.engine.last_plan, self.pool.take_events()
-        features = plan.features if plan.work and self._world.store is not None else None
-        result = StepResult(events, kv_events, self.engine.status(), features, STEP_S)
-        deltas = self.doors.take(result, now)
-        for event in kv_events:
-            if event.kind == "stored":
-                self._findable.update(event.block_hashes)
-            else:
-                self._findable.difference_update(event.block_hashes)
-        assert self._findable == set(self.pool.hashes()), "the events tell another story"
-        frame = StepFrame(
-            1,
-            tuple(d for link in deltas.values() for d in link),
-            kv_events,
-            self.doors.status(result.status),
-        )
-        assert decode_to_ingress(encode(frame)) == frame
-        self.doors.check()
-        return deltas
-
-    def is_empty(self) -> bool:
-        is_free = self.pool.num_free == self.pool.num_blocks
-        return is_free and self.doors.is_idle and self.doors.status().num_waiting == 0
+class WrongTokens(AssertionError):
+    """A sequence read KV that is not its own, or none."""
 
 
-def new_tier(
-    fates: Fates, store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
-) -> ColdTier:
-    """A tier without a thread of its own."""
+class BlocksLost(AssertionError):
+    """Not everything that was allocated came back."""
 
-    def thread(
-        store: MemoryStore, block_nbytes: int, clock: Callable[[], float], wake: object
-    ) -> SteppedStoreThread:
-        return SteppedStoreThread(fates, store, block_nbytes, clock)
 
-    with mock.patch.object(cold_tier, "StoreThread", thread):
-        return ColdTier(store, block_nbytes, TransferTimeModel(), clock=clock)
+class NeverEnded(AssertionError):
+    """A request waits for ever."""
 
 
 @dataclass(eq=False)
@@ -154,6 +56,7 @@ class Journey:
     output: list[int] = field(default_factory=list)
     ticket: KVTicket | None = None
     place: tuple[int, int, int] | None = None  # worker, link and stream, while one serves it
+    last_worker: int = 0
     postponed: bool = False  # its ticket is on the way
     end: str = ""  # a finish reason, "deadline_exceeded", or "gone"
 
@@ -172,7 +75,10 @@ class Fleet:
             expected = expected_tokens(trip.prompt, trip.max_tokens, STOP_IDS, trip.seed)
             self.journeys.append(Journey(trip, request, expected))
         self._serving: dict[tuple[int, int, int], Journey] = {}
+        self._presented: set[KVTicket] = set()
+        self._draining: int | None = None  # one at a time, so that somebody takes requests
         self.ends: Counter[str] = Counter()
+        self.met = self.world.met
 
     def run(self) -> None:
         """The whole play; then quiet, in which everything must end and come back."""
@@ -182,6 +88,8 @@ class Fleet:
                 self._start(starts.pop(0))
             self._act(action % 32, action // 32)
         self._calm_down(starts)
+        for member in self.members:
+            member.note()
 
     def _act(self, kind: int, arg: int) -> None:
         """One of 24 turns, or one of 8 ways to make trouble. `arg`: 0 to 7."""
@@ -193,14 +101,19 @@ class Fleet:
             case 25:
                 self.world.now += HOLD_S if arg == 0 else 0.1
             case 26 if arg < 3:
-                self._cancel(journey)
+                self.met["cancelled"] += self._cancel(journey)
                 self._end(journey, "gone")
             case 27 | 28:
                 self._move(journey, arg // 2)
             case 29 if arg < NUM_WORKERS:
                 self._close_link(worker, arg % 2)
             case 30 if arg < 3:
-                self._die(worker)
+                self.met["worker died"] += self._replace(worker)
+            case 30 if arg < 6:
+                self.members[worker].runner.breaks = True
+            case 31 if arg < 3 and self._draining is None:
+                self._draining = worker
+                self.members[worker].doors.accepting = False
             case _:
                 self._turn(worker)
 
@@ -212,20 +125,12 @@ class Fleet:
         for link_id, deltas in member.turn().items():
             for delta in deltas:
                 self._take(self._serving[worker, link_id, delta.stream_id], delta)
-
-    def met(self) -> Counter[str]:
-        """What happened in the play, of what is worth happening."""
-        met: Counter[str] = Counter()
-        for member in self.members:
-            met["pulled"] += member.transport.num_done
-            met["torn or failed"] += member.transport.num_failed
-            met["preempted"] += member.engine.scheduler.num_preempted
-            met["expired"] += member.holds.num_expired
-            met["broken"] += member.holds.num_broken
-            met["released in vain"] += member.holds.num_unknown
-            if member.tier is not None:
-                met["hits in the store"] += member.tier.stats.num_hits
-        return met
+        if member.is_broken:
+            self.met["engine broke"] += 1
+            self._replace(worker)
+        elif self._draining == worker and member.doors.is_idle:
+            self.met["drained"] += 1
+            assert not self._replace(worker), "a worker left before its streams had ended"
 
     # Requests on their way.
 
@@ -239,11 +144,15 @@ class Fleet:
         if new:
             journey.request = grown(journey.request, new, self.play.block_size)
         ticket = None if hand_over else journey.ticket
+        if ticket is not None:
+            self.met["ticket shown twice"] += ticket in self._presented
+            self._presented.add(ticket)
         link_id = member.links[len(journey.request.token_ids) % 2]
         stream_id = next(member.stream_ids[link_id])
         start = decode_to_worker(encode(Start(stream_id, journey.request, hand_over, ticket)))
         assert isinstance(start, Start)
         journey.place = worker, link_id, stream_id
+        journey.last_worker = worker
         self._serving[journey.place] = journey
         member.doors.start(link_id, start, self.world.now)
         member.doors.check()
@@ -251,7 +160,8 @@ class Fleet:
     def _take(self, journey: Journey, delta: TokenDelta) -> None:
         output, expected = journey.output, journey.expected
         output.extend(delta.token_ids)
-        assert output == expected[: len(output)], "tokens from KV that is not the sequence's own"
+        if output != expected[: len(output)]:
+            raise WrongTokens(f"{output} instead of {expected[: len(output)]}")
         assert 0 <= delta.num_cached_tokens < len(journey.trip.prompt) + len(output)
         if delta.ticket is None and delta.token_ids:
             journey.ticket = None
@@ -261,25 +171,42 @@ class Fleet:
         del self._serving[journey.place]
         journey.place = None
         if delta.error is not None:
-            assert delta.error.code == "deadline_exceeded", delta.error
-            assert self.world.now >= journey.trip.deadline_s, "ended before its time"
-            self._end(journey, "deadline_exceeded")
+            self._take_error(journey, delta.error)
         elif delta.finish_reason is not None:
             assert output == expected and self.world.now < journey.trip.deadline_s
             assert delta.finish_reason == ("stop" if output[-1] in STOP_IDS else "length")
             self._end(journey, delta.finish_reason)
         else:
+            assert delta.ticket is not None
             journey.ticket = delta.ticket
-            self._hand_on(journey)
+            self._hand_on(journey, delta.ticket)
 
-    def _hand_on(self, journey: Journey) -> None:
+    def _take_error(self, journey: Journey, error: WireError) -> None:
+        """Too late is too late; whatever else a worker says, another one may not."""
+        if error.code == "deadline_exceeded":
+            assert self.world.now >= journey.trip.deadline_s, "ended before its time"
+            self._end(journey, error.code)
+            return
+        assert error.code in ("unavailable", "engine_failed"), error
+        self.met[f"moved, {error.code}"] += 1
+        self._visit(journey, (journey.last_worker + 1) % NUM_WORKERS)
+
+    def _hand_on(self, journey: Journey, ticket: KVTicket) -> None:
+        self.met[f"ticket: {journey.trip.ticket}"] += 1
         match journey.trip.ticket:
             case "leave":
+                self._end(journey, "gone")
+            case "give back":
+                source = next(each for each in self.members if each.name == ticket.source_id)
+                source.doors.release(ticket.ticket_id)
                 self._end(journey, "gone")
             case "late":
                 journey.postponed = True
             case "lose":
                 journey.ticket = None
+                self._go_on(journey, journey.trip.second)
+            case "spoil":
+                journey.ticket = spoiled(ticket, journey.trip.seed + len(journey.trip.prompt))
                 self._go_on(journey, journey.trip.second)
             case _:
                 self._go_on(journey, journey.trip.second)
@@ -296,18 +223,21 @@ class Fleet:
 
     # Trouble.
 
-    def _cancel(self, journey: Journey) -> None:
-        if journey.place is not None:
-            worker, link_id, stream_id = journey.place
-            del self._serving[journey.place]
-            journey.place = None
-            self.members[worker].doors.cancel(link_id, stream_id)
-            self.members[worker].doors.check()
+    def _cancel(self, journey: Journey) -> bool:
+        """Whether there was anything to cancel."""
+        if journey.place is None:
+            return False
+        worker, link_id, stream_id = journey.place
+        del self._serving[journey.place]
+        journey.place = None
+        self.members[worker].doors.cancel(link_id, stream_id)
+        self.members[worker].doors.check()
+        return True
 
     def _move(self, journey: Journey, worker: int) -> None:
         """As if the worker had answered with an error that another one may not have."""
-        if journey.place is not None:
-            self._cancel(journey)
+        if self._cancel(journey):
+            self.met["moved, cancelled"] += 1
             self._visit(journey, worker, hand_over=worker < 2 and journey.ticket is None)
 
     def _close_link(self, worker: int, which: int) -> None:
@@ -315,22 +245,27 @@ class Fleet:
         link_id, member.links[which] = member.links[which], next(member.link_ids)
         member.doors.close_link(link_id)
         member.doors.check()
-        self._lose(worker, link_id)
+        self.met["link cut"] += self._lose(worker, link_id) > 0
 
-    def _die(self, worker: int) -> None:
-        """The process is gone; another one takes its place."""
+    def _replace(self, worker: int) -> bool:
+        """The process is gone; another one takes its place. Whether any request was on it."""
         old = self.members[worker]
+        old.note()
         old.transport.close()
         self.members[worker] = Member(self.world, worker)
+        if self._draining == worker:
+            self._draining = None
         self._introduce()
-        for link_id in old.links:
-            self._lose(worker, link_id)
+        return sum(self._lose(worker, link_id) for link_id in old.links) > 0
 
-    def _lose(self, worker: int, link_id: int) -> None:
-        for place in [place for place in self._serving if place[:2] == (worker, link_id)]:
+    def _lose(self, worker: int, link_id: int) -> int:
+        """All streams of a link go elsewhere. Returns how many these were."""
+        places = [place for place in self._serving if place[:2] == (worker, link_id)]
+        for place in places:
             journey = self._serving.pop(place)
             journey.place = None
             self._visit(journey, (worker + 1) % NUM_WORKERS)
+        return len(places)
 
     def _introduce(self) -> None:
         peers = [member.transport.peer for member in self.members]
@@ -342,6 +277,8 @@ class Fleet:
     def _calm_down(self, starts: list[Journey]) -> None:
         """Nothing goes wrong any more, and no lease ends: everybody must reach the end so."""
         self.world.fates.calm = True
+        for member in self.members:
+            member.runner.breaks = False
         rounds = 100 + sum(len(trip.prompt) + 4 * trip.max_tokens + 8 for trip in self.play.trips)
         for _ in range(4 * rounds):
             if all(journey.end for journey in self.journeys):
@@ -350,13 +287,15 @@ class Fleet:
                 self._start(starts.pop(0))
             for worker in range(NUM_WORKERS):
                 self._turn(worker)
-        assert all(journey.end for journey in self.journeys), "a request never ended"
+        if not all(journey.end for journey in self.journeys):
+            raise NeverEnded(str([each for each in self.journeys if not each.end]))
         self.world.now += HOLD_S
         for _ in range(4):
             for worker in range(NUM_WORKERS):
                 self._turn(worker)
         for member in self.members:
-            assert member.is_empty(), "blocks were lost"
+            if not member.is_empty():
+                raise BlocksLost(f"{member.name}: {member.pool.num_free} free")
 
 
 def outputs_of_one_engine(play: Play) -> list[list[int]]:
@@ -383,10 +322,9 @@ def assert_equivalent(play: Play) -> Fleet:
     fleet = Fleet(play)
     fleet.run()
     for journey, output in zip(fleet.journeys, outputs_of_one_engine(play), strict=True):
-        if journey.end in ("stop", "length"):
-            assert journey.output == output
-        else:
-            assert journey.output == output[: len(journey.output)]
+        is_whole = journey.end in ("stop", "length")
+        if journey.output != (output if is_whole else output[: len(journey.output)]):
+            raise WrongTokens(f"{journey.output} where one engine answers {output}")
     return fleet
 
 

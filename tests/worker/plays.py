@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from disagg.blocks import hash_blocks
+from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams
 from tests.engine.workload import ROOT, STOP_IDS
 
 T = TypeVar("T")
+
+# What becomes of a ticket: it is used, used late, lost on the way, changed on the way; or the
+# client has gone, and the ticket is given back or not even that.
+TICKETS = ("use", "use", "use", "late", "lose", "spoil", "give back", "leave")
 
 NUM_WORKERS = 4  # 0 and 1 prefill, 2 and 3 decode, unless a trip says otherwise
 
@@ -29,7 +35,7 @@ class Trip:
     first: int = 0
     second: int = 2
     hand_over: bool = True
-    ticket: str = "use"  # or "late", "lose" (start without it), "leave" (the client is gone)
+    ticket: str = "use"  # or one of TICKETS
     deadline_s: float = 1e9
 
 
@@ -87,7 +93,7 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
             first=dice.pick([0, 1, 0, 1, 2, 3]),
             second=dice.pick([2, 3, 2, 3, 0, 1]),
             hand_over=dice.pick([True, True, True, False]),
-            ticket=dice.pick(["use", "use", "use", "late", "lose", "leave"]),
+            ticket=dice.pick(TICKETS),
             deadline_s=dice.pick([1e9] * 8 + [0.5, 3.0, 30.0]),
         )
         for _ in range(dice.pick(num_trips))
@@ -146,3 +152,24 @@ def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
         ),
         deadline_unix_s=trip.deadline_s,
     )
+
+
+def spoiled(ticket: KVTicket, kind: int) -> KVTicket:
+    """A ticket that nobody issued, in one of the ways that a reader must notice."""
+    ids, generations = ticket.block_ids, ticket.generations
+    changes: list[dict[str, Any]] = [
+        {"epoch": ticket.epoch + 1},
+        {"layout": "another model's"},
+        {"source_id": "nobody"},
+        {"ticket_id": ""},
+        {"generations": tuple(generation + 1 for generation in generations)},
+        {"generations": generations[1:]},
+        {"generations": (*generations, 1)},
+        {"block_ids": (-1, *ids[1:])},
+        {"block_ids": (1 << 31, *ids[1:])},
+        {"block_ids": (*ids, *ids), "generations": (*generations, *generations)},
+        {"num_tokens": 0},
+        {"num_tokens": -1},
+        {"num_tokens": 1 << 40},
+    ]
+    return dataclasses.replace(ticket, **changes[kind % len(changes)])

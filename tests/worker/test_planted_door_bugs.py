@@ -26,8 +26,15 @@ from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
 from tests.worker import plays as plays_module
-from tests.worker.fleet import assert_equivalent, assert_thrifty
+from tests.worker.fleet import (
+    BlocksLost,
+    NeverEnded,
+    WrongTokens,
+    assert_equivalent,
+    assert_thrifty,
+)
 from tests.worker.plays import Dice, Play, play_in_quiet, play_in_trouble
+from tests.worker.rehearsal import play_many
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -264,6 +271,13 @@ IN_QUIET: list[Plant] = [
 ]
 
 
+FOUND_AS: list[tuple[type[AssertionError], Plant]] = [
+    (WrongTokens, _stamps_are_not_compared),
+    (BlocksLost, _holds_never_end),
+    (NeverEnded, _a_refused_arrival_says_nothing),
+]
+
+
 def expect_notice(plays: Iterator[Play], assert_right: Callable[[Play], object]) -> None:
     with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
         for play in plays:
@@ -280,6 +294,23 @@ def test_it_is_noticed_in_trouble(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     plant(monkeypatch)
     plays = (play_in_trouble(Dice(seed), num_trips=range(6, 11)) for seed in range(2000))
     expect_notice(plays, assert_equivalent)
+
+
+@pytest.mark.parametrize(("kind", "plant"), FOUND_AS, ids=lambda each: each.__name__.strip("_"))
+def test_an_oracle_says_what_it_found(
+    kind: type[AssertionError], plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(kind):
+        for seed in range(2000):
+            assert_equivalent(play_in_trouble(Dice(seed), num_trips=range(6, 11)))
+
+
+def test_what_an_oracle_found_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stamps_are_not_compared(monkeypatch)
+    tally = play_many(num_steps=3_000)
+    assert tally.failures["wrong tokens"]
+    assert tally.missing, "nothing of a play that failed counts"
 
 
 @pytest.mark.parametrize("plant", IN_QUIET, ids=lambda plant: plant.__name__.strip("_"))

@@ -1,0 +1,158 @@
+"""Workers for a fleet in one thread: engines and doors without threads and without sockets."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from unittest import mock
+
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.engine_thread import StepResult
+from disagg.engine.scheduler import Scheduler
+from disagg.errors import EngineFailed
+from disagg.kvtransfer.local_transport import LocalFleet
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.messages import StepFrame, TokenDelta, decode_to_ingress, encode
+from disagg.store import cold_tier
+from disagg.store.cold_tier import ColdTier
+from disagg.store.memory_store import MemoryStore
+from disagg.time_model import TransferTimeModel
+from disagg.worker.doors import Doors
+from disagg.worker.parts import Parts
+from tests.engine.fake_runner import FakeKV
+from tests.worker.fates import (
+    BreakableRunner,
+    DeviceLost,
+    FatefulTransport,
+    Fates,
+    SteppedStoreThread,
+)
+from tests.worker.plays import Play
+
+STEP_S = 0.05
+
+
+class World:
+    """What the members of a fleet share.
+
+    met: how often what happened, of what is worth happening.
+    """
+
+    def __init__(self, play: Play) -> None:
+        self.play = play
+        self.now = 0.0
+        self.met: Counter[str] = Counter()
+        self.fates = Fates(play.fates, self.met)
+        self.sides = LocalFleet()
+        self.store = MemoryStore(play.store_nbytes) if play.store_nbytes else None
+        self.epochs = count(1)
+
+
+class Member:
+    """One worker without its thread and its sockets."""
+
+    def __init__(self, world: World, index: int) -> None:
+        play, num_blocks = world.play, world.play.num_blocks[index]
+        self.name = f"worker-{index}"
+        self._world = world
+        epoch = next(world.epochs)
+        stamps = Stamps(num_blocks, self.name, epoch)
+        kv = FakeKV(num_blocks, play.block_size)
+        self.pool = BlockPool(num_blocks, play.block_size, stamps.generations)
+        scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=play.max_num_seqs,
+            max_num_batched_tokens=play.max_num_batched_tokens,
+            max_model_len=1000,
+            enable_prefix_caching=play.caching,
+        )
+        self.runner = BreakableRunner(kv)
+        self.engine = Engine(scheduler, self.runner)
+        slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
+        clock = partial(getattr, world, "now")
+        self.transport = FatefulTransport(
+            world.fates, world.sides, self.name, epoch, slab, stamps, clock=clock
+        )
+        self.tier = None
+        if world.store is not None and play.caching:
+            self.tier = new_tier(world.fates, world.store, kv.block_nbytes, clock)
+        self.parts = Parts(
+            self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block
+        )
+        self.doors = Doors(self.parts)
+        self.holds = self.doors._leaving._holds
+        self.link_ids = count(1)
+        self.links = [next(self.link_ids), next(self.link_ids)]
+        self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))
+        self.is_broken = False
+        self._findable: set[bytes] = set()
+
+    def turn(self) -> dict[int, list[TokenDelta]]:
+        """What `EngineThread` and `Worker` do in one turn. Returns deltas by link."""
+        now = self._world.now
+        self.doors.advance(now)
+        self.engine.expire(now)
+        try:
+            events = tuple(self.engine.step())
+        except DeviceLost as error:
+            return self._fail(EngineFailed(str(error)))
+        plan, kv_events = self.engine.last_plan, self.pool.take_events()
+        features = plan.features if plan.work and self._world.store is not None else None
+        result = StepResult(events, kv_events, self.engine.status(), features, STEP_S)
+        deltas = self.doors.take(result, now)
+        for event in kv_events:
+            if event.kind == "stored":
+                self._findable.update(event.block_hashes)
+            else:
+                self._findable.difference_update(event.block_hashes)
+        assert self._findable == set(self.pool.hashes()), "the events tell another story"
+        frame = StepFrame(
+            1,
+            tuple(d for link in deltas.values() for d in link),
+            kv_events,
+            self.doors.status(result.status),
+        )
+        assert decode_to_ingress(encode(frame)) == frame
+        self.doors.check()
+        return deltas
+
+    def is_empty(self) -> bool:
+        is_free = self.pool.num_free == self.pool.num_blocks
+        return is_free and self.doors.is_idle and self.doors.status().num_waiting == 0
+
+    def note(self) -> None:
+        """Add to the world's count what happened here."""
+        met = self._world.met
+        met["preempted"] += self.engine.scheduler.num_preempted
+        met["hold expired"] += self.holds.num_expired
+        met["hold broken"] += self.holds.num_broken
+        met["released in vain"] += self.holds.num_unknown
+        if self.tier is not None:
+            met["hit in the store"] += self.tier.stats.num_hits
+
+    def _fail(self, failure: EngineFailed) -> dict[int, list[TokenDelta]]:
+        """What `EngineThread` does when the engine breaks: everybody hears of it, nobody waits."""
+        self.is_broken = True
+        events = tuple(self.engine.abandon(failure))
+        result = StepResult(events, (), self.engine.status(), failure=failure)
+        deltas = self.doors.take(result, self._world.now)
+        assert not self.doors._streams.num_open, "a stream outlives its engine"
+        return deltas
+
+
+def new_tier(
+    fates: Fates, store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
+) -> ColdTier:
+    """A tier without a thread of its own."""
+
+    def thread(
+        store: MemoryStore, block_nbytes: int, clock: Callable[[], float], wake: object
+    ) -> SteppedStoreThread:
+        return SteppedStoreThread(fates, store, block_nbytes, clock)
+
+    with mock.patch.object(cold_tier, "StoreThread", thread):
+        return ColdTier(store, block_nbytes, TransferTimeModel(), clock=clock)
