@@ -1,23 +1,23 @@
 """Running the choices of one request: token deltas in, pieces of text out, one end for each.
 
-Each choice has a task that follows its deltas, so a choice that a stop string ends is closed at
-once and a slow client delays nobody. What arrives while the client is busy is handed on together.
+A choice that a stop string ends is closed at once, and a slow client delays nobody: what arrives
+while it is busy waits at its source and is handed on together.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from disagg.api.detokenizer import Detokenizer
 from disagg.api.served_model import ServedModel
-from disagg.errors import DeadlineExceeded, EngineFailed
+from disagg.errors import EngineFailed
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 
-Generate: TypeAlias = Callable[[GenerateRequest], AsyncIterator[TokenDelta]]
+Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
 
 
 class ScoredToken(NamedTuple):
@@ -65,7 +65,6 @@ class Job:
     model: ServedModel
     choices: tuple[Choice, ...]
     num_choices: int
-    deadline_unix_s: float
     num_logprobs: int | None = None
     include_usage: bool = False
     echoes: tuple[str, ...] = ()  # the prompts' texts, when they are to be repeated
@@ -129,18 +128,17 @@ class Answer:
 
 
 class Run:
-    """One job under way. Iterate `batches`; afterwards the counts are final."""
+    """One job under way. Iterate `batches`; afterwards the counts are final.
 
-    def __init__(
-        self, job: Job, generate: Generate, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    Args:
+        generate: keeps the deadline of the requests it is given.
+    """
+
+    def __init__(self, job: Job, generate: Generate) -> None:
         self.job = job
         self.num_completion_tokens = 0
         self._generate = generate
-        self._clock = clock
         self._answers = [Answer(choice, job.model) for choice in job.choices]
-        self._inbox: list[Piece | Exception] = []
-        self._arrived = asyncio.Event()
 
     @property
     def num_cached_tokens(self) -> int:
@@ -155,70 +153,86 @@ class Run:
         Raises:
             DisaggError: the first failure of any choice; the others are cancelled.
         """
-        tasks = [asyncio.create_task(self._follow(choice)) for choice in self.job.choices]
+        choices = self.job.choices
+        batches = self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
+        async with aclosing(batches):
+            async for batch in batches:
+                for piece in batch:
+                    self.num_completion_tokens += piece.num_tokens
+                yield batch
+
+    async def _alone(self, choice: Choice) -> AsyncGenerator[list[Piece], None]:
+        """The common case, without a task of its own: that would cost as much as a token does."""
+        async with aclosing(self._pieces(choice)) as pieces:
+            async for piece in pieces:
+                yield [piece]
+
+    async def _side_by_side(self) -> AsyncGenerator[list[Piece], None]:
+        """A task for each choice, so that one that is slow to start delays no other."""
+        inbox = _Inbox()
+        tasks = [asyncio.create_task(self._follow(choice, inbox)) for choice in self.job.choices]
         num_open = len(tasks)
         try:
             while num_open:
-                await self._arrived.wait()
-                batch = self._take()
+                batch = await inbox.take()
                 num_open -= sum(piece.finish_reason is not None for piece in batch)
-                self.num_completion_tokens += sum(piece.num_tokens for piece in batch)
                 yield batch
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _take(self) -> list[Piece]:
+    async def _follow(self, choice: Choice, inbox: _Inbox) -> None:
+        """Feed the inbox until this choice ended, one way or another."""
+        try:
+            async with aclosing(self._pieces(choice)) as pieces:
+                async for piece in pieces:
+                    inbox.put(piece)
+        except Exception as error:  # whatever it is, the client must hear of an end
+            inbox.put(error)
+
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        """What a choice gains, up to its end; a stop string closes the source early."""
+        answer = self._answers[choice.index]
+        async with aclosing(self._generate(choice.request)) as deltas:
+            async for delta in deltas:
+                piece = answer.advance(delta)
+                if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
+                    yield piece
+                if piece.finish_reason is not None:
+                    return
+        raise EngineFailed("The answer ended without saying why; try the request again.")
+
+
+class _Inbox:
+    """Pieces of several choices on their way to one reader."""
+
+    def __init__(self) -> None:
+        self._arrived: list[Piece | Exception] = []
+        self._has_some = asyncio.Event()
+
+    def put(self, item: Piece | Exception) -> None:
+        self._arrived.append(item)
+        self._has_some.set()
+
+    async def take(self) -> list[Piece]:
         """What arrived since the last call, at most one piece per choice.
 
         Raises the failure that arrived, once all text before it has been taken.
         """
+        await self._has_some.wait()
         merged: dict[int, Piece] = {}
-        arrived, self._inbox = self._inbox, []
-        self._arrived.clear()
+        arrived, self._arrived = self._arrived, []
+        self._has_some.clear()
         for position, item in enumerate(arrived):
             if isinstance(item, Exception):
                 if not merged:
                     raise item
-                self._inbox = arrived[position:]
-                self._arrived.set()
+                self._arrived = arrived[position:]
+                self._has_some.set()
                 break
             if item.index in merged:
                 merged[item.index].extend(item)
             else:
                 merged[item.index] = item
         return list(merged.values())
-
-    def _put(self, item: Piece | Exception) -> None:
-        self._inbox.append(item)
-        self._arrived.set()
-
-    async def _follow(self, choice: Choice) -> None:
-        """Feed the inbox until this choice ended, one way or another."""
-        remaining_s = self.job.deadline_unix_s - self._clock()
-        try:
-            async with asyncio.timeout(max(0.0, remaining_s)):
-                await self._follow_deltas(choice)
-        except TimeoutError:
-            self._put(
-                DeadlineExceeded("The request's time was over before its answer was complete.")
-            )
-        except Exception as error:  # whatever it is, the client must hear of an end
-            self._put(error)
-
-    async def _follow_deltas(self, choice: Choice) -> None:
-        answer = self._answers[choice.index]
-        deltas = self._generate(choice.request)
-        try:
-            async for delta in deltas:
-                piece = answer.advance(delta)
-                if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
-                    self._put(piece)
-                if piece.finish_reason is not None:
-                    return
-        finally:
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
-                await close()
-        raise EngineFailed("The answer ended without saying why; try the request again.")

@@ -38,7 +38,7 @@ from disagg.api.refusals import (
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, Service
 from disagg.config import HttpConfig
-from disagg.errors import DisaggError, Overloaded
+from disagg.errors import Overloaded
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -230,10 +230,12 @@ class _App:
     async def _collect(self, run: Run, arrived_s: float) -> list[Piece]:
         """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
         answers = [Piece(choice.index) for choice in run.job.choices]
-        async with aclosing(self._observed(run, arrived_s)) as batches:
-            async for batch in batches:
-                for piece in batch:
-                    answers[piece.index].extend(piece)
+        async with aclosing(run.batches()) as batches:
+            with RequestTimer(self._metrics, run, arrived_s) as timer:
+                async for batch in batches:
+                    timer.observe(batch)
+                    for piece in batch:
+                        answers[piece.index].extend(piece)
         return answers
 
     async def _events(
@@ -241,31 +243,15 @@ class _App:
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of one batch joined into one write."""
         opening = frames.opening()
-        async with aclosing(self._observed(run, arrived_s)) as batches:
-            async for batch in batches:
-                events = b"".join(map(frames.piece, batch))
-                if opening or events:
-                    yield opening + events
-                opening = b""
-        yield frames.closing(run)
-
-    async def _observed(self, run: Run, arrived_s: float) -> AsyncGenerator[list[Piece], None]:
-        """The run's batches, counted."""
-        model = run.job.model.name
-        timer = RequestTimer(self._metrics, model, len(run.job.choices), arrived_s)
-        try:
-            async with aclosing(run.batches()) as batches:
+        async with aclosing(run.batches()) as batches:
+            with RequestTimer(self._metrics, run, arrived_s) as timer:
                 async for batch in batches:
-                    timer.tokens(sum(piece.num_tokens for piece in batch))
-                    for piece in batch:
-                        if piece.finish_reason is not None:
-                            self._metrics.success.labels(model, piece.finish_reason).inc()
-                    yield batch
-        except DisaggError as error:
-            self._metrics.failure.labels(model, error.code).inc()
-            raise
-        finally:
-            timer.ended(run.job.num_prompt_tokens, run.num_cached_tokens, run.num_completion_tokens)
+                    timer.observe(batch)
+                    events = b"".join(map(frames.piece, batch))
+                    if opening or events:
+                        yield opening + events
+                    opening = b""
+        yield frames.closing(run)
 
     def _caller(self, request: HttpRequest, prefix: str) -> Caller:
         return Caller(prefix + request.own_id, request.tenant, request.traceparent)

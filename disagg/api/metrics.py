@@ -6,9 +6,13 @@ Buckets are those of OpenTelemetry's GenAI conventions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from disagg.api.answers import Piece, Run
+from disagg.errors import DisaggError
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -74,32 +78,49 @@ class ApiMetrics:
 
 
 class RequestTimer:
-    """Observes one request: when its first token came, how tokens followed, when it ended."""
+    """Observes one run: when its first token came, how tokens followed, how it ended.
 
-    def __init__(self, metrics: ApiMetrics, model: str, num_choices: int, arrived_s: float) -> None:
+    Use as a context manager around the iteration of the run's batches.
+    """
+
+    def __init__(self, metrics: ApiMetrics, run: Run, arrived_s: float) -> None:
         self._metrics = metrics
-        self._model = model
-        self._ttft = metrics.ttft.labels(model)
-        self._itl = metrics.itl.labels(model)
-        self._num_choices = num_choices
+        self._run = run
+        self._model = run.job.model.name
+        self._num_choices = len(run.job.choices)
+        self._itl = metrics.itl.labels(self._model)
         self._arrived_s = arrived_s
         self._last_s: float | None = None
 
-    def tokens(self, num_tokens: int) -> None:
+    def __enter__(self) -> RequestTimer:
+        return self
+
+    def observe(self, batch: Sequence[Piece]) -> None:
+        num_tokens = 0
+        for piece in batch:
+            num_tokens += piece.num_tokens
+            if piece.finish_reason is not None:
+                self._metrics.success.labels(self._model, piece.finish_reason).inc()
         if num_tokens == 0:
             return
         now = self._metrics.clock()
         if self._last_s is None:
-            self._ttft.observe(now - self._arrived_s)
+            self._metrics.ttft.labels(self._model).observe(now - self._arrived_s)
         else:
             # Choices run side by side: each gains its share of the tokens of this interval.
-            gap_s = (now - self._last_s) * self._num_choices / num_tokens
-            self._itl.observe(gap_s)
+            self._itl.observe((now - self._last_s) * self._num_choices / num_tokens)
         self._last_s = now
 
-    def ended(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
-        metrics, model = self._metrics, self._model
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        metrics, model, run = self._metrics, self._model, self._run
+        if isinstance(error, DisaggError):
+            metrics.failure.labels(model, error.code).inc()
         metrics.e2e.labels(model).observe(metrics.clock() - self._arrived_s)
-        metrics.prompt_tokens.labels(model).inc(num_prompt)
-        metrics.cached_tokens.labels(model).inc(num_cached)
-        metrics.generation_tokens.labels(model).inc(num_completion)
+        metrics.prompt_tokens.labels(model).inc(run.job.num_prompt_tokens)
+        metrics.cached_tokens.labels(model).inc(run.num_cached_tokens)
+        metrics.generation_tokens.labels(model).inc(run.num_completion_tokens)

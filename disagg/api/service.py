@@ -179,12 +179,11 @@ class Service:
             model=model,
             choices=tuple(choices),
             num_choices=num_choices,
-            deadline_unix_s=now + self._default_timeout_s,
             num_logprobs=request.num_logprobs,
             include_usage=request.include_usage,
             echoes=tuple(echoes),
         )
-        return Run(job, self._generate, clock=self._clock)
+        return Run(job, self._generate)
 
     def _generate_request(
         self,

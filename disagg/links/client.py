@@ -18,7 +18,7 @@ from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
-from disagg.errors import DisaggError, Unavailable, WorkerLost
+from disagg.errors import DeadlineExceeded, DisaggError, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
@@ -46,6 +46,8 @@ from disagg.messages import (
 
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
+SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well within 5 s
+NUM_LOOKS = 8  # at a silent worker, before it counts as lost
 
 
 class LinkObserver(Protocol):
@@ -86,7 +88,7 @@ class Link:
         observer: LinkObserver,
         rng: random.Random,
         handshake_timeout_s: float = 5.0,
-        silence_s: float = 10.0,
+        silence_s: float = SILENCE_S,
         max_buffer_nbytes: int = MAX_BUFFER_NBYTES,
     ) -> None:
         self.record = record
@@ -136,6 +138,7 @@ class Link:
         self,
         request: GenerateRequest,
         *,
+        timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
@@ -145,19 +148,25 @@ class Link:
 
         Raises:
             WorkerLost: the link is down or went down; all that had arrived was handed over.
+            DeadlineExceeded: `timeout_s` passed; all that had arrived was handed over.
             BadFrame: the request is too long for a frame.
         """
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
         stream_id, stream = connection.start(request, hand_over, ticket)
+        # One timer a stream: a timeout around each wait would cost more than a token does.
+        timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), stream.expire)
         is_ended = False
         try:
             while not is_ended:
-                delta = await stream.next()
+                if not stream.deltas:
+                    await stream.wait()
+                delta = stream.take()
                 is_ended = delta.is_last
                 yield delta
         finally:
+            timer.cancel()
             connection.forget(stream_id, cancel=not is_ended)
 
     async def _keep_connected(self) -> None:
@@ -188,29 +197,42 @@ class Link:
 class _Stream:
     """Deltas on their way to one reader."""
 
-    __slots__ = ("_deltas", "_error", "_waiter")
+    __slots__ = ("_error", "_loop", "_waiter", "deltas")
 
-    def __init__(self) -> None:
-        self._deltas: list[TokenDelta] = []
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.deltas: list[TokenDelta] = []
         self._error: DisaggError | None = None
+        self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        self._deltas.append(delta)
+        self.deltas.append(delta)
         self._wake()
 
     def fail(self, error: DisaggError) -> None:
-        self._error = error
+        """The first failure counts, after what has arrived before it."""
+        self._error = self._error or error
         self._wake()
 
-    async def next(self) -> TokenDelta:
-        """All that arrived since the last call, as one delta."""
-        while not self._deltas:
+    def expire(self) -> None:
+        self.fail(
+            DeadlineExceeded(
+                "The request's deadline passed before its answer was complete; ask for fewer"
+                " tokens or allow more time."
+            )
+        )
+
+    async def wait(self) -> None:
+        """Until there is something to take. Raises what ended the stream."""
+        while not self.deltas:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
-        deltas, self._deltas = self._deltas, []
+
+    def take(self) -> TokenDelta:
+        """All that arrived since the last call, as one delta."""
+        deltas, self.deltas = self.deltas, []
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
     def _wake(self) -> None:
@@ -240,7 +262,8 @@ class _WorkerConnection(Connection):
 
     def __init__(self, link: Link) -> None:
         super().__init__(link.max_buffer_nbytes)
-        self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.welcomed: asyncio.Future[None] = self._loop.create_future()
         self.is_up = False
         self._link = link
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
@@ -249,6 +272,7 @@ class _WorkerConnection(Connection):
         self._num_received = 0  # the last step frame's number
         self._is_synced = False
         self._was_heard = True  # since the last look
+        self._num_silent_looks = 0
         self._watch: asyncio.TimerHandle | None = None
 
     def start(
@@ -258,7 +282,7 @@ class _WorkerConnection(Connection):
         self.send(Start(stream_id, request, hand_over, ticket))
         if not self.is_open:  # its buffer ran over with this
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = _Stream()
+        stream = self._streams[stream_id] = _Stream(self._loop)
         return stream_id, stream
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
@@ -374,10 +398,13 @@ class _WorkerConnection(Connection):
         self._streams.clear()
 
     def _look(self) -> None:
-        """Hang up on a worker that has been silent for the whole of `silence_s`."""
-        if not self._was_heard:
+        """Hang up on a worker that has been silent for the whole of `silence_s`.
+
+        Counted in looks, so that a loop that stood still itself blames nobody for it.
+        """
+        self._num_silent_looks = 0 if self._was_heard else self._num_silent_looks + 1
+        if self._num_silent_looks == NUM_LOOKS:
             self.end(f"silent for {self._link.silence_s} s")
             return
         self._was_heard = False
-        loop = asyncio.get_running_loop()
-        self._watch = loop.call_later(self._link.silence_s, self._look)
+        self._watch = self._loop.call_later(self._link.silence_s / NUM_LOOKS, self._look)

@@ -4,6 +4,11 @@ Membership comes in as the full list of records, as often as it changes. What wo
 busy they are goes straight to the `LinkObserver` (the router's fleet), which this file knows only
 by that name.
 
+Membership adds workers; what removes one is the end of its link. A worker that membership no
+longer has but whose link is up finishes its streams, and takes new ones for as long as it says
+so: one that drains says no itself, and one that a restarted control plane has not found again
+yet is not a dead one. When such a link ends, it is not opened again.
+
 A worker learns the peers of its tier when its link comes up, and newcomers as they join, always
 before any `Start` that could name them on the same link.
 """
@@ -45,6 +50,7 @@ class FleetLinks:
         self._rng = rng
         self._new_link = new_link
         self._links: dict[str, Link] = {}
+        self._leaving: set[str] = set()  # linked, and not in the membership any more
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -54,10 +60,13 @@ class FleetLinks:
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Make the links follow the membership. A changed record is a new worker."""
         wanted = {record.worker_id: record for record in records}
+        self._leaving.clear()
         for worker_id, link in list(self._links.items()):
-            if wanted.get(worker_id) != link.record:
-                del self._links[worker_id]
-                self._close(link)
+            record = wanted.get(worker_id)
+            if record is None and link.is_up:
+                self._leaving.add(worker_id)
+            elif record != link.record:
+                self._drop(link)
         newcomers = [wanted[worker_id] for worker_id in wanted if worker_id not in self._links]
         for link in self._links.values():
             peers = [record.peer for record in newcomers if record.model == link.record.model]
@@ -86,11 +95,14 @@ class FleetLinks:
         worker_id: str,
         request: GenerateRequest,
         *,
+        timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
-        return self.link(worker_id).stream(request, hand_over=hand_over, ticket=ticket)
+        return self.link(worker_id).stream(
+            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket
+        )
 
     def release(self, ticket: KVTicket) -> None:
         """Nobody will use `ticket`: its source may have its blocks back."""
@@ -99,11 +111,14 @@ class FleetLinks:
             link.release(ticket)
 
     async def close(self) -> None:
-        self.update([])
+        self._leaving.clear()
+        for link in list(self._links.values()):
+            self._drop(link)
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def _close(self, link: Link) -> None:
+    def _drop(self, link: Link) -> None:
+        del self._links[link.record.worker_id]
         link.close()
         task = asyncio.create_task(link.wait_closed())
         self._closing.add(task)
@@ -132,3 +147,6 @@ class FleetLinks:
 
     def worker_lost(self, worker_id: str) -> None:
         self._observer.worker_lost(worker_id)
+        if worker_id in self._leaving:
+            self._leaving.remove(worker_id)
+            self._drop(self._links[worker_id])

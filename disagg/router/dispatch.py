@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,9 +25,9 @@ from disagg.blocks import hash_block
 from disagg.errors import DisaggError, EngineFailed, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.router.deadline import Deadline
 from disagg.router.fleet import Fleet, FleetView, Load, Reservation
-from disagg.router.policy import Route, choose_decode, choose_route
+from disagg.router.policy import choose_decode, choose_route
+from disagg.router.route import Route
 
 PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
 
@@ -40,13 +40,15 @@ class Workers(Protocol):
         worker_id: str,
         request: GenerateRequest,
         *,
+        timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Run the request there; closing the iterator cancels it.
 
-        Raises:
-            WorkerLost: here or while iterating.
+        Raises, here or while iterating:
+            WorkerLost: what had arrived was handed over.
+            DeadlineExceeded: `timeout_s` passed before the last delta.
         """
         ...
 
@@ -115,79 +117,63 @@ class Dispatcher:
         journey = _Journey(request)
         try:
             while not journey.is_finished:
-                async with aclosing(self._attempt(journey)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                try:
+                    if not journey.visits:
+                        journey.visits.extend(await self._choose(journey))
+                    async with aclosing(self._visit(journey)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                except DisaggError as error:
+                    if not journey.may_move(error) or journey.num_moves >= self._max_moves:
+                        raise
+                    self._cancel_visits(journey)
+                    journey.move(error)
+                    self._moved(journey.model)
         finally:
+            self._cancel_visits(journey)
             if journey.ticket is not None:
                 self._workers.release(journey.ticket)
 
-    async def _attempt(self, journey: _Journey) -> AsyncGenerator[TokenDelta, None]:
-        """One route, to the answer's end or to an error after which another route may do."""
-        route, reservations = await self._choose(journey)
-        try:
-            async with aclosing(self._travel(journey, route, reservations)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except DisaggError as error:
-            if not journey.may_move(error) or journey.num_moves >= self._max_moves:
-                raise
-            journey.move(error)
-            self._moved(journey.model)
-        finally:
-            for reservation in reservations:
-                self._fleet.release(reservation)
-
-    async def _travel(
-        self, journey: _Journey, route: Route, reservations: tuple[Reservation, ...]
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """All workers of a route, to the end or to the error that ends it."""
-        for reservation in reservations:
-            if journey.is_finished:
-                return
-            hand_over = reservation.worker_id == route.prefill
-            async with aclosing(self._visit(journey, reservation, hand_over)) as deltas:
-                async for delta in deltas:
-                    yield delta
-
-    async def _visit(
-        self, journey: _Journey, reservation: Reservation, hand_over: bool
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """What one worker contributes. Raises its error when that is not the answer's end."""
+    async def _visit(self, journey: _Journey) -> AsyncGenerator[TokenDelta, None]:
+        """What the route's next worker says. Raises its error unless the answer ends there."""
+        reservation, hand_over = journey.visits.popleft()
         journey.worker_id = worker_id = reservation.worker_id
-        stream = self._workers.stream(
-            worker_id,
-            journey.request(self._block_size(journey.model)),
-            hand_over=hand_over,
-            ticket=None if hand_over else journey.ticket,
-        )
-        self._fleet.sent(reservation)
-        is_ended = False
-        ends_at = asyncio.get_running_loop().time() + journey.deadline_unix_s - self._now()
-        with Deadline(ends_at) as deadline:
+        try:
+            stream = self._workers.stream(
+                worker_id,
+                journey.request(self._block_size(journey.model)),
+                timeout_s=journey.deadline_unix_s - self._now(),
+                hand_over=hand_over,
+                ticket=None if hand_over else journey.ticket,
+            )
+            self._fleet.sent(reservation)
             async with aclosing(stream):
-                while not is_ended:
-                    try:
-                        delta = await deadline.next(stream)
-                    except StopAsyncIteration:
-                        raise WorkerLost(f"Worker {worker_id} ended a stream early.") from None
+                async for delta in stream:
                     self._fleet.release(reservation)  # its own reports show it from here on
-                    is_ended = delta.is_last
                     shown = journey.take(delta)
                     if shown is not None:
                         yield shown
                     if delta.error is not None:
                         raise delta.error.to_error()
+                    if delta.is_last:
+                        return
+        finally:
+            self._fleet.release(reservation)
+        raise WorkerLost(f"Worker {worker_id} ended a stream early.")
 
-    async def _choose(self, journey: _Journey) -> tuple[Route, tuple[Reservation, ...]]:
+    def _cancel_visits(self, journey: _Journey) -> None:
+        for visit in journey.visits:
+            self._fleet.release(visit.reservation)
+        journey.visits.clear()
+
+    async def _choose(self, journey: _Journey) -> tuple[_Visit, ...]:
         """Choose and reserve in one step, waiting for a worker where that makes sense."""
         waits_until = self._now() + self._patience_s
         while True:
             try:
-                route = self._route(journey)
-                return route, self._reserve(journey, route)
+                return self._reserve(journey, self._route(journey))
             except Unavailable:
-                if journey.num_moves == 0 or self._now() >= waits_until:
+                if not journey.worker_id or self._now() >= waits_until:
                     raise
             journey.excluded.clear()
             left_s = journey.deadline_unix_s - self._now()
@@ -217,15 +203,15 @@ class Dispatcher:
         journey.ticket = None
         return choose_route(request, view, index, now, rng, excluded)
 
-    def _reserve(self, journey: _Journey, route: Route) -> tuple[Reservation, ...]:
+    def _reserve(self, journey: _Journey, route: Route) -> tuple[_Visit, ...]:
         """Claims in the order of the visits."""
         num_tokens = journey.num_tokens
         num_new = num_tokens - route.num_cached_tokens
         if route.prefill is None:
-            return (self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens)),)
+            return (_Visit(self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens))),)
         return (
-            self._fleet.reserve(route.prefill, Load(num_new)),
-            self._fleet.reserve(route.decode, Load(0, 1, num_tokens)),
+            _Visit(self._fleet.reserve(route.prefill, Load(num_new)), hand_over=True),
+            _Visit(self._fleet.reserve(route.decode, Load(0, 1, num_tokens))),
         )
 
     def _block_size(self, model: str) -> int | None:
@@ -242,10 +228,18 @@ class Dispatcher:
             self._decisions.popitem(last=False)
 
 
+class _Visit(NamedTuple):
+    """A worker on a request's way; it keeps the sequence to its end unless it is to hand over."""
+
+    reservation: Reservation
+    hand_over: bool = False
+
+
 class _Journey:
     """How far a request has come."""
 
     def __init__(self, request: GenerateRequest) -> None:
+        self.visits: deque[_Visit] = deque()  # what is left of the route
         self.ticket: KVTicket | None = None  # KV that waits for the next decode worker
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_moves = 0

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api.answers import Choice, Generate, Job, Piece, Run
-from disagg.errors import DeadlineExceeded, EngineFailed, Overloaded
+from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from tests.api.fakes import END, TOKENIZER, served_model
 
@@ -16,7 +16,7 @@ TEXT = "the quick brown fox jumps"
 IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
 
 
-def job(num_choices: int = 1, *, stops: Sequence[str] = (), deadline_s: float = 30.0) -> Job:
+def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
     request = GenerateRequest(
         request_id="r",
         model="tiny",
@@ -25,10 +25,10 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = (), deadline_s: float = 
         hash_root=b"",
         block_hashes=(),
         sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
-        deadline_unix_s=deadline_s,
+        deadline_unix_s=30.0,
     )
     choices = tuple(Choice(i, request, stops=tuple(stops)) for i in range(num_choices))
-    return Job("r", 0, served_model(), choices, num_choices, deadline_s)
+    return Job("r", 0, served_model(), choices, num_choices)
 
 
 def playing(*deltas: TokenDelta | Exception) -> Generate:
@@ -52,10 +52,6 @@ async def result(run: Run) -> list[Piece]:
     return whole
 
 
-def clock() -> float:
-    return 0.0
-
-
 @given(
     st.lists(st.integers(1, 4), max_size=len(IDS)),
     st.sampled_from([(), ("brown",), ("x j", "fox"), ("the",), ("umps",)]),
@@ -70,7 +66,7 @@ async def test_deltas_may_be_cut_anywhere(sizes: list[int], stops: tuple[str, ..
         if ids:
             reason = "stop" if last else None
             deltas.append(TokenDelta(0, ids, reason, scores[: len(ids)]))  # type: ignore[arg-type]
-    run = Run(job(stops=stops), playing(*deltas), clock=clock)
+    run = Run(job(stops=stops), playing(*deltas))
     whole = (await result(run))[0]
     assert whole.finish_reason == "stop"
     first = min((TEXT.find(stop) for stop in stops if stop in TEXT), default=len(TEXT))
@@ -90,7 +86,7 @@ async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_
         TokenDelta(0, IDS[:1], num_cached_tokens=5),
         TokenDelta(0, IDS[1:], "stop", num_cached_tokens=7),
     )
-    run = Run(job(3), playing(*deltas), clock=clock)
+    run = Run(job(3), playing(*deltas))
     await result(run)
     assert run.num_cached_tokens == 5
 
@@ -110,7 +106,7 @@ async def test_text_before_a_failure_is_delivered_then_the_failure(
     deltas = [TokenDelta(0, IDS[:2]), *([] if last is None else [last])]
     text = ""
     with pytest.raises(error):
-        async for batch in Run(job(num_choices), playing(*deltas), clock=clock).batches():
+        async for batch in Run(job(num_choices), playing(*deltas)).batches():
             text += "".join(piece.text for piece in batch)
     assert text.startswith("the quick")
     assert len(asyncio.all_tasks()) == 1
@@ -132,21 +128,8 @@ async def test_one_failed_choice_ends_the_others() -> None:
             closed.append(number)
 
     with pytest.raises(EngineFailed, match="planted"):
-        await result(Run(job(3), generate, clock=clock))
+        await result(Run(job(3), generate))
     assert sorted(closed) == [0, 1, 2]
-
-
-async def test_a_deadline_that_has_passed_ends_at_once() -> None:
-    started = []
-
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        started.append(request)
-        await asyncio.get_running_loop().create_future()
-        yield TokenDelta(0, ())
-
-    with pytest.raises(DeadlineExceeded):
-        await result(Run(job(deadline_s=-1.0), generate, clock=clock))
-    assert len(asyncio.all_tasks()) == 1
 
 
 async def test_closing_waits_until_the_source_is_closed() -> None:
@@ -160,7 +143,7 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
             await asyncio.sleep(0.01)
             steps.append("source closed")
 
-    batches = Run(job(), generate, clock=clock).batches()
+    batches = Run(job(), generate).batches()
     await anext(batches)
     await batches.aclose()
     steps.append("closed")
@@ -181,21 +164,6 @@ async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
         held.append(deltas())
         return held[-1]
 
-    whole = await result(Run(job(stops=["quick"]), generate, clock=clock))
+    whole = await result(Run(job(stops=["quick"]), generate))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
     assert closed == [True]
-
-
-async def test_a_source_without_aclose_will_do() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self.deltas = iter([TokenDelta(0, IDS, "stop")])
-
-        def __aiter__(self) -> Plain:
-            return self
-
-        async def __anext__(self) -> TokenDelta:
-            return next(self.deltas)
-
-    source: Callable[[GenerateRequest], Plain] = lambda request: Plain()  # noqa: E731
-    assert (await result(Run(job(), source, clock=clock)))[0].text == TEXT

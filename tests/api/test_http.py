@@ -147,10 +147,13 @@ async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.Monke
 
 
 async def test_tokens_that_wait_for_a_slow_client_leave_together() -> None:
-    """While one write blocks, what arrives is gathered into the next write."""
+    """While one write blocks, what arrives is gathered into the next write.
+
+    One choice alone is gathered by its link (tests/links/test_client.py), several are here.
+    """
     gate = asyncio.Event()
     generate = FakeGenerate(finish=False)
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 100})
+    exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 100, "n": 2})
     original = exchange._send
     slow_writes = 0
 
@@ -162,7 +165,7 @@ async def test_tokens_that_wait_for_a_slow_client_leave_together() -> None:
             await gate.wait()
 
     exchange._send = slow  # type: ignore[method-assign]
-    await until(lambda: generate.num_closed == 1)
+    await until(lambda: generate.num_closed == 2)
     gate.set()
     await exchange.done
     assert slow_writes == 3  # the first token; all others and the end; usage and [DONE]

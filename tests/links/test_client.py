@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.errors import WorkerLost
+from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, merge
 from disagg.links.frames import HEADER, frame, worker_proof
@@ -73,7 +73,9 @@ async def collect(stream: AsyncIterator[TokenDelta]) -> list[int]:
 async def test_many_streams_share_a_link() -> None:
     async with pair() as (worker, link, _):
         names = [f"request-{i}" for i in range(20)]
-        tasks = [asyncio.create_task(collect(link.stream(make_request(n)))) for n in names]
+        tasks = [
+            asyncio.create_task(collect(link.stream(make_request(n), timeout_s=60))) for n in names
+        ]
         await until(lambda: len(worker.of_type(Start)) == len(names))
         starts = [start_of(worker, name) for name in names]
         for step in range(30):
@@ -97,15 +99,15 @@ async def test_start_carries_the_door() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, (1,), "stop")]}
         )
-        await collect(link.stream(make_request("plain")))
-        await collect(link.stream(make_request("leaves"), hand_over=True))
+        await collect(link.stream(make_request("plain"), timeout_s=60))
+        await collect(link.stream(make_request("leaves"), timeout_s=60, hand_over=True))
         assert [start.hand_over for start in worker.of_type(Start)] == [False, True]
 
 
 async def test_closing_a_stream_cancels_it_and_no_other() -> None:
     async with pair() as (worker, link, _):
-        kept = asyncio.create_task(collect(link.stream(make_request("kept"))))
-        stream = link.stream(make_request("closed"))
+        kept = asyncio.create_task(collect(link.stream(make_request("kept"), timeout_s=60)))
+        stream = link.stream(make_request("closed"), timeout_s=60)
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: len(worker.of_type(Start)) == 2)
         link_id, closed = start_of(worker, "closed")
@@ -120,6 +122,29 @@ async def test_closing_a_stream_cancels_it_and_no_other() -> None:
         assert await kept == [3]
 
 
+async def test_time_that_runs_out_ends_the_stream_and_cancels_it() -> None:
+    async with pair() as (worker, link, _):
+        with pytest.raises(DeadlineExceeded):
+            await collect(link.stream(make_request("late"), timeout_s=0.05))
+        link_id, start = start_of(worker, "late")
+        await until(lambda: (link_id, Cancel(start.stream_id)) in worker.received)
+
+
+async def test_what_arrived_in_time_is_read_after_the_deadline() -> None:
+    async with pair() as (worker, link, _):
+        stream = link.stream(make_request("slow"), timeout_s=0.2)
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: any(isinstance(m, Start) for _, m in worker.received))
+        link_id, start = start_of(worker, "slow")
+        worker.step({link_id: [TokenDelta(start.stream_id, (1,))]})
+        assert (await reading).token_ids == (1,)
+        worker.step({link_id: [TokenDelta(start.stream_id, (2,))]})
+        await asyncio.sleep(0.3)
+        assert (await anext(stream)).token_ids == (2,)
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+
+
 async def test_an_unused_ticket_is_released_at_its_source() -> None:
     async with pair() as (worker, link, _):
         link.release(KVTicket("1/7", "w", 1, "layout", 16, (0,), (1,)))
@@ -129,7 +154,7 @@ async def test_an_unused_ticket_is_released_at_its_source() -> None:
 
 async def test_a_cancelled_reader_cancels_the_request() -> None:
     async with pair() as (worker, link, _):
-        task = asyncio.create_task(collect(link.stream(make_request())))
+        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
         await until(lambda: worker.of_type(Start))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -138,7 +163,10 @@ async def test_a_cancelled_reader_cancels_the_request() -> None:
 
 
 async def test_what_waits_is_handed_over_together() -> None:
-    async with pair() as (worker, link, observer), aclosing(link.stream(make_request())) as stream:
+    async with (
+        pair() as (worker, link, observer),
+        aclosing(link.stream(make_request(), timeout_s=60)) as stream,
+    ):
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "request-0")
@@ -191,7 +219,7 @@ async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
         got: list[int] = []
 
         async def read() -> None:
-            async for delta in link.stream(make_request()):
+            async for delta in link.stream(make_request(), timeout_s=60):
                 got.extend(delta.token_ids)
 
         task = asyncio.create_task(read())
@@ -205,7 +233,7 @@ async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
         assert observer.calls[-1] == ("lost", "decode-0")
         assert observer.held == {}
         with pytest.raises(WorkerLost, match="not linked"):
-            await collect(link.stream(make_request()))
+            await collect(link.stream(make_request(), timeout_s=60))
 
 
 async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
@@ -241,7 +269,7 @@ async def test_nothing_is_sent_before_the_handshake_is_over() -> None:
         async with linked(record, observer, handshake_timeout_s=0.1) as link:
             await until(lambda: link._connection is not None and link._connection.is_open)
             with pytest.raises(WorkerLost, match="not linked"):
-                await collect(link.stream(make_request()))
+                await collect(link.stream(make_request(), timeout_s=60))
             await until(lambda: link.last_error == "no answer in time")
 
 
@@ -250,7 +278,7 @@ async def test_a_prompt_may_be_longer_than_a_handshake() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, start.request.token_ids, "stop")]}
         )
-        tokens = await collect(link.stream(make_request(num_tokens=500_000)))
+        tokens = await collect(link.stream(make_request(num_tokens=500_000), timeout_s=60))
         assert tokens == list(range(500_000))
 
 
@@ -314,7 +342,7 @@ async def test_a_wrong_key_leaves_the_worker_unlinked_and_says_why() -> None:
         assert not link.is_up
         assert observer.calls == []
         with pytest.raises(WorkerLost, match="cluster_key"):
-            await collect(link.stream(make_request()))
+            await collect(link.stream(make_request(), timeout_s=60))
 
 
 async def test_another_worker_behind_the_address_is_not_taken_for_ours() -> None:
@@ -373,7 +401,7 @@ async def test_a_gap_ends_the_streams_and_asks_for_a_snapshot() -> None:
     observer = RecordingObserver()
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
-        task = asyncio.create_task(collect(link.stream(make_request())))
+        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
         await until(lambda: any(isinstance(message, Start) for message in worker.received))
         worker.write(StepFrame(1, (TokenDelta(1, (1,)),), (), WorkerStatus()))
         worker.write(StepFrame(3, (TokenDelta(1, (3,)),), (), WorkerStatus()))
@@ -417,7 +445,7 @@ async def test_a_worker_that_speaks_wrongly_is_left(raw: bytes, reason: str) -> 
     observer = RecordingObserver()
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
-        task = asyncio.create_task(collect(link.stream(make_request())))
+        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
         await until(lambda: any(isinstance(message, Start) for message in worker.received))
         worker.write_raw(raw)
         with pytest.raises(WorkerLost, match=reason):
@@ -429,7 +457,7 @@ async def test_a_worker_that_falls_silent_is_left() -> None:
     async with RawWorker() as worker, linked(worker.record, observer, silence_s=0.05) as link:
         await until(lambda: observer.held)
         with pytest.raises(WorkerLost, match="silent"):
-            await asyncio.wait_for(collect(link.stream(make_request())), 5)
+            await asyncio.wait_for(collect(link.stream(make_request(), timeout_s=60)), 5)
 
 
 async def test_a_worker_that_stops_reading_is_left() -> None:
@@ -440,7 +468,7 @@ async def test_a_worker_that_stops_reading_is_left() -> None:
         tasks = []
         for turn in range(200):
             request = make_request(f"request-{turn}", num_tokens=50_000)
-            tasks.append(asyncio.create_task(collect(link.stream(request))))
+            tasks.append(asyncio.create_task(collect(link.stream(request, timeout_s=60))))
             await asyncio.sleep(0)
             if not link.is_up:
                 break
@@ -451,7 +479,7 @@ async def test_a_worker_that_stops_reading_is_left() -> None:
 
 async def test_closing_a_link_tells_the_observer_at_once() -> None:
     async with pair() as (worker, link, observer):
-        task = asyncio.create_task(collect(link.stream(make_request())))
+        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
         await until(lambda: worker.of_type(Start))
         link.close()
         assert observer.calls[-1] == ("lost", "decode-0")

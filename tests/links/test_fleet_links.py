@@ -98,7 +98,7 @@ async def test_a_peer_is_known_before_a_start_that_may_name_it() -> None:
             {link_id: [TokenDelta(start.stream_id, (4,), "stop")]}
         )
         links.update([a.record, b.record])
-        async for delta in links.stream("a", make_request()):
+        async for delta in links.stream("a", make_request(), timeout_s=60):
             assert delta.token_ids == (4,)
         kinds = [type(message) for _, message in a.received]
         assert kinds.index(Start) > len(kinds) - 1 - kinds[::-1].index(Peers)

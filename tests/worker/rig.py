@@ -123,7 +123,9 @@ class Rig:
         ticket: KVTicket | None = None,
     ) -> list[TokenDelta]:
         """A whole stream."""
-        stream = self.links[worker_id].stream(request, hand_over=hand_over, ticket=ticket)
+        stream = self.links[worker_id].stream(
+            request, timeout_s=60, hand_over=hand_over, ticket=ticket
+        )
         async with aclosing(stream):
             return [delta async for delta in stream]
 
