@@ -96,7 +96,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transport: Literal["nixl", "local"] = "nixl"
     redis_url: str | None = None  # None: no store; the CLI starts an embedded server
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
-    cluster_key: str = ""  # shared secret of the links; the CLI draws one
+    cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
     link_host: str | None = None  # where workers listen; None: the node's own address
     drain_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a stopping worker finishes its streams
 
@@ -118,6 +118,12 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as error:
         raise StartupError(f"The configuration is not valid: {error}.") from error
+    if not config.cluster_key:  # now, and not when workers have loaded their models
+        raise StartupError(
+            "The cluster key is empty; set cluster_key to a secret of your own, which every process"
+            " of the cluster shares.",
+            param="cluster_key",
+        )
     names = [tier.name for tier in config.tiers]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:

@@ -95,7 +95,8 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
 def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
     """Flags (or the file given by --config) as a checked configuration."""
     if arguments.config:
-        return parse_config(_read_config_file(Path(arguments.config)))
+        raw = _read_config_file(Path(arguments.config))
+        return parse_config({**raw, "cluster_key": raw.get("cluster_key") or _new_key()})
     models = arguments.model or [DEFAULT_MODEL]
     names = arguments.served_model_name
     if names and len(names) != len(models):
@@ -136,8 +137,13 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
             "redis_url": arguments.redis_url,
             "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
             "link_host": None if arguments.ray_address else "127.0.0.1",
+            "cluster_key": _new_key(),
         }
     )
+
+
+def _new_key() -> str:
+    return secrets.token_hex(32)
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(_scratch_directory()))
-        config = _with_secrets_and_store(config, cleanup, scratch)
+        config = _with_store(config, cleanup, scratch)
         cluster = _cluster(arguments, scratch)
         with _phase("starting Ray"):
             cleanup.callback(cluster.stop)
@@ -227,17 +233,15 @@ def _check_models(config: ServeConfig) -> None:
         check_tier(tier)
 
 
-def _with_secrets_and_store(config: ServeConfig, cleanup: ExitStack, scratch: Path) -> ServeConfig:
+def _with_store(config: ServeConfig, cleanup: ExitStack, scratch: Path) -> ServeConfig:
     import msgspec
 
-    cluster_key = config.cluster_key or secrets.token_hex(32)
-    redis_url = config.redis_url
-    if redis_url is None and config.cold_tier_nbytes > 0:
-        redis = EmbeddedRedis(scratch / "redis", max_memory_nbytes=config.cold_tier_nbytes)
-        redis.start()
-        cleanup.callback(redis.stop)
-        redis_url = redis.url
-    return msgspec.structs.replace(config, cluster_key=cluster_key, redis_url=redis_url)
+    if config.redis_url is not None or not config.cold_tier_nbytes:
+        return config
+    redis = EmbeddedRedis(scratch / "redis", max_memory_nbytes=config.cold_tier_nbytes)
+    redis.start()
+    cleanup.callback(redis.stop)
+    return msgspec.structs.replace(config, redis_url=redis.url)
 
 
 def _cluster(arguments: argparse.Namespace, scratch: Path) -> Any:
