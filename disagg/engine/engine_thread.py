@@ -23,7 +23,7 @@ from disagg.time_model import StepFeatures
 
 IN_FLIGHT_WAIT_S = 0.0005  # a transfer is under way: how soon to look again
 STALLED_WAIT_S = 0.005  # sequences wait for blocks that someone else holds
-IDLE_WAIT_S = 0.25  # nothing to do; bounds the age of the heartbeat
+IDLE_WAIT_S = 0.25  # nothing to do; a thread that is well turns at least so often
 
 Message = Callable[[], None]
 
@@ -50,7 +50,7 @@ class EngineThread:
         engine: nobody else may touch it after `start`, except from a posted message.
         publish: takes each result, in the engine's thread; it must not block.
         clock: Unix seconds, for deadlines.
-        timer: monotonic seconds, for durations and the heartbeat.
+        timer: monotonic seconds, for durations.
         between_steps: the worker's one job between steps, given the time of the clock; tells
             whether it has work in flight that deserves another look soon.
     """
@@ -67,6 +67,7 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         self.failed: BaseException | None = None
+        self.num_turns = 0  # begun; any thread may look, and see that the engine moves
         self._publish = publish
         self._clock = clock
         self._timer = timer
@@ -74,14 +75,8 @@ class EngineThread:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
         self._wait_s = 0.0
-        self._last_turn_s = timer()
         self._last_status = WorkerStatus()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the last turn began; grows when a step hangs. Any thread may ask."""
-        return self._timer() - self._last_turn_s
 
     @property
     def is_alive(self) -> bool:
@@ -132,7 +127,7 @@ class EngineThread:
 
     def _turn(self) -> None:
         self._take_messages(self._wait_s)
-        self._last_turn_s = self._timer()
+        self.num_turns += 1
         now = self._clock()
         in_flight = self._between_steps is not None and self._between_steps(now)
         engine = self.engine

@@ -118,6 +118,11 @@ class LinkServer:
     def num_links(self) -> int:
         return len(self._links)
 
+    @property
+    def status(self) -> WorkerStatus:
+        """The last one that was published."""
+        return self._status
+
     async def start(self) -> WorkerRecord:
         """Listen. Returns the record to publish, with the port that was bound.
 
@@ -159,6 +164,11 @@ class LinkServer:
         link = self._links.get(link_id)
         if link is not None:
             link.publish_snapshot(tuple(block_hashes), status)
+
+    def hang_up(self, reason: str) -> None:
+        """End every link at once. An ingress that comes back waits for the answer to `Resync`."""
+        for link in list(self._links.values()):
+            link.end(reason)
 
     async def close(self, flush_s: float = 1.0) -> None:
         """Stop listening and end every link; each is reported as `LinkClosed`.

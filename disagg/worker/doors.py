@@ -19,7 +19,7 @@ from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import Start, TokenDelta, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
-from disagg.time_model import StepTimeFit, TransferTimeModel
+from disagg.time_model import TransferTimeModel
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import LinkId, Streams, sequence_id
@@ -37,7 +37,7 @@ class Doors:
         self.accepting = True
         self._engine = parts.engine
         self._transport = parts.transport
-        self._step_times = StepTimeFit()
+        self._step_times = parts.step_times
         self._transfer_times = TransferTimeModel()
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
@@ -119,6 +119,7 @@ class Doors:
             result.events, lambda sequence: self._leaving.leave(sequence, now), now, result.seconds
         )
         if result.failure is not None:  # nothing may wait for an engine that is broken
+            self.accepting = False
             for link_id, last in self._streams.fail_all(result.failure).items():
                 deltas.setdefault(link_id, []).extend(last)
         return deltas

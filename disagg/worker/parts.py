@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine import Engine
@@ -16,7 +16,8 @@ from disagg.kvtransfer.transport import Transport
 from disagg.messages import StartStep
 from disagg.store.cold_tier import ColdTier
 from disagg.store.redis_store import RedisStore
-from disagg.time_model import TransferTimeModel
+from disagg.time_model import StepTimeFit, TransferTimeModel
+from disagg.worker.first_steps import first_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Parts:
     """A worker's parts, each made for the others.
 
     read_block, write_block: a block's bytes, by block id; for the cold tier.
+    step_times: what is known of the engine's speed before its first request.
     """
 
     engine: Engine
@@ -32,6 +34,7 @@ class Parts:
     cold_tier: ColdTier | None
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
+    step_times: StepTimeFit = field(default_factory=StepTimeFit)
 
 
 def build_parts(
@@ -76,6 +79,7 @@ def build_parts(
         new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
         kv_cache.read_block,
         kv_cache.write_block,
+        first_steps(engine, time.perf_counter),
     )
 
 

@@ -18,7 +18,7 @@ from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import expected_tokens
 from tests.links.fakes import RecordingObserver, linked, until
-from tests.worker.fleet import Member, World
+from tests.worker.members import Member, World
 from tests.worker.plays import Play, Trip, request_of
 from tests.worker.rig import BLOCK_SIZE, CONFIG, KEY, TIER, Rig, rig
 
@@ -65,7 +65,7 @@ async def test_a_request_goes_over_both_workers() -> None:
 async def _while_decoding(r: Rig) -> None:
     runner, messages = r.runners["decode"], r.workers["decode"]._thread._messages
     runner.num_runs_left = 4
-    stream = r.links["decode"].stream(make_request(max_tokens=100))
+    stream = r.links["decode"].stream(make_request(max_tokens=100), timeout_s=60)
     async with aclosing(stream):
         await anext(stream)
         await until(lambda: not runner.gate.is_set())
@@ -155,7 +155,7 @@ async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
         async with linked(record, RecordingObserver(), KEY.encode()) as other:
             await until(lambda: other.is_up)
             gate.clear()
-            stream = other.stream(make_request(max_tokens=200))
+            stream = other.stream(make_request(max_tokens=200), timeout_s=60)
             lost = asyncio.create_task(_read(stream))
             kept = asyncio.create_task(r.all("decode", make_request(max_tokens=100)))
             await until(lambda: r.runners["decode"].is_waiting)
@@ -239,26 +239,10 @@ async def test_a_broken_engine_answers_everybody_wherever_they_are() -> None:
         running = asyncio.create_task(r.all("decode", make_request(max_tokens=9)))
         for task in (arriving, running, asyncio.create_task(r.all("decode", make_request()))):
             error = (await task)[-1].error
-            assert error is not None and error.code == "engine_failed"
+            assert error is not None and error.code in ("engine_failed", "unavailable")
         with pytest.raises(EngineFailed, match="fell off the bus"):
             r.workers["decode"].check_health()
         r.workers["prefill"].check_health()
-
-
-async def test_an_engine_that_does_not_turn_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with rig() as r:
-        await r.start("decode")
-        r.workers["decode"].check_health()
-        monkeypatch.setattr(worker_module, "HEARTBEAT_LIMIT_S", 0.0)
-        r.runners["decode"].gate.clear()
-        task = asyncio.create_task(r.all("decode", make_request()))
-        await until(lambda: r.runners["decode"].is_waiting)
-        with pytest.raises(EngineFailed, match="has not finished a step"):
-            r.workers["decode"].check_health()
-        r.runners["decode"].gate.set()
-        await task
 
 
 async def test_a_refused_request_harms_nobody_else() -> None:

@@ -1,0 +1,57 @@
+"""An engine's speed before its first request, measured.
+
+Without it the first long prompt on a slow machine would look like an engine that hangs, and the
+first routes would be guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence
+from disagg.messages import GenerateRequest, SamplingParams
+from disagg.time_model import StepFeatures, StepTimeFit
+
+NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the cost of a step
+NUM_DECODES = 3
+NUM_TELLINGS = 32  # a fit moves towards what it hears, and this may be far from its prior
+
+
+def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeFit:
+    """Step times of a short prompt and its answer. Nothing of it can be found by name.
+
+    Args:
+        engine: with warm kernels, and nothing to do yet.
+        timer: monotonic seconds.
+    """
+    scheduler = engine.scheduler
+    room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
+    num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
+    caching, scheduler.enable_prefix_caching = scheduler.enable_prefix_caching, False
+    seen: list[tuple[StepFeatures, float]] = []
+    if num_tokens > 0:
+        engine.submit(_sequence(num_tokens))
+    while engine.has_work:
+        began_s = timer()
+        engine.step()
+        seen.append((engine.last_plan.features, timer() - began_s))
+    scheduler.enable_prefix_caching = caching
+    times = StepTimeFit()
+    for features, seconds in seen * NUM_TELLINGS:
+        times.observe(features, seconds)
+    return times
+
+
+def _sequence(num_tokens: int) -> Sequence:
+    request = GenerateRequest(
+        request_id="first steps",
+        model="",
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        hash_root=b"",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=NUM_DECODES + 1, ignore_eos=True),
+        deadline_unix_s=float("inf"),
+    )
+    return Sequence(request)
