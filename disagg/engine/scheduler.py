@@ -333,6 +333,8 @@ class Scheduler:
         self.num_preempted += 1
         give_back(self.pool, victim)
         self._queue(victim, self.waiting)
+        if self._short is None or victim.arrival < self._short.arrival:
+            self._short = victim  # or a later arrival took what was given up, to give it up again
         return victim
 
     # Advancing.
