@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from scripts import demo_tasks as tasks
-from scripts.demo_tasks import Turn
+from scripts.demo_tasks import Mixture, Turn
 from scripts.demo_tokenizer import PAD_ID
 
 IGNORE = -100
@@ -69,13 +69,13 @@ class RowBuilder:
         return ids[:-1], labels[1:]
 
 
-def fill_mixed(rng: random.Random, row: RowBuilder) -> None:
+def fill_mixed(rng: random.Random, row: RowBuilder, mixture: Mixture) -> None:
     """Fill a row with unrelated tasks."""
-    while row.add_turn(tasks.mixed_turn(rng)):
+    while row.add_turn(tasks.mixed_turn(rng, mixture)):
         pass
 
 
-def fill_recall(rng: random.Random, row: RowBuilder, length: int) -> None:
+def fill_recall(rng: random.Random, row: RowBuilder, length: int, mixture: Mixture) -> None:
     """Open with a document of facts that takes 30 to 65 % of the row, then ask about them.
 
     One row in ten starts with other turns, and one turn in ten is another task, so that facts are
@@ -87,34 +87,40 @@ def fill_recall(rng: random.Random, row: RowBuilder, length: int) -> None:
     facts = tasks.draw_facts(rng, num_facts, rng.choice(KIND_CHOICES))
     text = tasks.document(rng, facts, max(0, budget - len(facts)))
     if rng.random() < 0.1:
-        row.add_turn(tasks.mixed_turn(rng))
+        row.add_turn(tasks.mixed_turn(rng, mixture))
     first = tasks.recall_turn(rng, facts)
     opening = f"{text} {first.question}" if rng.random() < 0.8 else f"{text}\n{first.question}"
     row.add_turn(Turn(opening, first.answer, first.task))
     while True:
         other = rng.random() < 0.1
-        if not row.add_turn(tasks.mixed_turn(rng) if other else tasks.recall_turn(rng, facts)):
+        turn = tasks.mixed_turn(rng, mixture) if other else tasks.recall_turn(rng, facts)
+        if not row.add_turn(turn):
             return
 
 
 def make_row(
-    rng: random.Random, tokenizer: Tokenizer, length: int, recall_share: float
+    rng: random.Random, tokenizer: Tokenizer, length: int, recall_share: float, mixture: Mixture
 ) -> tuple[list[int], list[int]]:
     """Return one row's (inputs, labels)."""
     row = RowBuilder(tokenizer, length)
     if rng.random() < 0.15:
         row.add_text(tasks.render_system(rng.choice(tasks.SYSTEM_TEXTS)))
     if rng.random() < recall_share:
-        fill_recall(rng, row, length)
+        fill_recall(rng, row, length, mixture)
     else:
-        fill_mixed(rng, row)
+        fill_mixed(rng, row, mixture)
     return row.padded()
 
 
 def make_batch(
-    tokenizer: Tokenizer, seed: str, length: int, num_rows: int, recall_share: float
+    tokenizer: Tokenizer,
+    seed: str,
+    length: int,
+    num_rows: int,
+    recall_share: float,
+    mixture: Mixture = tasks.MAIN_TASKS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (inputs, labels), each [num_rows, length] int64, as a function of `seed` alone."""
     rng = random.Random(seed)
-    rows = [make_row(rng, tokenizer, length, recall_share) for _ in range(num_rows)]
+    rows = [make_row(rng, tokenizer, length, recall_share, mixture) for _ in range(num_rows)]
     return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])

@@ -66,7 +66,7 @@ def all_levels() -> list[Level]:
     for family in ("numbers", "words"):
         levels += [named(f"sort-{family}-{n}", tasks.sort_turn, n) for n in (3, 6, 10)]
     levels += [named(f"reverse-{size}", tasks.reverse_turn, size) for size in (4, 8, 12)]
-    for operator, name, largest in (("+", "add", 3), ("-", "subtract", 3), ("*", "multiply", 2)):
+    for operator, name, largest in (("+", "add", 5), ("-", "subtract", 4), ("*", "multiply", 3)):
         levels += [
             named(f"{name}-{digits}", tasks.arithmetic_turn, operator, digits)
             for digits in range(1, largest + 1)

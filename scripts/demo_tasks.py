@@ -266,7 +266,11 @@ def _size(rng: random.Random, largest: int) -> int:
     return rng.randrange(2, largest + 1)
 
 
-TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
+Mixture = tuple[tuple[float, Callable[[random.Random], Turn]], ...]
+
+# Weights and tasks.  The tokenizer is trained on texts of this mixture: change it, and a fresh
+# tokenizer changes too.
+MAIN_TASKS: Mixture = (
     (0.12, lambda rng: copy_turn(rng, _size(rng, 16))),
     (0.20, lambda rng: sort_turn(rng, _size(rng, 10))),
     (0.18, lambda rng: reverse_turn(rng, _size(rng, 12))),
@@ -276,13 +280,26 @@ TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
     (0.07, knowledge_turn),
     (0.03, chat_turn),
 )
-_WEIGHTS = tuple(weight for weight, _ in TASKS)
-_MAKERS = tuple(maker for _, maker in TASKS)
+
+# Three turns of four are arithmetic, with operands longer than the main mixture's: it is what a
+# large model does better than a small one, and what both learn last.
+FINAL_TASKS: Mixture = (
+    (0.04, lambda rng: copy_turn(rng, _size(rng, 16))),
+    (0.07, lambda rng: sort_turn(rng, _size(rng, 10))),
+    (0.06, lambda rng: reverse_turn(rng, _size(rng, 12))),
+    (0.26, lambda rng: arithmetic_turn(rng, "+", rng.choice((1, 2, 3, 3, 4, 4, 5)))),
+    (0.29, lambda rng: arithmetic_turn(rng, "-", rng.choice((1, 2, 3, 3, 4, 4)))),
+    (0.21, lambda rng: arithmetic_turn(rng, "*", rng.choice((1, 2, 2, 3, 3)))),
+    (0.04, knowledge_turn),
+    (0.03, chat_turn),
+)
 
 
-def mixed_turn(rng: random.Random) -> Turn:
+def mixed_turn(rng: random.Random, mixture: Mixture = MAIN_TASKS) -> Turn:
     """Draw any task but recall."""
-    return rng.choices(_MAKERS, _WEIGHTS)[0](rng)
+    weights, makers = zip(*mixture, strict=True)
+    maker: Callable[[random.Random], Turn] = rng.choices(makers, weights)[0]
+    return maker(rng)
 
 
 def render(turn: Turn) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """Train, evaluate and export the two demo models that ship with the package.
 
     python scripts/train_demo_models.py --model large --minutes 120
+    python scripts/train_demo_models.py --model large --final --steps 4000
     python scripts/train_demo_models.py --model large --evaluate
     python scripts/train_demo_models.py --model large --export
 
-A run continues from its checkpoint in --folder.  Batches depend on (seed, step) only and the
-learning rate and curriculum on the progress alone, so a run by --steps repeats exactly.
+A run continues from its checkpoint in --folder, and one with --final begins where the main run has
+ended.  Batches depend on (schedule, seed, step) only and the learning rate and curriculum on the
+progress alone, so a run by --steps repeats exactly.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from scripts.demo_batches import IGNORE, make_batch
 from scripts.demo_evaluate import evaluate
 from scripts.demo_export import export, load_exported
 from scripts.demo_model import SHAPES, Decoder
+from scripts.demo_tasks import FINAL_TASKS, MAIN_TASKS, Mixture
 from scripts.demo_tokenizer import load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -37,34 +40,54 @@ LOG_EVERY_STEPS = 25
 
 @dataclass(frozen=True)
 class Stage:
-    """What rows look like until the run's progress reaches `until`."""
+    """What rows look like until the run's progress reaches `until`.
+
+    Steps go round `rows`: the length of a step's rows, and the share of recall among them.
+    """
 
     until: float
-    lengths: tuple[int, ...]
-    recall_share: float
+    rows: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The course of one run: its curriculum, its tasks and its learning rate."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    mixture: Mixture
+    decay_from: float
+
+    def stage_at(self, progress: float) -> Stage:
+        """Return the curriculum's stage at a progress in [0, 1]."""
+        return next(stage for stage in self.stages if progress < stage.until)
+
+    def rate_factor(self, step: int, progress: float) -> float:
+        """Rise linearly over the first steps, stay at one, fall linearly to zero."""
+        return min(1.0, step / WARMUP_STEPS, max(0.0, (1.0 - progress) / (1.0 - self.decay_from)))
+
+
+WARMUP_STEPS = 50
 # Mostly short rows: attention over 2,048 tokens costs several times as much a token, and the
-# circuits that recall needs form on short rows first.  Steps go round their stage's lengths.
-STAGES = (
-    Stage(0.35, (256,), 0.6),
-    Stage(0.60, (512, 256), 0.6),
-    Stage(0.84, (1024, 512, 256), 0.4),
-    Stage(1.01, (2048, 1024, 512, 256), 0.4),
+# circuits that recall needs form on short rows first.
+MAIN = Schedule(
+    "train",
+    (
+        Stage(0.35, ((256, 0.6),)),
+        Stage(0.60, ((512, 0.6), (256, 0.6))),
+        Stage(0.84, ((1024, 0.4), (512, 0.4), (256, 0.4))),
+        Stage(1.01, ((2048, 0.4), (1024, 0.4), (512, 0.4), (256, 0.4))),
+    ),
+    MAIN_TASKS,
+    decay_from=0.8,
 )
-WARMUP, DECAY_FROM = 0.01, 0.8
-
-
-def learning_rate_factor(progress: float) -> float:
-    """Rise linearly, stay at one, fall linearly to zero."""
-    if progress < WARMUP:
-        return progress / WARMUP
-    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
-
-
-def stage_at(progress: float) -> Stage:
-    """Return the curriculum's stage at a progress in [0, 1]."""
-    return next(stage for stage in STAGES if progress < stage.until)
+# Arithmetic needs no long rows; recall does, and gets just enough of them to stay.
+FINAL = Schedule(
+    "final",
+    (Stage(1.01, ((256, 0.1),) * 5 + ((512, 0.5), (1024, 0.5), (2048, 0.5))),),
+    FINAL_TASKS,
+    decay_from=0.6,
+)
 
 
 class Optimizer:
@@ -93,8 +116,9 @@ class Optimizer:
 
 @dataclass
 class Progress:
-    """How far a run has come; saved with its checkpoint."""
+    """How far a run of one schedule has come; saved with its checkpoint."""
 
+    schedule: str = MAIN.name
     step: int = 0
     num_tokens: int = 0
     elapsed_s: float = 0.0
@@ -116,7 +140,8 @@ class Trainer:
         self.device = torch.device(arguments.device)
         self.model = Decoder(SHAPES[arguments.model]).to(self.device)
         self.optimizer = Optimizer(self.model, arguments.rate)
-        self.progress = Progress()
+        self.schedule = FINAL if arguments.final else MAIN
+        self.progress = Progress(self.schedule.name)
         self.checkpoint: Path = arguments.folder / f"{arguments.model}.pt"
         if self.checkpoint.exists():
             self._restore()
@@ -130,7 +155,11 @@ class Trainer:
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizer"], strict=True):
             part.load_state_dict(state)
-        self.progress = Progress(**saved["progress"])
+        progress = Progress(**saved["progress"])
+        if progress.schedule == self.schedule.name:
+            self.progress = progress
+        elif self.schedule is MAIN and not self.arguments.export:
+            raise SystemExit(f"{self.checkpoint} has begun its final run: pass --final")
 
     def save(self) -> None:
         """Write the checkpoint beside its place and move it there, so that none is ever half."""
@@ -146,21 +175,23 @@ class Trainer:
 
     def _batch(self, stage: Stage) -> tuple[Tensor, Tensor]:
         step = self.progress.step
-        length = stage.lengths[step % len(stage.lengths)]
-        seed = f"train {self.arguments.seed} {step}"
+        length, recall_share = stage.rows[step % len(stage.rows)]
+        seed = f"{self.schedule.name} {self.arguments.seed} {step}"
         num_rows = self.arguments.batch_tokens // length
-        ids, labels = make_batch(self.tokenizer, seed, length, num_rows, stage.recall_share)
+        ids, labels = make_batch(
+            self.tokenizer, seed, length, num_rows, recall_share, self.schedule.mixture
+        )
         return ids.to(self.device), labels.to(self.device)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Train on one batch; return its (loss, accuracy over answer tokens)."""
         fraction = self.progress.fraction(self.arguments)
-        ids, labels = self._batch(stage_at(fraction))
+        ids, labels = self._batch(self.schedule.stage_at(fraction))
         answers = labels != IGNORE
         logits = self.model.logits(self.model(ids)[answers])
         loss = functional.cross_entropy(logits, labels[answers])
         torch.autograd.backward(loss)
-        self.optimizer.step(learning_rate_factor(fraction))
+        self.optimizer.step(self.schedule.rate_factor(self.progress.step, fraction))
         self.progress.step += 1
         self.progress.num_tokens += ids.numel()
         accuracy = (logits.detach().argmax(-1) == labels[answers]).float().mean()
@@ -193,7 +224,7 @@ class Trainer:
             f"step {self.progress.step} loss {means[0]:.4f} accuracy {means[1]:.4f} "
             f"tokens/s {speed:.0f} tokens {self.progress.num_tokens / 1e6:.1f}M "
             f"elapsed {elapsed_s / 60:.1f}min eta {remaining_s / 60:.1f}min "
-            f"length {stage_at(fraction).lengths[0]}",
+            f"length {self.schedule.stage_at(fraction).rows[0][0]}",
             flush=True,
         )
 
@@ -215,6 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
     parser.add_argument("--minutes", type=float, default=120.0, help="length of the whole run")
     parser.add_argument("--steps", type=int, default=0, help="length in steps, instead of minutes")
+    parser.add_argument("--final", action="store_true", help="the run that follows the main one")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)

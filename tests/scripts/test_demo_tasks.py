@@ -34,8 +34,10 @@ def tokenizer() -> Tokenizer:
 
 
 def turns_named(prefix: str, count: int = 200) -> list[tasks.Turn]:
+    """Return `count` turns, drawn from both mixtures in turn."""
     rng = random.Random(prefix)
-    drawn = (tasks.mixed_turn(rng) for _ in range(count * 20))
+    mixtures = (tasks.MAIN_TASKS, tasks.FINAL_TASKS)
+    drawn = (tasks.mixed_turn(rng, mixtures[draw % 2]) for draw in range(count * 20))
     return [turn for turn in drawn if turn.task.startswith(prefix)][:count]
 
 
@@ -58,6 +60,28 @@ def test_arithmetic_answers_are_right() -> None:
         right = {"+": first + second, "-": first - second, "*": first * second}[sign]
         assert turn.answer == str(right)
         assert right >= 0
+
+
+def test_the_final_mixture_is_mostly_arithmetic_with_longer_operands() -> None:
+    assert sum(weight for weight, _ in tasks.FINAL_TASKS) == pytest.approx(1.0)
+    rng = random.Random(4)
+    names = [tasks.mixed_turn(rng, tasks.FINAL_TASKS).task for _ in range(2000)]
+    arithmetic = [name for name in names if name.startswith(("add", "subtract", "multiply"))]
+    assert 0.7 < len(arithmetic) / len(names) < 0.82
+    assert {"add-5", "subtract-4", "multiply-3"} <= set(arithmetic)
+
+
+def test_a_final_runs_batches_hold_the_final_mixture(tokenizer: Tokenizer) -> None:
+    main, final = (
+        make_batch(tokenizer, "seed", 256, 8, recall_share=0.0, mixture=mixture)[0]
+        for mixture in (tasks.MAIN_TASKS, tasks.FINAL_TASKS)
+    )
+    pattern = re.compile(r"\d+ ?(?:[-+*]|plus|minus|times) ?\d+")
+    num_main, num_final = (
+        sum(len(pattern.findall(text)) for text in tokenizer.decode_batch(ids.tolist()))
+        for ids in (main, final)
+    )
+    assert num_final > 1.5 * num_main
 
 
 def test_sorted_reversed_and_copied_answers_hold_the_words_of_the_question() -> None:
@@ -133,9 +157,11 @@ def test_the_asked_fact_stands_as_far_back_as_the_level_says(
     assert distance <= len(tokenizer.encode(tail).ids) < 2048
 
 
-def arguments_for(folder: Path) -> argparse.Namespace:
+def arguments_for(folder: Path, final: bool = False) -> argparse.Namespace:
     return argparse.Namespace(
         model="small",
+        final=final,
+        export=False,
         steps=3,
         batch_tokens=512,
         rate=4e-3,
@@ -161,11 +187,38 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_the_learning_rate_warms_up_stays_and_ends_at_zero() -> None:
-    assert training.learning_rate_factor(0.0) == 0.0
-    assert training.learning_rate_factor(training.DECAY_FROM) == 1.0
-    assert training.learning_rate_factor(1.0) == 0.0
-    assert [training.stage_at(p).lengths[0] for p in (0.0, 0.99)] == [256, 2048]
+def test_the_final_run_begins_where_the_main_one_ended_and_resumes_like_it(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    main = training.Trainer(arguments_for(tmp_path), tokenizer)
+    main.step()
+    main.save()
+    final = training.Trainer(arguments_for(tmp_path, final=True), tokenizer)
+    assert final.progress == training.Progress("final")
+    for name, tensor in main.model.state_dict().items():
+        assert torch.equal(tensor, final.model.state_dict()[name]), name
+    final.arguments.batch_tokens = 2048
+    final.step()
+    final.save()
+    resumed = training.Trainer(arguments_for(tmp_path, final=True), tokenizer)
+    assert (resumed.progress.schedule, resumed.progress.step) == ("final", 1)
+    with pytest.raises(SystemExit, match="final"):
+        training.Trainer(arguments_for(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("schedule", [training.MAIN, training.FINAL], ids=lambda s: s.name)
+def test_the_learning_rate_warms_up_stays_and_ends_at_zero(schedule: training.Schedule) -> None:
+    late = 10 * training.WARMUP_STEPS
+    assert schedule.rate_factor(0, 0.0) == 0.0
+    assert schedule.rate_factor(late, schedule.decay_from) == pytest.approx(1.0)
+    assert 0.0 < schedule.rate_factor(late, 0.99) < 0.1
+    assert schedule.rate_factor(late, 1.0) == 0.0
+
+
+def test_rows_of_every_length_are_seen_to_the_end() -> None:
+    assert training.MAIN.stage_at(0.0).rows == ((256, 0.6),)
+    for schedule in (training.MAIN, training.FINAL):
+        assert {length for length, _ in schedule.stage_at(1.0).rows} == {256, 512, 1024, 2048}
 
 
 def test_an_exported_model_is_the_trained_one_in_bfloat16(
