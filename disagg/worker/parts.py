@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine import Engine
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.nixl_transport import NixlTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.messages import StartStep
 from disagg.store.cold_tier import ColdTier
-from disagg.store.redis_store import RedisStore
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.first_steps import first_steps
 
@@ -94,6 +92,9 @@ def new_transport(
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
         return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
+    # Here, like Redis below: a worker that uses neither must start without them.
+    from disagg.kvtransfer.nixl_transport import NixlTransport
+
     return NixlTransport(worker_id, epoch, slab, stamps, clock=time.monotonic)
 
 
@@ -101,5 +102,7 @@ def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
     """The way to the store, if there is one and it may hold KV."""
     if config.redis_url is None or not config.cold_tier_nbytes:
         return None
+    from disagg.store.redis_store import RedisStore
+
     store = RedisStore(config.redis_url, slab.layout, secret=config.cluster_key.encode())
     return ColdTier(store, slab.block_nbytes, TransferTimeModel())
