@@ -32,6 +32,13 @@ NUM_ERRORS_KEPT = 65
 PULL_TO_PRIOR = 1e-4
 MAX_BYTES_PER_S = 1e13
 
+# Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
+# and those that took longer or shorter than predicted. Learning from each costs as much CPU as
+# scheduling 64 sequences does.
+NUM_DECODES_ALL_LEARNED = 64
+DECODES_PER_LEARNED = 8
+SURPRISE = 0.15
+
 # A mid-size CPU core running a small model; `disagg.planner` computes better ones for a machine.
 DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7)
 
@@ -133,6 +140,8 @@ class StepTimeFit:
         self._solver = _Solver(prior.coefficients)
         self._errors = _RecentErrors()
         self._num_observed = 0
+        self._num_decodes = 0
+        self._costs: StepCosts | None = None  # until the next step that is learned from
 
     @property
     def model(self) -> StepTimeModel:
@@ -144,19 +153,30 @@ class StepTimeFit:
         return self._errors.median()
 
     def observe(self, features: StepFeatures, seconds: float) -> None:
-        """Learn from one step. Steps of no measurable length are ignored."""
+        """Learn from one step, or from what it stands for. Steps of no length are ignored."""
         if seconds <= 0.0:
             return
-        self._num_observed += 1
         row = self._solver.relative(features.row(), seconds)
-        self._errors.add(abs(self._solver.predict(row) - 1.0))
+        error = abs(self._solver.predict(row) - 1.0)
+        if not features.num_new_tokens:
+            self._num_decodes += 1
+            is_known = self._num_decodes > NUM_DECODES_ALL_LEARNED and error < SURPRISE
+            if is_known and self._num_decodes % DECODES_PER_LEARNED:
+                return
+        self._num_observed += 1
+        self._costs = None
+        self._errors.add(error)
         kind = self._prefill if features.num_new_tokens else self._decode
         kind.add(row)
         self._solver.sweep(self._decode, self._prefill)
 
     def to_costs(self) -> StepCosts:
         """For `WorkerStatus`."""
-        return StepCosts(self._solver.coefficients(), self._num_observed, self.median_error)
+        if self._costs is None:
+            self._costs = StepCosts(
+                self._solver.coefficients(), self._num_observed, self.median_error
+            )
+        return self._costs
 
 
 class TransferTimeModel:
@@ -175,12 +195,14 @@ class TransferTimeModel:
         self._prior = (latency_s, 1.0 / bytes_per_s)
         self._forgetting = forgetting
         self._sources: dict[str, tuple[_Evidence, _Solver]] = {}
+        self._figures: tuple[TransferFigure, ...] | None = ()  # until the next pull
 
     def observe(self, source_id: str, nbytes: int, seconds: float) -> None:
         if seconds <= 0.0:
             return
         if source_id not in self._sources:
             self._sources[source_id] = (_Evidence(2, self._forgetting), _Solver(self._prior))
+        self._figures = None
         evidence, solver = self._sources[source_id]
         evidence.add(solver.relative((1.0, nbytes), seconds))
         solver.sweep(evidence)
@@ -192,10 +214,13 @@ class TransferTimeModel:
     def forget(self, source_id: str) -> None:
         """The source is gone; a new one of that name starts from the prior."""
         self._sources.pop(source_id, None)
+        self._figures = None
 
     def figures(self) -> tuple[TransferFigure, ...]:
         """For `WorkerStatus`."""
-        return tuple(self._figure(source_id) for source_id in self._sources)
+        if self._figures is None:
+            self._figures = tuple(self._figure(source_id) for source_id in self._sources)
+        return self._figures
 
     def _figure(self, source_id: str) -> TransferFigure:
         latency_s, s_per_byte = self._coefficients(source_id)
