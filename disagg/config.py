@@ -35,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     num_threads: Positive | None = None  # of torch, on a CPU
+    max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +56,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decode: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     chat_template: str | None = None  # a path; the model's own when absent
+    ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # who would wait longer is refused
 
     @property
     def name(self) -> str:
@@ -84,6 +86,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_key: str | None = None
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
+    max_requests_nbytes: Positive = 256 << 20  # their bodies
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
 

@@ -146,6 +146,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     accepting: bool = True  # False: draining
     step_costs: StepCosts | None = None
     transfers: tuple[TransferFigure, ...] = ()
+    requests_nbytes: int = 0  # of all requests here
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ import msgspec
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine_thread import StepResult
+from disagg.engine.limits import check_room
 from disagg.errors import DisaggError, TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -36,6 +37,7 @@ class Doors:
     def __init__(self, parts: Parts) -> None:
         self.accepting = True
         self._engine = parts.engine
+        self._max_requests_nbytes = parts.max_requests_nbytes
         self._transport = parts.transport
         self._step_times = parts.step_times
         self._transfer_times = TransferTimeModel()
@@ -64,6 +66,7 @@ class Doors:
         try:
             if not self.accepting:
                 raise Unavailable("This worker is stopping and takes no new requests.")
+            check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
             if start.ticket is not None:
                 self._arrivals.admit(sequence, start.ticket)
             elif self._cold is not None:
@@ -134,6 +137,7 @@ class Doors:
             status,
             num_waiting=status.num_waiting + num_arriving,
             num_holds=self._leaving.num_holds,
+            requests_nbytes=self._streams.nbytes,
             accepting=self.accepting,
             step_costs=self._step_times.to_costs(),
             transfers=self._transfer_times.figures(),

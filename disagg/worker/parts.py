@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
 
-from disagg.config import ServeConfig, TierConfig
+from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine import Engine
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
@@ -24,6 +24,7 @@ class Parts:
 
     read_block, write_block: a block's bytes, by block id; for the cold tier.
     step_times: what is known of the engine's speed before its first request.
+    max_requests_nbytes: what prompts may take here, waiting and running.
     """
 
     engine: Engine
@@ -33,6 +34,7 @@ class Parts:
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
     step_times: StepTimeFit = field(default_factory=StepTimeFit)
+    max_requests_nbytes: int = EngineConfig().max_requests_nbytes
 
 
 def build_parts(
@@ -78,6 +80,7 @@ def build_parts(
         kv_cache.read_block,
         kv_cache.write_block,
         first_steps(engine, time.perf_counter),
+        tier.engine.max_requests_nbytes,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from disagg.engine.limits import TOKEN_NBYTES
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.errors import DisaggError
@@ -28,6 +29,7 @@ class Stream:
     stream_id: int
     sequence: Sequence
     phases: Phases
+    nbytes: int  # of the prompt
     is_first_delta: bool = True
 
 
@@ -37,9 +39,13 @@ def sequence_id(link_id: LinkId, stream_id: int) -> str:
 
 
 class Streams:
-    """All open streams of a worker."""
+    """All open streams of a worker.
+
+    nbytes: of their prompts, wherever they are: waiting, on the way in, or running.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._by_sequence: dict[str, Stream] = {}
         self._queued: dict[str, Stream] = {}  # not yet in any step, for the queue's span
 
@@ -52,14 +58,18 @@ class Streams:
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
         phases = Phases(start.request, now, is_prefill=start.ticket is None)
-        stream = Stream(link_id, start.stream_id, sequence, phases)
+        nbytes = TOKEN_NBYTES * len(sequence.tokens)
+        stream = Stream(link_id, start.stream_id, sequence, phases, nbytes)
         self._by_sequence[sequence.request_id] = stream
+        self.nbytes += nbytes
         self._queued[sequence.request_id] = stream
         return sequence
 
     def close(self, name: str) -> None:
         """Nobody listens any more."""
-        self._by_sequence.pop(name, None)
+        stream = self._by_sequence.pop(name, None)
+        if stream is not None:
+            self.nbytes -= stream.nbytes
         self._queued.pop(name, None)
 
     def of_link(self, link_id: LinkId) -> list[str]:
@@ -96,6 +106,7 @@ class Streams:
             deltas.setdefault(stream.link_id, []).append(last)
         self._by_sequence.clear()
         self._queued.clear()
+        self.nbytes = 0
         return deltas
 
     def _known(self, events: tuple[TokenEvent, ...]) -> Iterator[tuple[TokenEvent, Stream]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disagg.engine.limits import TOKEN_NBYTES
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.errors import EngineFailed, Overloaded
@@ -87,3 +88,20 @@ def test_a_broken_engine_ends_every_stream_once() -> None:
     }
     assert all(delta.is_last for each in deltas.values() for delta in each)
     assert streams.num_open == 0 and streams.fail_all(EngineFailed("broken")) == {}
+
+
+def test_bytes_of_prompts_come_back_however_streams_end() -> None:
+    streams = Streams()
+    first, second, third = (streams.open(1, start(number), 0.0) for number in (1, 2, 3))
+    assert streams.nbytes == 3 * 3 * TOKEN_NBYTES
+    take(streams, TokenEvent(first, (10,)))
+    assert streams.nbytes == 3 * 3 * TOKEN_NBYTES, "it goes on"
+    take(streams, TokenEvent(first, (11,), finish_reason="stop"))
+    streams.close(second.request_id)
+    streams.close(second.request_id)
+    assert streams.nbytes == 3 * TOKEN_NBYTES
+    take(streams, TokenEvent(third, error=Overloaded("planted")))
+    assert streams.nbytes == 0
+    streams.open(1, start(4), 0.0)
+    streams.fail_all(EngineFailed("planted"))
+    assert streams.nbytes == 0
