@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ import pytest
 
 from disagg.errors import WorkerLost
 from disagg.links.fleet_links import FleetLinks
-from disagg.links.server import LinkClosed
+from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Peers, Start, TokenDelta
 from tests.links.fakes import (
     KEY,
@@ -43,16 +44,86 @@ async def test_workers_come_and_go_with_the_membership() -> None:
         fake_worker(make_record("a")) as a,
         fake_worker(make_record("b")) as b,
     ):
+        links.update([a.record])
+        await until(lambda: set(observer.held) == {"a"})
         links.update([a.record, b.record])
         await until(lambda: set(observer.held) == {"a", "b"})
         links.update([b.record])
-        assert set(observer.held) == {"b"}
-        await until(lambda: a.of_type(LinkClosed))
+        await a.server.close()
+        await until(lambda: set(observer.held) == {"b"})
         with pytest.raises(WorkerLost, match="a has left the fleet"):
             links.link("a")
         assert links.link("b").is_up
         links.update([b.record])
         assert b.of_type(LinkClosed) == []
+
+
+async def test_an_empty_membership_takes_no_living_worker_away() -> None:
+    """A control plane that starts again may know nobody for a while."""
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+    ):
+        for worker in (a, b):
+            worker.on_start = lambda link_id, start, worker=worker: worker.step(
+                {link_id: [TokenDelta(start.stream_id, (4,), "stop")]}
+            )
+        links.update([a.record, b.record])
+        await until(lambda: len(observer.held) == 2)
+        links.update([])
+        for name in ("a", "b"):
+            async for delta in links.stream(name, make_request(), timeout_s=60):
+                assert delta.token_ids == (4,)
+        links.update([a.record])
+        links.update([a.record, b.record])
+        assert set(observer.held) == {"a", "b"}
+        assert observer.calls.count(("up", "a")) == observer.calls.count(("up", "b")) == 1
+
+
+async def test_a_worker_that_left_the_membership_finishes_its_streams() -> None:
+    async with fleet() as (links, observer), fake_worker(make_record("a")) as a:
+        begun: list[tuple[LinkId, int]] = []
+        a.on_start = lambda link_id, start: begun.append((link_id, start.stream_id))
+        links.update([a.record])
+        await until(lambda: observer.held)
+        stream = links.stream("a", make_request(), timeout_s=60)
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: begun)
+        ((link_id, stream_id),) = begun
+        links.update([])
+        a.step({link_id: [TokenDelta(stream_id, (1,))]})
+        assert (await first).token_ids == (1,)
+        a.step({link_id: [TokenDelta(stream_id, (2,), "stop")]})
+        assert [delta.token_ids async for delta in stream] == [(2,)]
+
+
+@pytest.mark.parametrize("is_listed_again", [False, True])
+async def test_the_end_of_its_link_is_the_end_of_a_worker_that_left(is_listed_again: bool) -> None:
+    async with fleet() as (links, observer), fake_worker(make_record("a")) as a:
+        links.update([a.record])
+        await until(lambda: observer.held)
+        links.update([])
+        if is_listed_again:
+            links.update([a.record])
+        await a.server.close()
+        await until(lambda: not observer.held)
+        assert [record.worker_id for record in links.records] == ["a"] * is_listed_again
+
+
+async def test_a_dead_worker_in_the_membership_is_not_routable() -> None:
+    """It is tried again and again, until membership lets it go."""
+    async with fleet() as (links, observer), fake_worker(make_record("b")) as b:
+        async with fake_worker(make_record("a")) as a:
+            dead = a.record
+        links.update([dead, b.record])
+        await until(lambda: "Connect call failed" in links.link("a").last_error)
+        await until(lambda: set(observer.held) == {"b"})
+        with pytest.raises(WorkerLost, match="not linked"):
+            await anext(links.stream("a", make_request(), timeout_s=60))
+        links.update([b.record])
+        with pytest.raises(WorkerLost, match="has left the fleet"):
+            links.link("a")
 
 
 async def test_a_restarted_worker_is_a_new_worker() -> None:
