@@ -58,12 +58,14 @@ class ColdPrefixes:
     def save(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`."""
         for block_id, block_hash in evicted:
-            self._tier.offer(block_hash, self._read_block(block_id))
+            if self._tier.wants(block_hash):
+                self._tier.offer(block_hash, self._read_block(block_id))
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Look for the rest of the sequence's prefix, or submit it at once.
 
-        A store that is slower than predicted costs at most what computing would have cost.
+        A store that is slower than predicted costs at most what computing would have cost; one
+        that is away costs nothing.
 
         Raises:
             RequestError: as `Engine.submit`.
@@ -78,7 +80,14 @@ class ColdPrefixes:
         def compute_s(num_blocks: int) -> float:
             return times(num_blocks * block_size, num_here * block_size)
 
-        if not missing or self._tier.predicted_s(len(missing)) >= compute_s(len(missing)):
+        is_away = self._tier.is_away
+        if is_away and missing:
+            self._tier.probe(missing[0])
+        if (
+            not missing
+            or is_away
+            or self._tier.predicted_s(len(missing)) >= compute_s(len(missing))
+        ):
             self._engine.submit(sequence)
             return
         self._engine.scheduler.number(sequence)
@@ -108,6 +117,13 @@ class ColdPrefixes:
                 self._lookups.remove(lookup)
                 return True
         return False
+
+    def take_waiting(self) -> list[Sequence]:
+        """Give up those that wait for the store."""
+        lookups, self._lookups = self._lookups, []
+        for lookup in lookups:
+            self._tier.cancel(lookup.fetch)
+        return [lookup.sequence for lookup in lookups]
 
     def close(self) -> None:
         self._tier.close()

@@ -2,6 +2,8 @@
 
 Owned by the engine's thread; no method waits. The store's network is behind `StoreThread`. What is
 lost, late, damaged or refused here is computed by the engine, so every failure is a miss.
+
+After a failure the store is away until it has answered a question that nobody waits for.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class ColdTierStats:
     """Counts since the start; `queued_nbytes` is of now."""
 
     num_stored: int = 0
-    num_dropped: int = 0  # offered while the queue was full or closed
+    num_dropped: int = 0  # not taken: the store is away, or the queue full or closed
     num_known: int = 0  # offered though the store has them
     num_put_failures: int = 0
     stored_nbytes: int = 0
@@ -90,6 +92,7 @@ class ColdTier:
         self._ended: list[Fetch] = []
         self._next_id = 0
         self._closed = False
+        self._is_away = False
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
         self.stats = ColdTierStats()
 
@@ -98,17 +101,35 @@ class ColdTier:
         """Lookups that `poll` has not reported; while there are any, poll often."""
         return len(self._under_way) + len(self._ended)
 
-    def offer(self, block_hash: BlockHash, block: bytes) -> bool:
-        """Keep a copy of a block that leaves the worker. False: not needed, or no room now."""
-        if len(block) != self._block_nbytes:
-            raise ValueError(f"a block has {self._block_nbytes} bytes, this one has {len(block)}")
+    @property
+    def is_away(self) -> bool:
+        """Whether the store's last answer was a failure: nobody should wait for the next one."""
+        self._take_done()
+        return self._is_away
+
+    def wants(self, block_hash: BlockHash) -> bool:
+        """Whether a block that leaves the worker is needed and has room: asked before it is read.
+
+        False is counted in `stats`.
+        """
         if block_hash in self._known:
             self._known.move_to_end(block_hash)
             self.stats.num_known += 1
             return False
         self._take_done()
-        if self._closed or self.stats.queued_nbytes + len(block) > self._queue_nbytes:
-            self.stats.num_dropped += 1
+        queued_nbytes = self._block_nbytes + self.stats.queued_nbytes
+        if self._is_away:
+            self.probe(block_hash)
+        elif not self._closed and queued_nbytes <= self._queue_nbytes:
+            return True
+        self.stats.num_dropped += 1
+        return False
+
+    def offer(self, block_hash: BlockHash, block: bytes) -> bool:
+        """Keep a copy of a block if the tier `wants` it."""
+        if len(block) != self._block_nbytes:
+            raise ValueError(f"a block has {self._block_nbytes} bytes, this one has {len(block)}")
+        if not self.wants(block_hash):
             return False
         self.stats.queued_nbytes += len(block)
         self._thread.submit(PutJob(block_hash, block))
@@ -160,6 +181,11 @@ class ColdTier:
         self._thread.submit(job)
         return fetch
 
+    def probe(self, block_hash: BlockHash) -> None:
+        """Ask a store that is away about a name, to find out whether it is back."""
+        if not self._under_way:
+            self.lookup((block_hash,), lambda num_found: 0.0)
+
     def cancel(self, fetch: Fetch) -> None:
         """Its blocks are not needed any more. `poll` reports it all the same."""
         for other, job in self._under_way.values():
@@ -198,6 +224,7 @@ class ColdTier:
 
     def _finish_puts(self, done: PutsDone) -> None:
         self.stats.queued_nbytes -= done.nbytes
+        self._is_away = done.error is not None
         if done.error is not None:
             self.stats.num_put_failures += len(done.block_hashes)
             self._forget_all(done.error)
@@ -215,8 +242,10 @@ class ColdTier:
             fetch.blocks = done.blocks
         if done.error is not None:
             self.stats.num_lookup_failures += 1
+            self._is_away = True
             self._forget_all(done.error)
-        elif not job.cancelled:
+        elif not job.cancelled:  # else the store may not have been asked
+            self._is_away = False
             nbytes = len(done.blocks) * self._block_nbytes
             self._times.observe(STORE_ID, nbytes, done.seconds)
             self._observed_s = self._clock()

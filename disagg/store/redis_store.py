@@ -124,6 +124,8 @@ class RedisStore:
         except (redis.RedisError, OSError) as error:
             self._why = f"{type(error).__name__}: {error}"
             self._breaker.failed(self._clock())
+            # The name may lead to another server by now, and this one may not be the primary.
+            self._client.connection_pool.disconnect()
             raise Unavailable(f"Redis did not answer ({self._why}).") from error
         self._breaker.succeeded()
 

@@ -6,7 +6,7 @@ import pytest
 
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.sequence import Sequence
-from disagg.errors import ContextLengthExceeded
+from disagg.errors import ContextLengthExceeded, Unavailable
 from disagg.store.memory_store import MemoryStore
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_engine, new_sequence
@@ -119,6 +119,35 @@ def test_a_silent_store_costs_no_more_than_computing() -> None:
     door.fates.calm = True  # the answer that comes now is nobody's
     assert not door.cold.advance(door.now)
     assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door()
+    warm(door)
+
+    def away(keys: object) -> int:
+        raise Unavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door.store, "contains_prefix", away)
+        patch.setattr(door.cold, "_read_block", away)  # blocks that nobody takes are not read
+        door.admit()
+        door.run()
+        for _ in range(3):
+            door.evict_all()
+            sequence = door.admit()
+            assert door.engine.has_work and not door.cold.num_arriving
+            door.run()
+            assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+            assert sequence.num_cached_tokens == 0
+    door.evict_all()
+    door.admit()  # finds out that it is back
+    door.run()
+    door.evict_all()
+    sequence = door.admit()
+    assert door.cold.num_arriving == 1
+    door.run()
+    assert sequence.num_cached_tokens == 16
 
 
 def test_a_cancelled_lookup_is_forgotten() -> None:

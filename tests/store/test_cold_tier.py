@@ -394,11 +394,40 @@ def test_a_failing_store_is_a_miss_and_counted(
     assert str(error) in tier.stats.last_error
     assert times.figures() == ()
     gate.error = None
-    assert tier.offer(name(0), block(0))
+    wait_until(lambda: tier.offer(name(0), block(0)))
     settle(tier)
     again = tier.lookup(names(0))
     finish(tier, again)
     assert again.blocks == [block(0)]
+
+
+def test_a_store_that_is_away_is_asked_one_question_at_a_time(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate)
+    gate.error = Unavailable("away")
+    finish(tier, tier.lookup(names(0)))
+    assert tier.is_away
+    gate.open.clear()
+    gate.calls.clear()
+    for i in range(10):
+        assert not tier.wants(name(i))
+        tier.probe(name(i))
+    assert tier.num_under_way == 1 and tier.stats.num_dropped == 10
+    gate.error = None
+    gate.open.set()
+    wait_until(lambda: not tier.is_away)
+    assert gate.calls == ["contains"]
+    assert tier.wants(name(0))
+
+
+def test_a_cancelled_fetch_does_not_bring_a_store_back(new_tier: Opener, gate: Gate) -> None:
+    tier = new_tier(gate)
+    gate.open.clear()
+    under_way, waiting = tier.lookup(names(0)), tier.lookup(names(1))
+    gate.error = Unavailable("away")
+    tier.cancel(waiting)
+    gate.open.set()
+    finish(tier, under_way, waiting)
+    assert gate.calls == ["contains"] and tier.is_away
 
 
 def test_close_stores_what_was_offered(gate: Gate) -> None:
@@ -462,9 +491,8 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     assert lost.blocks == [] and lost.error is not None
     for i in range(50):
         tier.offer(name(i), block(i))
-    settle(tier)  # nothing piles up while it is away
-    assert tier.stats.num_put_failures == 50
-    own_redis.start()
+    assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (50, 0)  # nothing piles up
+    own_redis.restart()
 
     def stored_again() -> bool:
         tier.offer(name(0), block(0))
@@ -488,9 +516,35 @@ def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: Embedded
         finish(tier, *fetches)
         assert all(fetch.blocks == [] and fetch.error for fetch in fetches)
         assert sum("did not answer" in (fetch.error or "") for fetch in fetches) < 20
+        for i in range(200):
+            tier.offer(name(i), block(i))
+        assert tier.stats.num_dropped >= 199 and tier.stats.queued_nbytes <= NBYTES
         assert tier.close(timeout_s=20)
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
+
+
+def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
+    own_redis: EmbeddedRedis,
+) -> None:
+    tier = redis_tier(own_redis, timeout_s=0.5)
+    tier.offer(name(0), block(0))
+    settle(tier)
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    try:
+        for i in range(1, 200):
+            tier.offer(name(i), block(i))
+            assert tier.stats.queued_nbytes <= 200 * NBYTES
+        settle(tier)
+        assert tier.is_away and tier.stats.num_put_failures > 0
+    finally:
+        os.kill(own_redis.pid, signal.SIGCONT)
+    wait_until(lambda: tier.offer(name(500), block(500)))
+    settle(tier)
+    found = tier.lookup(names(0))
+    finish(tier, found)
+    assert found.blocks == [block(0)]
+    assert tier.close(timeout_s=20)
 
 
 def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:

@@ -125,6 +125,23 @@ def test_a_full_server_that_does_not_evict_is_away_for_puts(
     assert len(caught.value.message) < 200  # the block is not quoted
 
 
+def test_a_server_that_is_no_primary_any_more_is_left(
+    own_redis: EmbeddedRedis, open_store: Opener, clock: Clock, client: redis.Redis
+) -> None:
+    """Its name may lead to another one by now; a connection that lasts would never tell."""
+    store = open_store(own_redis.url, timeout_s=10)
+    store.put_many([(A, BLOCK)])
+    num_clients = len(client.client_list())
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(Unavailable, match="ReadOnlyError"):
+        store.put_many([(B, BLOCK)])
+    assert len(client.client_list()) == num_clients - 1
+    client.execute_command("REPLICAOF", "NO", "ONE")
+    clock.now_s += 0.25
+    store.put_many([(B, BLOCK)])
+    assert store.get_many([A, B]) == [BLOCK, BLOCK]
+
+
 def test_a_url_that_makes_no_sense_is_refused_at_once(open_store: Opener) -> None:
     with pytest.raises(StartupError, match="Redis URL"):
         open_store("http://example.org")
