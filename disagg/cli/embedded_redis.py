@@ -14,10 +14,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from disagg.errors import StartupError
+
+LOOK_PERIOD_S = 1.0
+LONGEST_PAUSE_S = 60.0  # between attempts to start a server that does not
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
@@ -107,6 +112,23 @@ class EmbeddedRedis:
                 # Another process may take the free port before the server does.
                 if left == 0 or "in use" not in error.message:
                     raise
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> None:
+        """Start a server that died again, empty, at the address that its users know.
+
+        Raises:
+            StartupError: as `start`; also when another program has taken the port.
+        """
+        self.stop()
+        try:
+            self._start_once(self._executable or find_redis_server())
+        except StartupError:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End the server, at the latest after a few seconds; nothing to save. May run twice."""
@@ -201,6 +223,29 @@ class EmbeddedRedis:
             )
         last = said.strip().splitlines()[-3:] or ["it said nothing"]
         return f"{executable} ended at once: {' / '.join(last)}"
+
+
+def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[str], None]) -> None:
+    """Wait for `stop`; start the server again whenever it has died. For the main thread.
+
+    Nothing else depends on it: what it held is computed again.
+
+    Args:
+        tell: takes a sentence for people.
+    """
+    pause_s = LOOK_PERIOD_S
+    while not stop.wait(pause_s):
+        if server.is_running:
+            continue
+        try:
+            server.restart()
+        except StartupError as error:
+            if pause_s == LOOK_PERIOD_S:
+                tell(f"The embedded Redis died and cannot start; serving without it. {error}")
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        else:
+            tell("The embedded Redis died; an empty one has taken its place.")
+            pause_s = LOOK_PERIOD_S
 
 
 def find_redis_server() -> str:

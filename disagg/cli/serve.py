@@ -13,15 +13,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
 from disagg.cli.start_lines import StartLog, one_line
 from disagg.config import EngineConfig, ServeConfig, TierConfig, parse_config
 from disagg.errors import StartupError
@@ -171,31 +172,36 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(_scratch_directory()))
-        config = _with_store(config, cleanup, scratch)
+        config, redis = _with_store(config, cleanup, scratch)
         cluster = _cluster(arguments, scratch)
         with _phase("starting Ray"):
             cleanup.callback(cluster.stop)
             cluster.start(config.http)
-        with _phase("starting workers") as tell:
+        with _phase("starting workers", _pool_sizes(config)) as tell:
             cluster.deploy(config)
             cluster.wait(tell, READY_TIMEOUT_S, stop)
             ready = None if stop.is_set() else _wait_until_ready(config, stop)
         if ready is not None:
             _print_ready_line(config, ready, time.monotonic() - began_s)
-        stop.wait()
+        if redis is None:
+            stop.wait()
+        else:
+            keep_running(redis, stop, console.print)
         console.print("stopping: finishing what is running (again Ctrl-C: at once)")
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return 0
 
 
 @contextmanager
-def _phase(name: str) -> Iterator[Callable[[StartsByPool], None]]:
+def _phase(
+    name: str, pool_sizes: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Callable[[StartsByPool], None]]:
     """Show a part of the start: one line that changes on a terminal, rare lines in a log."""
     if console.is_terminal:
         with console.status(name) as status:
-            yield lambda pools: status.update(escape(one_line(pools)) or name)
+            yield lambda pools: status.update(escape(one_line(pools, pool_sizes)))
         return
-    log = StartLog()
+    log = StartLog(pool_sizes)
 
     def tell(pools: StartsByPool) -> None:
         for line in log.news(pools):
@@ -203,6 +209,15 @@ def _phase(name: str) -> Iterator[Callable[[StartsByPool], None]]:
 
     console.print(name)
     yield tell
+
+
+def _pool_sizes(config: ServeConfig) -> dict[str, int]:
+    return {
+        f"{tier.name}-{role}": pool.num_replicas
+        for tier in config.tiers
+        for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+        if pool.num_replicas > 0
+    }
 
 
 def _scratch_directory() -> tempfile.TemporaryDirectory[str]:
@@ -233,15 +248,17 @@ def _check_models(config: ServeConfig) -> None:
         check_tier(tier)
 
 
-def _with_store(config: ServeConfig, cleanup: ExitStack, scratch: Path) -> ServeConfig:
+def _with_store(
+    config: ServeConfig, cleanup: ExitStack, scratch: Path
+) -> tuple[ServeConfig, EmbeddedRedis | None]:
     import msgspec
 
     if config.redis_url is not None or not config.cold_tier_nbytes:
-        return config
+        return config, None
     redis = EmbeddedRedis(scratch / "redis", max_memory_nbytes=config.cold_tier_nbytes)
     redis.start()
     cleanup.callback(redis.stop)
-    return msgspec.structs.replace(config, redis_url=redis.url)
+    return msgspec.structs.replace(config, redis_url=redis.url), redis
 
 
 def _cluster(arguments: argparse.Namespace, scratch: Path) -> Any:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -68,6 +69,82 @@ def test_it_starts_again_where_it_was(tmp_path: Path) -> None:
             assert client.ping()
             client.close()
     assert urls[0] == urls[1]
+
+
+def test_one_that_died_is_replaced_at_its_address(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        url, pid = server.url, server.pid
+        client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+        client.set("key", "value")
+        assert server.is_running
+        os.kill(pid, signal.SIGKILL)
+        _wait_until_dead(pid)
+        assert not server.is_running
+        server.restart()
+        client.connection_pool.disconnect()
+        assert server.is_running and server.url == url and server.pid != pid
+        assert client.get("key") is None
+        client.close()
+
+
+def test_it_moves_to_no_other_address_when_it_starts_again(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    with server:
+        url = server.url
+    with (
+        socket.create_server(("127.0.0.1", server.port)),
+        pytest.raises(StartupError, match="in use"),
+    ):
+        server.restart()
+    assert not server.is_running and server.url == url
+
+
+def test_it_is_kept_running_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_redis, "LOOK_PERIOD_S", 0.01)
+    told: list[str] = []
+    stop = threading.Event()
+    with EmbeddedRedis(tmp_path) as server:
+        first = server.pid
+
+        def tell(sentence: str) -> None:
+            told.append(sentence)
+            if len(told) == 2:
+                stop.set()
+            else:
+                os.kill(server.pid, signal.SIGKILL)
+
+        os.kill(first, signal.SIGKILL)
+        embedded_redis.keep_running(server, stop, tell)  # the kernel ends it with this thread
+        assert server.is_running and server.pid != first
+    assert told == ["The embedded Redis died; an empty one has taken its place."] * 2
+
+
+def test_what_cannot_start_is_told_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_redis, "LOOK_PERIOD_S", 0.01)
+    told: list[str] = []
+    stop = threading.Event()
+    with EmbeddedRedis(tmp_path) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        attempts = 0
+        restart = server.restart
+
+        def fail_twice() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts < 3:
+                raise StartupError("The port is in use.")
+            restart()
+            stop.set()
+
+        monkeypatch.setattr(server, "restart", fail_twice)
+        embedded_redis.keep_running(server, stop, told.append)
+        assert server.is_running and attempts == 3
+    assert [sentence.split(";")[0] for sentence in told] == [
+        "The embedded Redis died and cannot start",
+        "The embedded Redis died",
+    ]
 
 
 def test_every_server_has_its_own_password_and_port(tmp_path: Path) -> None:
