@@ -112,7 +112,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
     engine = {
         key: value
         for key in EngineConfig.__struct_fields__
-        if (value := getattr(arguments, key)) is not None
+        if (value := getattr(arguments, key, None)) is not None  # not every setting has a flag
     }
     tiers = [
         {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from disagg.messages import StartPhase, StartsByPool, StartStep
@@ -11,42 +11,53 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _LINES_PER_LOAD = 10
 
 
-def one_line(pools: StartsByPool) -> str:
-    """Where each pool is now."""
-    return "; ".join(
-        f"{title}: {_words(steps[-1])}" for _, title, steps in _reached(pools) if steps
-    )
+def one_line(pools: StartsByPool, sizes: Mapping[str, int]) -> str:
+    """Where each pool is now.
+
+    Args:
+        sizes: how many workers each pool is to have.
+    """
+    now = []
+    for pool, size in sizes.items():
+        workers = pools.get(pool, {})
+        said = [words for _, words in _said(workers, size)]
+        now.append(f"{pool}: {said[-1] if said else f'{len(workers)} of {size} workers began'}")
+    return "; ".join(now)
 
 
 class StartLog:
-    """Makes lines of a log, few of them: one a phase, and one for every tenth of the weights."""
+    """Makes lines of a log, few of them: one a phase, and one for every tenth of the weights.
 
-    def __init__(self) -> None:
-        self._told: set[tuple[str, StartPhase, int]] = set()
+    Args:
+        sizes: how many workers each pool is to have.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
+        self._told: set[tuple[str, str, int]] = set()
 
     def news(self, pools: StartsByPool) -> list[str]:
         """What to print that was not printed before."""
         lines = []
-        for pool, title, steps in _reached(pools):
-            for step in steps:
-                tenth = int(_fraction(step) * _LINES_PER_LOAD) if step.phase == "weights" else 0
-                key = (pool, step.phase, tenth)
+        for pool, size in self._sizes.items():
+            for step, words in _said(pools.get(pool, {}), size):
+                key = (pool, step.phase, int(_fraction(step) * _LINES_PER_LOAD))
                 if key not in self._told:
                     self._told.add(key)
-                    lines.append(f"{title}: {_words(step)}")
+                    lines.append(f"{pool}: {words}")
         return lines
 
 
-def _reached(pools: StartsByPool) -> Iterator[tuple[str, str, list[StartStep]]]:
-    """Each pool, its title, and the phases that all of its workers are in: the slowest's word."""
-    for pool, workers in sorted(pools.items()):
-        title = pool if len(workers) == 1 else f"{pool} (slowest of {len(workers)})"
-        slowest = []
-        for phase in get_args(StartPhase):
-            found = [steps[phase] for steps in workers.values() if phase in steps]
-            if len(found) == len(workers):
-                slowest.append(min(found, key=_fraction))
-        yield pool, title, slowest
+def _said(
+    workers: Mapping[str, Mapping[StartPhase, StartStep]], size: int
+) -> Iterator[tuple[StartStep, str]]:
+    """The phases that a whole pool has reached, in the words of the slowest worker in each."""
+    slowest = f"slowest of {size}: " if size > 1 else ""
+    for phase in get_args(StartPhase):
+        found = [steps[phase] for steps in workers.values() if phase in steps]
+        if len(found) >= max(size, len(workers)):
+            step = min(found, key=_fraction)
+            yield step, slowest + _words(step)
 
 
 def _fraction(step: StartStep) -> float:

@@ -30,3 +30,8 @@ def test_a_file_need_not_name_a_cluster_key(tmp_path: Path, line: str, is_drawn:
     file.write_text(f"tiers: [{{model: demo-small}}]\n{line}\n")
     key = config_of("--config", str(file)).cluster_key
     assert len(key) == 64 if is_drawn else key == "mine"
+
+
+def test_pools_without_workers_are_not_waited_for() -> None:
+    config = config_of("demo-small", "demo-large", "--prefill", "0", "--decode", "2")
+    assert serve._pool_sizes(config) == {"demo-small-decode": 2, "demo-large-decode": 2}

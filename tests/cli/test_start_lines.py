@@ -39,21 +39,26 @@ READY = StartStep("ready")
     ],
 )
 def test_what_a_worker_does_in_words(steps: Worker, words: str) -> None:
-    assert one_line({"m-decode": {"a": steps}}) == f"m-decode: {words}"
+    assert one_line({"m-decode": {"a": steps}}, {"m-decode": 1}) == f"m-decode: {words}"
 
 
 def test_a_pool_is_as_far_as_its_slowest_worker() -> None:
     pools = {
         "m-prefill": {"a": worker(155 * GB // 10, BLOCKS, WARM_UP)},
         "m-decode": {"a": worker(8 * GB), "b": worker(2 * GB), "c": worker(155 * GB // 10, BLOCKS)},
+        "n-decode": {"a": worker()},
     }
-    assert one_line(pools) == (
-        "m-decode (slowest of 3): weights 2.0 of 15.5 GB (12 %); m-prefill: warming up"
-    )
+    sizes = {"m-prefill": 1, "m-decode": 3, "n-decode": 2, "n-prefill": 1}
+    assert one_line(pools, sizes).split("; ") == [
+        "m-prefill: warming up",
+        "m-decode: slowest of 3: weights 2.0 of 15.5 GB (12 %)",
+        "n-decode: 1 of 2 workers began",
+        "n-prefill: 0 of 1 workers began",
+    ]
 
 
 def test_a_log_has_a_line_for_every_tenth_and_every_phase() -> None:
-    log = StartLog()
+    log = StartLog({"m": 1})
     lines = []
     for percent in range(1, 101):
         lines += log.news({"m": {"a": worker(155 * GB * percent // 1000)}})
@@ -67,11 +72,13 @@ def test_a_log_has_a_line_for_every_tenth_and_every_phase() -> None:
     assert log.news({"m": {"a": steps}}) == []
 
 
-def test_a_late_worker_repeats_no_line() -> None:
-    log = StartLog()
+def test_a_log_says_of_a_pool_what_holds_for_all_its_workers() -> None:
+    log = StartLog({"m": 2})
     ready = worker(155 * GB // 10, BLOCKS, WARM_UP, READY)
-    assert len(log.news({"m": {"a": ready}})) == 4
-    assert log.news({"m": {"a": ready, "b": worker()}}) == []
+    assert log.news({"m": {"a": ready}}) == []
+    half = {"m": {"a": ready, "b": worker(155 * GB // 20)}}
+    assert log.news(half) == ["m: slowest of 2: weights 7.8 of 15.5 GB (50 %)"]
+    assert log.news({"m": {"a": ready, "b": ready}})[-1] == "m: slowest of 2: ready"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -81,6 +88,6 @@ def test_brackets_in_a_name_are_no_markup(
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, highlight=False, width=100)
     monkeypatch.setattr(serve, "console", console)
-    with serve._phase("starting workers") as tell:
+    with serve._phase("starting workers", {"[bold]-decode": 1}) as tell:
         tell({"[bold]-decode": {"a": worker(72 * GB // 10)}})
     assert "[bold]-decode: weights 7.2 of 15.5 GB (46 %)" in shown.getvalue()
