@@ -3,22 +3,33 @@
 Serve pickles a request router's class together with its module by value, so module globals next
 to the router would be private copies (and one per deployment). This module is imported by name
 from inside the router's method, which makes it the one place in the process.
+
+While Serve's controller is away, nobody calls and everybody keeps what was said last. An error
+that left `from_metadata` or `replace` would end Serve's updates to this process for good.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from disagg.messages import WorkerRecord, decode_worker_record, encode
+
+logger = logging.getLogger(__name__)
 
 Listener = Callable[[list[WorkerRecord]], None]
 
 _METADATA_KEY = "disagg_worker"
 
-_lock = threading.Lock()  # Serve calls from its router thread, the ingress from its event loop
+# Serve calls from its router's thread, the ingress from its event loop. Held while listeners are
+# called, or the older of two lists might reach them last.
+_lock = threading.Lock()
 _records: dict[str, list[WorkerRecord]] = {}  # by deployment
 _listeners: list[Listener] = []
 
@@ -29,30 +40,39 @@ def to_metadata(record: WorkerRecord) -> dict[str, str]:
 
 
 def from_metadata(metadata: dict[str, Any] | None) -> WorkerRecord | None:
-    """None for a replica that has not published itself yet."""
+    """None for a replica that has not published itself yet, or not in words of this release."""
     if not metadata or _METADATA_KEY not in metadata:
         return None
-    return decode_worker_record(base64.b64decode(metadata[_METADATA_KEY]))
+    try:
+        return decode_worker_record(base64.b64decode(metadata[_METADATA_KEY]))
+    except (msgspec.DecodeError, binascii.Error, TypeError) as error:
+        logger.warning("A worker published a record that cannot be read; ignoring it: %s", error)
+        return None
 
 
 def replace(deployment: str, records: Iterable[WorkerRecord]) -> None:
     """Serve's word on who runs in `deployment`, complete each time."""
     with _lock:
         _records[deployment] = list(records)
-        everyone = [record for group in _records.values() for record in group]
-        listeners = list(_listeners)
-    for listener in listeners:
-        listener(everyone)
+        everyone = _everyone()
+        for listener in _listeners:
+            listener(everyone)
 
 
 def subscribe(listener: Listener) -> None:
-    """Call `listener` with all workers now and at each change, from any thread."""
+    """Call `listener` with all workers now and at each change, from any thread.
+
+    It must only take note: it must neither wait nor fail, nor call back into this module.
+    """
     with _lock:
         _listeners.append(listener)
-        everyone = [record for group in _records.values() for record in group]
-    listener(everyone)
+        listener(_everyone())
 
 
 def unsubscribe(listener: Listener) -> None:
     with _lock:
         _listeners.remove(listener)
+
+
+def _everyone() -> list[WorkerRecord]:
+    return [record for group in _records.values() for record in group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,11 +133,12 @@ def test_a_server_that_is_no_primary_any_more_is_left(
     store = open_store(own_redis.url, timeout_s=10)
     store.put_many([(A, BLOCK)])
     num_clients = len(client.client_list())
-    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    client.replicaof("127.0.0.1", 1)
     with pytest.raises(Unavailable, match="ReadOnlyError"):
         store.put_many([(B, BLOCK)])
-    assert len(client.client_list()) == num_clients - 1
-    client.execute_command("REPLICAOF", "NO", "ONE")
+    while len(client.client_list()) != num_clients - 1:  # until the server has noticed
+        time.sleep(0.01)
+    client.replicaof("NO", "ONE")
     clock.now_s += 0.25
     store.put_many([(B, BLOCK)])
     assert store.get_many([A, B]) == [BLOCK, BLOCK]
