@@ -21,7 +21,7 @@ from disagg import telemetry
 from disagg.api import openai_responses as responses
 from disagg.api.answers import Piece, Run
 from disagg.api.http_reply import Reply, Send, Writer, watch
-from disagg.api.http_request import HttpRequest, KeyCheck
+from disagg.api.http_request import Bodies, HttpRequest, KeyCheck
 from disagg.api.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.openai_requests import (
     ChatRequest,
@@ -108,6 +108,8 @@ class _App:
         self._new_id = new_id
         self._key_check = KeyCheck(config.api_key)
         self._num_running = 0
+        self._bodies = Bodies(config.max_requests_nbytes)
+        metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
         self._routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
@@ -155,16 +157,17 @@ class _App:
         gone = asyncio.create_task(watch(request, writer))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when the server cancels us, as Serve does when a client goes away
             if not work.done():
                 self._metrics.disconnects.inc()
-        finally:
-            self._num_running -= 1
-            self._metrics.num_running.dec()
+            status = writer.status or 499
+            self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-        status = writer.status or 499
-        self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
+            self._num_running -= 1
+            self._metrics.num_running.dec()
+            self._bodies.give_back(request.num_body_bytes)
         return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:
@@ -178,6 +181,8 @@ class _App:
             error = as_disagg_error(problem, request.request_id)
             if error is not problem:
                 logger.exception("request %s failed", request.request_id)
+            if isinstance(error, Overloaded):
+                self._metrics.refused.labels(request.route).inc()
             await writer.fail(error, close=not request.body_is_read)
 
     async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
@@ -214,7 +219,7 @@ class _App:
     async def _chat(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
         arrived_s = self._metrics.clock()
         asked = parse_request(await self._read_json(request), ChatRequest)
-        run = await self._service.chat(asked, self._caller(request, "chatcmpl-"))
+        run = await self._service.chat(asked, self._caller(request, "chatcmpl-", arrived_s))
         if asked.stream:
             return self._events(run, responses.ChatFrames(run.job), arrived_s)
         return Reply(responses.chat_body(run, await self._collect(run, arrived_s)))
@@ -222,7 +227,7 @@ class _App:
     async def _completions(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
         arrived_s = self._metrics.clock()
         asked = parse_request(await self._read_json(request), CompletionRequest)
-        run = await self._service.complete(asked, self._caller(request, "cmpl-"))
+        run = await self._service.complete(asked, self._caller(request, "cmpl-", arrived_s))
         if asked.stream:
             return self._events(run, responses.CompletionFrames(run.job), arrived_s)
         return Reply(responses.completion_body(run, await self._collect(run, arrived_s)))
@@ -253,8 +258,9 @@ class _App:
                     opening = b""
         yield frames.closing(run)
 
-    def _caller(self, request: HttpRequest, prefix: str) -> Caller:
-        return Caller(prefix + request.own_id, request.tenant, request.traceparent)
+    def _caller(self, request: HttpRequest, prefix: str, arrived_s: float) -> Caller:
+        waited_s = self._metrics.clock() - arrived_s
+        return Caller(prefix + request.own_id, request.tenant, request.traceparent, waited_s)
 
     # The rest
 
@@ -304,7 +310,9 @@ class _App:
 
     async def _read_json(self, request: HttpRequest) -> bytes:
         request.check_json()
-        return await request.read_body(self._config.max_body_nbytes)
+        return await request.read_body(
+            self._config.max_body_nbytes, self._bodies, self._config.default_timeout_s
+        )
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

@@ -12,6 +12,7 @@ import uvicorn
 
 from disagg.api import http_reply, http_request
 from disagg.api.http import AsgiApp, Readiness
+from disagg.api.metrics import ApiMetrics
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app, until
 from tests.api.fakes import FakeGenerate
@@ -106,14 +107,17 @@ async def test_a_client_that_goes_away_inside_its_body_is_nobodys_request() -> N
 
 
 async def test_a_cancelled_server_task_leaves_nothing_behind() -> None:
-    generate = FakeGenerate(pause=never)
-    exchange = Exchange(make_app(generate), CHAT)
+    generate, metrics = FakeGenerate(pause=never), ApiMetrics()
+    exchange = Exchange(make_app(generate, metrics=metrics), CHAT)
     await until(lambda: generate.num_open == 1)
     exchange.done.cancel()
     with pytest.raises(asyncio.CancelledError):
         await exchange.done
     assert generate.num_open == 0
     assert len(asyncio.all_tasks()) == 1
+    shown = metrics.expose().decode()  # Serve cancels when a client goes away: it counts as that
+    assert "disagg_request_disconnect_total 1.0" in shown
+    assert f'disagg_http_requests_total{{code="499",route="{URL}"}} 1.0' in shown
 
 
 async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
