@@ -113,6 +113,8 @@ class FakeRunner:
         self.kv.compute(sequence, first, end)
         if end < len(sequence.tokens):
             return None
-        return SampledToken(
-            next_token(self.kv.read(sequence.block_ids, end), sequence.sampling.seed)
-        )
+        kv = self.kv.read(sequence.block_ids, end)
+        return SampledToken(next_token(kv, self.seed_of(sequence)))
+
+    def seed_of(self, sequence: Sequence) -> int:
+        return sequence.sampling.seed

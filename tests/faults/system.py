@@ -1,0 +1,251 @@
+"""A whole running system as tests see it: its processes, its counters, its workers' own words."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg.cli.embedded_redis import EmbeddedRedis
+from tests.e2e.served import free_port
+from tests.faults.fake_model import write_fake_model
+from tests.faults.fake_replica import BACK_DOORS
+
+ROOT = Path(__file__).parent.parent.parent
+ANSWER_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A tier: its model is the fake one under this name."""
+
+    name: str
+    num_prefill: int
+    num_decode: int
+    engine: tuple[tuple[str, Any], ...] = ()
+    step_s: float = 0.01
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker process, found by its back door."""
+
+    back_door: Path
+
+    @property
+    def pid(self) -> int:
+        return int(self.back_door.name)
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.pid)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises `OSError` when there is no answer, `AssertionError` when it is an error."""
+        with socket.socket(socket.AF_UNIX) as line:
+            line.settimeout(ANSWER_TIMEOUT_S)
+            line.connect(str(self.back_door))
+            line.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            with line.makefile("rb") as reader:
+                answer: dict[str, Any] = json.loads(reader.readline())
+        assert "error" not in answer, f"{self.pid}: {answer['error']}"
+        return answer
+
+    def state(self) -> dict[str, Any]:
+        return self.ask("state")
+
+
+class System:
+    """Ingress, workers, Redis, Ray: one process tree."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], config: Path, redis: EmbeddedRedis, port: int
+    ) -> None:
+        self.redis = redis
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.root = psutil.Process(process.pid)
+        self._process = process
+        self._config = config
+
+    def members(self, model: str, role: str | None = None) -> list[Member]:
+        """The workers of a tier that answer now."""
+        found = []
+        for tier in self._read_config()["tiers"]:
+            if tier["served_model_name"] != model:
+                continue
+            for path in (Path(tier["model"]) / BACK_DOORS).glob("*"):
+                with suppress(OSError):
+                    member = Member(path)
+                    if role in (None, member.state()["role"]):
+                        found.append(member)
+        return found
+
+    def ingress(self) -> psutil.Process:
+        (found,) = [
+            each for each in self.root.children(recursive=True) if "disagg:Ingress" in _title(each)
+        ]
+        return found
+
+    def pools(self) -> dict[str, dict[str, int]]:
+        """What the ingress says of its pools; empty when it says nothing."""
+        with suppress(httpx.HTTPError, KeyError, ValueError):
+            pools: dict[str, dict[str, int]] = httpx.get(f"{self.url}/ready", timeout=5).json()[
+                "pools"
+            ]
+            return pools
+        return {}
+
+    def wait_whole(self, timeout_s: float = 120.0) -> None:
+        """Until every worker of the configuration is there, for the ingress too."""
+        until(self._is_whole, timeout_s, lambda: f"the fleet is not whole: {self.pools()}")
+
+    def counters(self) -> dict[str, float]:
+        """Sums over labels of what the ingress counts, by sample name."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                route, code = sample.labels.get("route", ""), sample.labels.get("code", "")
+                if route.startswith("/v1/"):
+                    sums[f"v1 {code}"] = sums.get(f"v1 {code}", 0.0) + sample.value
+        return sums
+
+    def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Deploy the configuration after a change to it; returns when Serve calls it running."""
+        raw = self._read_config()
+        change(raw)
+        self._config.write_text(json.dumps(raw))
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{self._config}\n")
+        self._process.stdin.flush()
+        self.wait_ready_line()
+
+    def wait_ready_line(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                return
+        raise AssertionError("the cluster process ended; its words are above")
+
+    def _is_whole(self) -> bool:
+        pools = self.pools()
+        for tier in self._read_config()["tiers"]:
+            wanted = [tier[role]["num_replicas"] for role in ("prefill", "decode")]
+            pool = pools.get(tier["served_model_name"], {})
+            if [pool.get("num_prefill"), pool.get("num_decode")] != wanted:
+                return False
+            if len(self.members(tier["served_model_name"])) != sum(wanted):
+                return False
+        return True
+
+    def _read_config(self) -> dict[str, Any]:
+        raw: dict[str, Any] = json.loads(self._config.read_text())
+        return raw
+
+
+def until(
+    condition: Callable[[], bool], timeout_s: float, words: Callable[[], str] = lambda: "too late"
+) -> float:
+    """Wait for something. Returns the seconds that it took; raises `AssertionError` after many."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began_s + timeout_s, words()
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+@contextmanager
+def running_system(*pools: Pool, haproxy: bool = True, drain_s: float = 5.0) -> Iterator[System]:
+    """Start everything, wait until the fleet is whole, stop it; nothing may be left."""
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
+        directory = Path(name)
+        with EmbeddedRedis(directory / "redis") as redis:
+            port = free_port()
+            config = directory / "config.json"
+            config.write_text(json.dumps(_config(pools, directory, redis.url, port, drain_s)))
+            flags = [] if haproxy else ["--no-haproxy"]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.cluster_process", str(config), *flags],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+            with _ended(process):
+                system = System(process, config, redis, port)
+                system.wait_ready_line()
+                system.wait_whole()
+                yield system
+
+
+def _config(
+    pools: tuple[Pool, ...], directory: Path, redis_url: str, port: int, drain_s: float
+) -> dict[str, Any]:
+    tiers = [
+        {
+            "model": str(
+                write_fake_model(directory / pool.name, step_s=pool.step_s, token_s=pool.token_s)
+            ),
+            "served_model_name": pool.name,
+            "prefill": {"num_replicas": pool.num_prefill},
+            "decode": {"num_replicas": pool.num_decode},
+            "engine": dict(pool.engine),
+        }
+        for pool in pools
+    ]
+    return {
+        "tiers": tiers,
+        "http": {"port": port},
+        "redis_url": redis_url,
+        "cluster_key": "tests",
+        "link_host": "127.0.0.1",
+        "drain_s": drain_s,
+    }
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    assert process.stdin is not None and process.stdout is not None
+    family: list[psutil.Process] = []
+    try:
+        yield
+    finally:
+        with suppress(psutil.Error):
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.stdout.close()
+            _, left = psutil.wait_procs(family, timeout=10)
+            for each in left:
+                each.kill()
+    assert not left, f"still running afterwards: {[_title(each) for each in left]}"
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
