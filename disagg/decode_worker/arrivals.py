@@ -97,6 +97,11 @@ class Arrivals:
                 return True
         return False
 
+    def take_waiting(self) -> list[Sequence]:
+        """Give up those whose pull has not begun. Their tickets can be used elsewhere."""
+        waiting, self._waiting = self._waiting, []
+        return [arrival.sequence for arrival in waiting]
+
     def holders(self) -> Iterable[list[int]]:
         """Blocks held by sequences on their way in, for `Engine.check`."""
         return ([*each.held, *each.pulled] for each in self._pulling.values())

@@ -13,6 +13,7 @@ from disagg.blocks import BlockHash
 from disagg.decode_worker.entering import enter_or_end
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
+from disagg.messages import StoreCounts
 from disagg.store.cold_tier import ColdTier, Fetch
 
 ReadBlock = Callable[[int], bytes]
@@ -54,6 +55,10 @@ class ColdPrefixes:
     @property
     def num_arriving(self) -> int:
         return len(self._lookups)
+
+    def counts(self) -> StoreCounts:
+        """For `WorkerStatus`."""
+        return self._tier.counts()
 
     def save(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`."""

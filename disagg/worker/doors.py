@@ -15,12 +15,13 @@ from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.limits import check_room
-from disagg.errors import DisaggError, TransferFailed, Unavailable
+from disagg.errors import DisaggError, TransferFailed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import Start, TokenDelta, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
 from disagg.time_model import TransferTimeModel
+from disagg.worker.draining import Draining, refusal
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import LinkId, Streams, sequence_id
@@ -54,6 +55,7 @@ class Doors:
                 lambda: self._step_times.model.prefill_s,
             )
             parts.engine.save_evicted = self._cold.save
+        self._draining: Draining | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -65,7 +67,7 @@ class Doors:
         sequence = self._streams.open(link_id, start, now)
         try:
             if not self.accepting:
-                raise Unavailable("This worker is stopping and takes no new requests.")
+                raise refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
             if start.ticket is not None:
                 self._arrivals.admit(sequence, start.ticket)
@@ -75,6 +77,17 @@ class Doors:
                 self._engine.submit(sequence)
         except DisaggError as error:
             self._engine.end(sequence, error)
+
+    def drain(self, leave_by_s: float) -> None:
+        """Take in nothing new, and give everything up that will not have ended by then."""
+        self.accepting = False
+        self._draining = Draining(
+            self._engine,
+            self._arrivals,
+            self._cold,
+            lambda: self._step_times.model,
+            leave_by_s,
+        )
 
     def cancel(self, link_id: LinkId, stream_id: int) -> None:
         """Forget a stream, and its sequence wherever that is; no delta follows."""
@@ -112,6 +125,8 @@ class Doors:
         is_stuck = self._arrivals.is_stuck and not self._engine.last_plan.work
         if (self._engine.is_stuck or is_stuck) and not has_freed:
             self._leaving.break_oldest()  # two workers must not wait for each other's blocks
+        if self._draining is not None:
+            self._draining.advance(now)
         return is_moving or is_loading
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
@@ -141,6 +156,7 @@ class Doors:
             accepting=self.accepting,
             step_costs=self._step_times.to_costs(),
             transfers=self._transfer_times.figures(),
+            store=self._cold.counts() if self._cold is not None else None,
         )
 
     def check(self) -> None:

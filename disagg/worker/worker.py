@@ -129,8 +129,13 @@ class Worker:
             )
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, finish those that run (up to `timeout_s`), then close."""
-        self._thread.post(self._stop_accepting)
+        """Take in nothing new and become empty, or close after `timeout_s` all the same.
+
+        Half of the time is for sequences that end by themselves, the rest for others to fetch the
+        KV of those that go on elsewhere.
+        """
+        leave_by_s = self._clock() + timeout_s / 2
+        self._thread.post(lambda: self._begin_drain(leave_by_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 # Asked, not told: the engine's thread has no event of this loop to set.
@@ -210,8 +215,8 @@ class Worker:
 
     # In the engine's thread.
 
-    def _stop_accepting(self) -> None:
-        self._doors.accepting = False
+    def _begin_drain(self, leave_by_s: float) -> None:
+        self._doors.drain(leave_by_s)
         self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._doors.status())
 
     def _snapshot(self, link_id: LinkId) -> None:

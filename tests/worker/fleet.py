@@ -113,7 +113,7 @@ class Fleet:
                 self.members[worker].runner.breaks = True
             case 31 if arg < 3 and self._draining is None:
                 self._draining = worker
-                self.members[worker].doors.accepting = False
+                self.members[worker].doors.drain(self.world.now + arg)
             case _:
                 self._turn(worker)
 

@@ -78,8 +78,17 @@ class Rig:
         self._stack = stack
         self._sides = LocalFleet()
 
-    async def start(self, role: Role, *, num_blocks: int = 64, max_num_seqs: int = 4) -> str:
-        """A worker with a link; its id is its role."""
+    async def start(
+        self,
+        role: Role,
+        *,
+        worker_id: str = "",
+        epoch: int = 1,
+        num_blocks: int = 64,
+        max_num_seqs: int = 4,
+    ) -> str:
+        """A worker with a link; its id is its role, unless another one is given."""
+        name = worker_id or role
 
         def build(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> Parts:
             stamps = Stamps(num_blocks, worker_id, epoch)
@@ -99,20 +108,20 @@ class Rig:
             return Parts(engine, stamps, transport, None, kv.read_block, kv.write_block)
 
         worker = await Worker.start(
-            CONFIG, TIER, role, worker_id=role, epoch=1, host="127.0.0.1", build=build
+            CONFIG, TIER, role, worker_id=name, epoch=epoch, host="127.0.0.1", build=build
         )
-        self.workers[role] = worker
+        self.workers[name] = worker
         self._stack.push_async_callback(worker.close)
-        self._stack.callback(self.runners[role].gate.set)
+        self._stack.callback(self.runners[name].gate.set)
         link = await self._stack.enter_async_context(
             linked(worker.record, self.observer, KEY.encode())
         )
-        self.links[role] = link
-        await until(lambda: role in self.observer.held)
+        self.links[name] = link
+        await until(lambda: name in self.observer.held)
         peers = [each.record.peer for each in self.workers.values()]
         for each in self.links.values():
             each.send_peers(peers)
-        return role
+        return name
 
     async def all(
         self,

@@ -12,6 +12,7 @@ import pytest
 from disagg.blocks import BlockHash, hash_block
 from disagg.decode_worker import arrivals, cold_prefix, entering
 from disagg.decode_worker.arrivals import Arrivals
+from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine import ownership, scheduler
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
@@ -242,6 +243,16 @@ def _a_refused_arrival_says_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(arrivals, "enter_or_end", enter)
 
 
+def _a_drain_forgets_who_waits_for_blocks(patch: pytest.MonkeyPatch) -> None:
+    take_waiting = Arrivals.take_waiting
+    patch.setattr(Arrivals, "take_waiting", lambda door: take_waiting(door)[:0])
+
+
+def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
+    take_waiting = ColdPrefixes.take_waiting
+    patch.setattr(ColdPrefixes, "take_waiting", lambda door: take_waiting(door)[:0])
+
+
 IN_TROUBLE: list[Plant] = [
     _the_last_block_is_not_pulled,
     _the_wrong_blocks_are_pulled,
@@ -262,6 +273,8 @@ IN_TROUBLE: list[Plant] = [
     _evicted_blocks_are_saved_too_late,
     _a_cold_prefix_counts_one_token_too_many,
     _a_refused_arrival_says_nothing,
+    _a_drain_forgets_who_waits_for_blocks,
+    _a_drain_forgets_who_waits_for_the_store,
 ]
 IN_QUIET: list[Plant] = [
     _an_arrival_counts_one_token_too_few,

@@ -1,0 +1,67 @@
+"""What becomes of the sequences of a worker that is to stop, between any two steps.
+
+Those that have not begun are refused, and their requests go elsewhere. Those that will end by
+themselves in time may; the others leave after one more token, by the same door as from a prefill
+worker, and go on where their KV is fetched to. Owned by the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.decode_worker.arrivals import Arrivals
+from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence
+from disagg.errors import Unavailable
+from disagg.time_model import StepTimeModel
+
+
+def refusal() -> Unavailable:
+    return Unavailable("This worker is stopping and takes no new requests.")
+
+
+class Draining:
+    """Empties an engine.
+
+    Args:
+        step_times: the model as of now.
+        leave_by_s: Unix seconds; what will not have ended by then goes at once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        arrivals: Arrivals,
+        cold: ColdPrefixes | None,
+        step_times: Callable[[], StepTimeModel],
+        leave_by_s: float,
+    ) -> None:
+        self._engine = engine
+        self._arrivals = arrivals
+        self._cold = cold
+        self._step_times = step_times
+        self._leave_by_s = leave_by_s
+
+    def advance(self, now: float) -> None:
+        """Refuse who waits, and ask those to leave who would not end in time."""
+        refused = [*self._engine.scheduler.waiting, *self._arrivals.take_waiting()]
+        if self._cold is not None:
+            refused += self._cold.take_waiting()
+        for sequence in refused:
+            self._engine.end(sequence, refusal())
+        scheduler = self._engine.scheduler
+        left_s = self._leave_by_s - now
+        step_s = self._step_s()
+        for sequence in [*scheduler.running, *scheduler.arrived]:
+            sequence.hand_over |= _num_steps(sequence) * step_s > left_s
+
+    def _step_s(self) -> float:
+        running = self._engine.scheduler.running
+        num_context_tokens = sum(sequence.num_computed for sequence in running)
+        return self._step_times().decode_step_s(len(running), num_context_tokens)
+
+
+def _num_steps(sequence: Sequence) -> int:
+    """At most, until it ends."""
+    return sequence.max_num_tokens - len(sequence.tokens)

@@ -1,0 +1,151 @@
+"""A planned stop: what has not begun is refused, what will not end in time goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, TokenDelta
+from disagg.router.dispatch import grown
+from disagg.worker.draining import Draining
+from tests.links.fakes import until
+from tests.worker.rig import BLOCK_SIZE, Rig, rig
+from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
+
+
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second a token: no answer of this file would end by itself in time."""
+    monkeypatch.setattr(Draining, "_step_s", lambda draining: 1.0)
+
+
+async def follow(
+    r: Rig, worker_id: str, request: GenerateRequest, ticket: KVTicket | None = None
+) -> tuple[list[int], TokenDelta]:
+    """The tokens of a request on a worker, and its last delta there."""
+    deltas = await r.all(worker_id, request, ticket=ticket)
+    return tokens(deltas), deltas[-1]
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+async def test_the_kv_of_a_running_sequence_moves() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        await r.start("decode", worker_id="other")
+        r.runners["decode"].gate.clear()
+        request = make_request(max_tokens=150)
+        leaving = asyncio.create_task(follow(r, "decode", request))
+        await until(lambda: r.runners["decode"].is_waiting)
+        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
+        r.runners["decode"].gate.set()
+        had, last = await leaving
+        assert last.ticket is not None and last.error is None and 0 < len(had) < 150
+        assert not draining.done(), "gone before its KV was fetched"
+        moved = grown(request, had, BLOCK_SIZE)
+        rest, last = await follow(r, "other", moved, last.ticket)
+        assert [*had, *rest] == answer_to(request) and last.finish_reason == "length"
+        assert r.runners["other"].num_computed == len(rest), "what was computed was not pulled"
+        await draining
+        await until(lambda: not r.links["decode"].is_up)
+        await r.until_empty("other")
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+async def test_many_leave_in_whatever_state_they_are() -> None:
+    """Decoding, in the middle of a prompt, and waiting for a place in the batch."""
+    async with rig() as r:
+        await r.start("decode", num_blocks=256, max_num_seqs=2)
+        await r.start("prefill", worker_id="other", num_blocks=256)
+        runner = r.runners["decode"]
+        runner.num_runs_left = 3
+        requests = [
+            make_request(max_tokens=100, prompt=tuple(range(i, i + 12 * i))) for i in range(4, 9)
+        ]
+        visits = [asyncio.create_task(follow(r, "decode", request)) for request in requests]
+        await until(lambda: not runner.gate.is_set() and runner.is_waiting)
+        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
+        runner.num_runs_left = -1
+        runner.gate.set()
+        ends = []
+        for request, visit in zip(requests, visits, strict=True):
+            had, last = await visit
+            ends.append("ticket" if last.error is None else last.error.code)
+            moved = grown(request, had, BLOCK_SIZE)
+            rest, _ = await follow(r, "other", moved, last.ticket)
+            assert [*had, *rest] == answer_to(request)
+        assert set(ends) == {"ticket", "unavailable"}
+        await draining
+        await r.until_empty("other")
+
+
+async def test_what_ends_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Draining, "_step_s", lambda draining: 0.1)
+    async with rig() as r:
+        await r.start("decode", num_blocks=512)
+        runner, scheduler = r.runners["decode"], r.workers["decode"]._engine.scheduler
+        runner.gate.clear()
+        requests = [make_request(max_tokens=100), make_request(max_tokens=900)]
+        visits = [asyncio.create_task(follow(r, "decode", request)) for request in requests]
+        while len(scheduler.running) < 2:
+            runner.num_runs_left = 1
+            runner.gate.set()
+            await until(lambda: not runner.gate.is_set() and runner.is_waiting)
+        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
+        runner.num_runs_left = -1
+        runner.gate.set()
+        (short, last), (had, other) = await asyncio.gather(*visits)
+        assert short == answer_to(requests[0]) and last.finish_reason == "length"
+        assert other.ticket is not None and had == answer_to(requests[1])[: len(had)]
+        r.links["decode"].release(other.ticket)
+        await draining
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
+    """Its arrival waited for blocks when the worker began to drain."""
+    async with rig() as r:
+        await r.start("prefill", num_blocks=128)
+        await r.start("decode")
+        await r.start("decode", worker_id="other")
+        r.transports["decode"].hangs = True
+        arrivals = r.workers["decode"]._doors._arrivals
+        visits, firsts = [], []
+        for start in (30, 31):
+            request = make_request(60, prompt=tuple(range(start, 200)))
+            moved, first = await prefilled(r, request)
+            firsts.append((moved, first))
+            visits.append(asyncio.create_task(follow(r, "decode", moved, first.ticket)))
+            await until(lambda: arrivals.num_arriving == len(visits))
+        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
+        had, last = await visits[1]
+        assert not had and last.error is not None and last.error.code == "unavailable"
+        moved, first = firsts[1]
+        rest, _ = await follow(r, "other", moved, first.ticket)
+        assert [*first.token_ids, *rest] == answer_to(request)
+        assert r.runners["other"].num_computed == len(rest)
+        r.transports["decode"].hangs = False
+        had, last = await visits[0]  # its pull was under way: it arrives, and leaves again
+        assert last.ticket is not None and len(had) == 1
+        r.links["decode"].release(last.ticket)
+        await draining
+        await r.until_empty("prefill")
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+async def test_a_client_that_is_gone_keeps_no_draining_worker() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        r.runners["decode"].gate.clear()
+        stream = r.links["decode"].stream(make_request(max_tokens=200), timeout_s=60)
+        async with aclosing(stream):
+            first = asyncio.ensure_future(anext(stream))
+            await until(lambda: r.runners["decode"].is_waiting)
+            draining = asyncio.create_task(r.workers["decode"].drain(60.0))
+            first.cancel()
+            await asyncio.wait([first])
+        r.runners["decode"].gate.set()
+        async with asyncio.timeout(30):
+            await draining
