@@ -133,6 +133,17 @@ class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: float
 
 
+class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks between a worker and the store, since the worker started."""
+
+    num_hits: int = 0  # came back
+    num_misses: int = 0  # looked up in vain
+    num_stored: int = 0
+    num_known: int = 0  # not sent: the store has them
+    num_dropped: int = 0  # not sent: the store is away, or too many wait
+    num_failed: int = 0  # sent in vain
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """A worker's load after a step. The router predicts seconds from it."""
 
@@ -146,6 +157,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     accepting: bool = True  # False: draining
     step_costs: StepCosts | None = None
     transfers: tuple[TransferFigure, ...] = ()
+    store: StoreCounts | None = None  # None: the worker has no cold tier
     requests_nbytes: int = 0  # of all requests here
 
 

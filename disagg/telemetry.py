@@ -274,6 +274,7 @@ class FleetMetrics:
         self.registry = registry or CollectorRegistry()
         self._workers: set[tuple[str, str, str]] = set()
         self._pairs: set[tuple[str, str]] = set()
+        self._stores: set[tuple[str, str, str, str]] = set()
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"disagg_{name}", text, labels, registry=self.registry)
@@ -283,6 +284,9 @@ class FleetMetrics:
         self._waiting = gauge("worker_num_requests_waiting", "Sequences in the queue", *worker)
         self._kv_usage = gauge("worker_kv_cache_usage_perc", "KV in use, 0 to 1", *worker)
         self._holds = gauge("worker_kv_holds", "Tickets whose blocks wait to be pulled", *worker)
+        self._store = gauge(
+            "worker_store_blocks", "Between a worker and the store, so far", *worker, "outcome"
+        )
         self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
         self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
         self._moves = Counter(
@@ -314,6 +318,13 @@ class FleetMetrics:
         self._kv_usage.labels(*series).set(kv_usage)
         self._holds.labels(*series).set(num_holds)
 
+    def store(self, model: str, role: str, worker_id: str, num_blocks: Mapping[str, int]) -> None:
+        """What became of blocks on their way to and from the store, by outcome."""
+        for outcome, count in num_blocks.items():
+            series = (model, role, worker_id, outcome)
+            self._stores.add(series)
+            self._store.labels(*series).set(count)
+
     def transfer(
         self, source_id: str, worker_id: str, *, latency_s: float, bytes_per_s: float
     ) -> None:
@@ -329,6 +340,9 @@ class FleetMetrics:
             self._workers.remove(worker)
             for gauge in gauges:
                 gauge.remove(*worker)
+        for store in [each for each in self._stores if each[2] not in worker_ids]:
+            self._stores.remove(store)
+            self._store.remove(*store)
         for pair in [each for each in self._pairs if not set(each) <= set(worker_ids)]:
             self._pairs.remove(pair)
             self._rate.remove(*pair)

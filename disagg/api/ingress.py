@@ -129,6 +129,14 @@ class IngressCore:
                 kv_usage=1.0 - status.num_free_blocks / record.num_blocks,
                 num_holds=status.num_holds,
             )
+            if status.store is not None:
+                counts = msgspec.structs.asdict(status.store)
+                self._fleet_metrics.store(
+                    record.model,
+                    record.role,
+                    record.worker_id,
+                    {name.removeprefix("num_"): count for name, count in counts.items()},
+                )
             for figure in status.transfers:
                 self._fleet_metrics.transfer(
                     figure.source_id,

@@ -8,15 +8,19 @@ After a failure the store is away until it has answered a question that nobody w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.blocks import BlockHash
+from disagg.messages import StoreCounts
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import FetchDone, FetchJob, PutJob, PutsDone, StoreThread
 from disagg.time_model import TransferTimeModel
+
+log = logging.getLogger(__name__)
 
 STORE_ID = "store"  # its source id in a `TransferTimeModel`
 
@@ -45,15 +49,9 @@ class ColdTierStats:
     num_dropped: int = 0  # not taken: the store is away, or the queue full or closed
     num_known: int = 0  # offered though the store has them
     num_put_failures: int = 0
-    stored_nbytes: int = 0
     queued_nbytes: int = 0
-    num_lookups: int = 0
-    num_lookup_failures: int = 0
     num_hits: int = 0  # blocks that came back
     num_misses: int = 0  # blocks looked up that did not
-    loaded_nbytes: int = 0
-    load_s: float = 0.0
-    last_error: str = ""
 
 
 class ColdTier:
@@ -159,7 +157,6 @@ class ColdTier:
                 thread. The blocks stay where they are when that is less than loading them.
         """
         fetch = Fetch(tuple(hashes))
-        self.stats.num_lookups += 1
         self._take_done()
         room = self._num_fetchable - sum(len(job.hashes) for _, job in self._under_way.values())
         room -= sum(len(ended.blocks) for ended in self._ended)
@@ -191,6 +188,18 @@ class ColdTier:
         for other, job in self._under_way.values():
             if other is fetch:
                 job.cancelled = True
+
+    def counts(self) -> StoreCounts:
+        """What went to and fro since the start."""
+        stats = self.stats
+        return StoreCounts(
+            num_hits=stats.num_hits,
+            num_misses=stats.num_misses,
+            num_stored=stats.num_stored,
+            num_known=stats.num_known,
+            num_dropped=stats.num_dropped,
+            num_failed=stats.num_put_failures,
+        )
 
     def poll(self) -> list[Fetch]:
         """Lookups that ended since the last call, each once."""
@@ -224,13 +233,12 @@ class ColdTier:
 
     def _finish_puts(self, done: PutsDone) -> None:
         self.stats.queued_nbytes -= done.nbytes
-        self._is_away = done.error is not None
         if done.error is not None:
             self.stats.num_put_failures += len(done.block_hashes)
-            self._forget_all(done.error)
+            self._failed(done.error)
             return
+        self._is_away = False
         self.stats.num_stored += len(done.block_hashes)
-        self.stats.stored_nbytes += done.nbytes
         self._remember(done.block_hashes)
 
     def _finish_fetch(self, done: FetchDone) -> None:
@@ -241,16 +249,12 @@ class ColdTier:
         if not job.cancelled:
             fetch.blocks = done.blocks
         if done.error is not None:
-            self.stats.num_lookup_failures += 1
-            self._is_away = True
-            self._forget_all(done.error)
+            self._failed(done.error)
         elif not job.cancelled:  # else the store may not have been asked
             self._is_away = False
             nbytes = len(done.blocks) * self._block_nbytes
             self._times.observe(STORE_ID, nbytes, done.seconds)
             self._observed_s = self._clock()
-            self.stats.loaded_nbytes += nbytes
-            self.stats.load_s += done.seconds
             self._remember(job.hashes[: done.num_found])
             for name in job.hashes[done.num_found :]:
                 self._known.pop(name, None)
@@ -268,7 +272,8 @@ class ColdTier:
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _forget_all(self, error: str) -> None:
-        """A server that was away may come back empty."""
-        self.stats.last_error = error
-        self._known.clear()
+    def _failed(self, error: str) -> None:
+        if not self._is_away:
+            log.warning("The store is away, so evicted prefixes are computed: %s", error)
+        self._is_away = True
+        self._known.clear()  # a server that was away may come back empty

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import httpx
@@ -46,6 +47,12 @@ def is_evicted(cluster: LocalCluster) -> bool:
     return not cluster.ingress.fleet.index.match(names)
 
 
+def blocks(metrics: str, outcome: str) -> float:
+    """What became of blocks, summed over workers."""
+    pattern = rf'^disagg_worker_store_blocks{{.*outcome="{outcome}".*}} (.*)$'
+    return sum(float(count) for count in re.findall(pattern, metrics, re.MULTILINE))
+
+
 async def test_an_evicted_prefix_comes_back(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     engine = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40}
@@ -67,7 +74,10 @@ async def test_an_evicted_prefix_comes_back(tmp_path: Path) -> None:
                 assert is_evicted(cluster)
                 await asyncio.sleep(0.5)  # the store's thread writes behind
                 text, num_cached = await chat(client, PROMPT)
+                metrics = (await client.get("/metrics")).text
             assert text == expected
             assert num_cached > 300
+            assert blocks(metrics, "hits") == num_cached // 16
+            assert blocks(metrics, "stored") >= num_cached // 16
             for worker in cluster.workers:
                 await worker.check()
