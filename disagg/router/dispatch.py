@@ -12,6 +12,7 @@ Knows workers only as `Workers`; time and randomness are given.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
@@ -74,6 +75,7 @@ class Dispatcher:
         max_moves: how often a request may be routed again before its error is final.
         patience_s: how long a request that had a worker waits for another one to appear. A
             request that finds none at first is refused at once.
+        ttft_slo_s: a request whose first token would come later is refused (`admission.in_time`).
         moved: told the model of each request that is routed again.
     """
 
@@ -87,6 +89,7 @@ class Dispatcher:
         max_moves: int = 5,
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
+        ttft_slo_s: float = math.inf,
         moved: Callable[[str], None] = lambda model: None,
     ) -> None:
         self._workers = workers
@@ -96,6 +99,7 @@ class Dispatcher:
         self._max_moves = max_moves
         self._patience_s = patience_s
         self._max_num_decisions = max_num_decisions
+        self._ttft_slo_s = ttft_slo_s
         self._moved = moved
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
 
@@ -111,15 +115,15 @@ class Dispatcher:
         mean nothing.
 
         Raises:
-            Unavailable, DeadlineExceeded: as their names say.
+            Unavailable, Overloaded, DeadlineExceeded: as their names say.
             DisaggError: what a worker answered, when it was final.
         """
         journey = _Journey(request)
         try:
             while not journey.is_finished:
+                if not journey.visits:
+                    journey.visits.extend(await self._choose(journey))
                 try:
-                    if not journey.visits:
-                        journey.visits.extend(await self._choose(journey))
                     async with aclosing(self._visit(journey)) as deltas:
                         async for delta in deltas:
                             yield delta
@@ -201,7 +205,9 @@ class Dispatcher:
                 request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
             )
         journey.ticket = None
-        return choose_route(request, view, index, now, rng, excluded)
+        # Who has been taken in is not turned away again because the way got longer.
+        ttft_slo_s = self._ttft_slo_s if not journey.worker_id else None
+        return choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
     def _reserve(self, journey: _Journey, route: Route) -> tuple[_Visit, ...]:
         """Claims in the order of the visits."""

@@ -44,14 +44,15 @@ def choose_route(
     now: float,
     rng: random.Random,
     exclude: Collection[str] = (),
-    ttft_slo_s: float = math.inf,
+    ttft_slo_s: float | None = math.inf,
 ) -> Route:
     """The cheapest way to serve `request`, of those that are fast enough.
 
     Args:
         now: Unix time in seconds.
         exclude: workers that must not be asked (again).
-        ttft_slo_s: how late the first token may come; see `admission.in_time`.
+        ttft_slo_s: how late the first token may come; see `admission.in_time`. None: whatever it
+            takes, for a request that has been taken in before.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
@@ -86,7 +87,7 @@ def choose_route(
         candidates += [pair for pair in pairs if math.isfinite(pair.total_s)]
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
-    if lateness_s(candidates[0], ttft_slo_s, left_s) > 0.0:
+    if ttft_slo_s is not None and lateness_s(candidates[0], ttft_slo_s, left_s) > 0.0:
         candidates = in_time(candidates, ttft_slo_s, left_s)
     return _choose(candidates, rng)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -145,10 +146,10 @@ class Clock:
         return asyncio.get_running_loop().time()
 
 
-def make_dispatcher(workers: ScriptedWorkers, fleet: Fleet, **options: float) -> Dispatcher:
+def make_dispatcher(workers: ScriptedWorkers, fleet: Fleet, **options: Any) -> Dispatcher:
     options = {"patience_s": 0.2} | options
     rng = random.Random(3)
-    return Dispatcher(workers, fleet, now=Clock(), rng=rng, **options)  # type: ignore[arg-type]
+    return Dispatcher(workers, fleet, now=Clock(), rng=rng, **options)
 
 
 def keep_busy(fleet: Fleet, *worker_ids: str) -> Fleet:
@@ -368,6 +369,30 @@ async def test_the_deadline_holds_while_waiting_for_a_worker() -> None:
     request = make_request(deadline_unix_s=Clock()() + 0.1)
     with pytest.raises(DeadlineExceeded):
         await collect(make_dispatcher(workers, fleet, patience_s=60), request)
+
+
+async def test_a_request_that_comes_too_late_is_refused_once() -> None:
+    workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
+    fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
+    moved: list[str] = []
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s=0.5, moved=moved.append)
+    with pytest.raises(Overloaded):
+        await collect(dispatcher, make_request())
+    assert (workers.calls, moved) == ([], [])
+
+
+async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=2)])), make_fleet("d0", "d1")
+
+    def fill(worker_id: str) -> None:
+        fleet.worker_lost(worker_id)
+        (other,) = fleet.view().workers
+        fleet.worker_stepped(other, (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
+
+    workers.on_failure = fill
+    request = make_request()
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s=0.5)
+    assert_complete(await collect(dispatcher, request), request)
 
 
 async def test_closing_the_answer_closes_the_stream() -> None:
