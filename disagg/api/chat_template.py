@@ -2,13 +2,15 @@
 
 Equal to transformers' `apply_chat_template`, whose filters and globals templates are written
 against. The template comes from the operator's model directory, never from a request. The sandbox
-forbids attributes and mutation; on top, products and powers are bounded and so is the output, so
-that a bad template fails the request that meets it and nothing else.
+forbids attributes and mutation; on top, products and powers are bounded, and so are the output and
+the time, so that a bad template fails the request that meets it and nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,11 +26,21 @@ from disagg.api.refusals import InvalidRequest
 from disagg.errors import ModelError
 
 MAX_NUM_CHARS = 32 << 20  # of a rendered prompt
+RENDER_LIMIT_S = 10.0
 _MAX_PRODUCT = 1 << 20
 
 
+class TemplateTooSlow(InvalidRequest):
+    """Rendering took longer than it may."""
+
+
 class ChatTemplate:
-    """A compiled template. `variables` are the special tokens it may name (`bos_token`...)."""
+    """A compiled template. `variables` are the special tokens it may name (`bos_token`...).
+
+    Args:
+        now: what a template that prints the date is told.
+        timer: monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -36,8 +48,10 @@ class ChatTemplate:
         variables: Mapping[str, str],
         *,
         now: Callable[[], datetime] = datetime.now,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        environment = _Sandbox(
+        environment = self._environment = _Sandbox(
+            timer,
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
@@ -57,8 +71,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        limit_s: float = RENDER_LIMIT_S,
     ) -> str:
-        """Raises `InvalidRequest` when the template refuses the messages or fails on them."""
+        """The prompt's text. May be called in several threads at a time.
+
+        Raises:
+            InvalidRequest: the template refuses the messages or fails on them.
+            TemplateTooSlow: it takes longer than `limit_s`.
+        """
+        self._environment.begin(limit_s)
         pieces: list[str] = []
         num_chars = 0
         try:
@@ -134,7 +155,40 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    """Looks at the time in every turn of every loop, which is where a template's time goes."""
+
     intercepted_binops = frozenset(["*", "**", "%"])
+
+    def __init__(self, timer: Callable[[], float], **options: Any) -> None:
+        super().__init__(**options)
+        self._timer = timer
+        self._limits = threading.local()
+
+    def begin(self, limit_s: float) -> None:
+        """The calling thread may spend so much time from now on."""
+        self._limits.seconds = limit_s
+        self._limits.ends_s = self._timer() + limit_s
+
+    def tick(self) -> None:
+        if self._timer() > self._limits.ends_s:
+            raise TemplateTooSlow(
+                "The model's chat template takes longer than"
+                f" {self._limits.seconds:g} s on these messages.",
+                code="invalid_prompt",
+                param="messages",
+            )
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        loops: list[jinja2.nodes.For | jinja2.nodes.Macro] = []
+        loops += tree.find_all(jinja2.nodes.For)
+        loops += tree.find_all(jinja2.nodes.Macro)
+        for loop in loops:
+            tick = jinja2.nodes.EnvironmentAttribute("tick", lineno=loop.lineno)
+            call = jinja2.nodes.Call(tick, [], [], None, None, lineno=loop.lineno)
+            look = jinja2.nodes.ExprStmt(call, lineno=loop.lineno)
+            loop.body.insert(0, look.set_environment(self))
+        return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "%" and isinstance(left, str)):

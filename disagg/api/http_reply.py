@@ -47,7 +47,7 @@ class Writer:
     async def reply(self, reply: Reply) -> None:
         length = (b"content-length", str(len(reply.body)).encode())
         await self._start(reply.status, [*reply.headers, length])
-        await self._send({"type": "http.response.body", "body": reply.body})
+        await self._write(reply.body, more=False)
 
     async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """The reply starts with the first event, so that earlier errors have a status."""
@@ -58,23 +58,25 @@ class Writer:
                     self.streaming = True
                 await self.write(event)
         self.streaming = False
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._write(b"", more=False)
 
     async def write(self, event: bytes) -> None:
-        self.num_begun += 1
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self.num_written += 1
+        await self._write(event, more=True)
 
     async def fail(self, error: DisaggError, *, close: bool) -> None:
         """An error reply, or the error as the last event of a stream that has begun."""
         if self.streaming:
             self.streaming = False
-            body = error_frame(error)
-            await self._send({"type": "http.response.body", "body": body})
+            await self._write(error_frame(error), more=False)
         elif self.status is None:
             closing = [(b"connection", b"close")] if close else []
             headers = [JSON, *error_headers(error), *closing]
             await self.reply(Reply(error_json(error), error.http_status, headers))
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        self.num_begun += 1
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.num_written += 1
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -96,10 +98,14 @@ async def watch(request: HttpRequest, writer: Writer) -> None:
             done, _ = await asyncio.wait({gone}, timeout=PING_AFTER_S)
             if done:
                 return
-            if not writer.streaming or before != (writer.num_begun, writer.num_written):
+            if before != (writer.num_begun, writer.num_written):
                 continue
             if writer.num_begun > writer.num_written:
                 return  # one write has blocked for all this time
-            await writer.write(PING)
+            if writer.streaming:
+                async with asyncio.timeout(PING_AFTER_S):
+                    await writer.write(PING)
+    except TimeoutError:
+        return
     finally:
         gone.cancel()

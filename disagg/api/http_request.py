@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from disagg.api.refusals import InvalidRequest, RequestTimeout, UnsupportedMediaType
-from disagg.errors import RequestError, RequestTooLarge, Unauthorized
+from disagg.errors import Overloaded, RequestError, RequestTooLarge, Unauthorized
 from disagg.telemetry import parse_traceparent
 
 BODY_TIMEOUT_S = 30.0
@@ -30,6 +30,30 @@ class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
 
+class Bodies:
+    """The bodies of all requests in flight, bounded in bytes.
+
+    A body counts from its arrival to the end of its request: what was made of it lives as long.
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.nbytes = 0
+        self._max_nbytes = max_nbytes
+
+    def check(self, nbytes: int) -> None:
+        """Raises `Overloaded` when so many more do not fit."""
+        if self.nbytes + nbytes > self._max_nbytes:
+            raise Overloaded(f"The requests in flight here fill {self._max_nbytes} bytes already.")
+
+    def take(self, nbytes: int) -> None:
+        """Raises `Overloaded` when they do not fit; nothing was taken then."""
+        self.check(nbytes)
+        self.nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+
+
 class HttpRequest:
     """
     Attributes:
@@ -37,6 +61,7 @@ class HttpRequest:
         request_id: the client's `x-request-id` when it is harmless, else ours; a label.
         route: the pattern that matched, for metrics; `rest` is what its end matched.
         tenant: whose request it is; filled in by the key check.
+        num_body_bytes: that were taken of the bodies' room, for whoever ends the request.
     """
 
     def __init__(
@@ -54,6 +79,7 @@ class HttpRequest:
         self.route = ""
         self.rest = ""
         self.tenant = ""
+        self.num_body_bytes = 0
         self.own_id = new_id()
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
@@ -88,25 +114,27 @@ class HttpRequest:
         if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise UnsupportedMediaType("Send the body without Content-Encoding.")
 
-    async def read_body(self, max_nbytes: int) -> bytes:
+    async def read_body(self, max_nbytes: int, bodies: Bodies, timeout_s: float) -> bytes:
         """The whole body.
 
         Raises:
             RequestTooLarge: as soon as that is clear; the rest is not read.
-            RequestTimeout: it did not arrive in `BODY_TIMEOUT_S`.
+            Overloaded: there is no room among `bodies`; again the rest is not read.
+            RequestTimeout: it did not arrive in `BODY_TIMEOUT_S`, or in `timeout_s` if less.
         """
         announced = self.headers.get(b"content-length", b"")
-        if announced.isdigit() and int(announced[:20]) > max_nbytes:
-            raise _too_large(max_nbytes)
+        if announced.isdigit():
+            if int(announced[:20]) > max_nbytes:
+                raise _too_large(max_nbytes)
+            bodies.check(int(announced))
+        timeout_s = min(BODY_TIMEOUT_S, timeout_s)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read_bounded(max_nbytes)
+            async with asyncio.timeout(timeout_s):
+                return await self._read_bounded(max_nbytes, bodies)
         except TimeoutError:
-            raise RequestTimeout(
-                f"The body did not arrive in {BODY_TIMEOUT_S:.0f} seconds."
-            ) from None
+            raise RequestTimeout(f"The body did not arrive in {timeout_s:g} seconds.") from None
 
-    async def _read_bounded(self, max_nbytes: int) -> bytes:
+    async def _read_bounded(self, max_nbytes: int, bodies: Bodies) -> bytes:
         parts: list[bytes] = []
         nbytes = 0
         while True:
@@ -117,6 +145,8 @@ class HttpRequest:
             nbytes += len(part)
             if nbytes > max_nbytes:
                 raise _too_large(max_nbytes)
+            bodies.take(len(part))
+            self.num_body_bytes = nbytes
             parts.append(part)
             if not message.get("more_body", False):
                 self._read.set()

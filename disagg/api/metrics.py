@@ -12,7 +12,7 @@ from types import TracebackType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from disagg.api.answers import Piece, Run
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, Overloaded
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,6 +48,12 @@ class ApiMetrics:
 
         self.num_running = Gauge(
             "disagg_num_requests_running", "Requests in flight", registry=self.registry
+        )
+        self.body_nbytes = Gauge(
+            "disagg_requests_body_bytes", "Bodies of requests in flight", registry=self.registry
+        )
+        self.refused = counter(
+            "disagg_request_refused", "Requests that there was no room or no time for", ["route"]
         )
         self.http_requests = counter(
             "disagg_http_requests", "HTTP requests by route and status", ["route", "code"]
@@ -118,6 +124,8 @@ class RequestTimer:
         traceback: TracebackType | None,
     ) -> None:
         metrics, model, run = self._metrics, self._model, self._run
+        if isinstance(error, Overloaded):
+            return  # it was never taken in
         if isinstance(error, DisaggError):
             metrics.failure.labels(model, error.code).inc()
         metrics.e2e.labels(model).observe(metrics.clock() - self._arrived_s)

@@ -52,6 +52,7 @@ class _Sampled(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds for the whole answer
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
     user: Label | None = None
     metadata: (

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from disagg.api.chat_template import ChatTemplate
+from disagg.api.chat_template import RENDER_LIMIT_S, ChatTemplate, TemplateTooSlow
 from disagg.api.openai_requests import (
     ChatMessage,
     ChatRequest,
@@ -24,6 +25,7 @@ from disagg.api.served_model import ServedModel
 from disagg.errors import ContextLengthExceeded
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
+INLINE_S = 0.02  # a template that takes longer, even for less, goes there too
 MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
 
 
@@ -41,7 +43,7 @@ async def chat_tokens(model: ServedModel, request: ChatRequest | TokenizeRequest
     _check_fits(max(len(messages), _fewest_tokens(num_chars, model)), model, "messages")
     return await _maybe_in_thread(
         num_chars + len(messages) * MESSAGE_COST_NUM_CHARS,
-        lambda: _encode_messages(model, template, request),
+        lambda limit_s: _encode_messages(model, template, request, limit_s),
     )
 
 
@@ -50,7 +52,7 @@ async def text_tokens(model: ServedModel, text: str, add_special_tokens: bool) -
     _check_fits(_fewest_tokens(len(text), model), model, "prompt")
     encode = model.tokenizer.encode
     return await _maybe_in_thread(
-        len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+        len(text), lambda limit_s: encode(text, add_special_tokens=add_special_tokens)
     )
 
 
@@ -83,7 +85,10 @@ def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def _encode_messages(
-    model: ServedModel, template: ChatTemplate, request: ChatRequest | TokenizeRequest
+    model: ServedModel,
+    template: ChatTemplate,
+    request: ChatRequest | TokenizeRequest,
+    limit_s: float,
 ) -> list[int]:
     shield = model.tokenizer.shield
     rendered = template.render(
@@ -93,6 +98,7 @@ def _encode_messages(
             name: shield(value) if isinstance(value, str) else value
             for name, value in (request.chat_template_kwargs or {}).items()
         },
+        limit_s=limit_s,
     )
     _check_fits(_fewest_tokens(len(rendered), model), model, "messages")
     return model.tokenizer.encode_chat(rendered)
@@ -147,8 +153,12 @@ def _arguments(text: str, shield: Callable[[str], str]) -> Any:
         return shield(text)
 
 
-async def _maybe_in_thread(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    return encode() if num_chars <= INLINE_NUM_CHARS else await asyncio.to_thread(encode)
+async def _maybe_in_thread(num_chars: int, encode: Callable[[float], list[int]]) -> list[int]:
+    """`encode`, which is told how many seconds its template has."""
+    if num_chars <= INLINE_NUM_CHARS:
+        with suppress(TemplateTooSlow):
+            return encode(INLINE_S)
+    return await asyncio.to_thread(encode, RENDER_LIMIT_S)
 
 
 def _num_chars(message: ChatMessage) -> int:

@@ -6,10 +6,11 @@ nothing of HTTP and nothing of where an answer is computed: that is `generate`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,10 +28,11 @@ from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_t
 from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
 from disagg.blocks import hash_blocks, hash_root
-from disagg.errors import ContextLengthExceeded, ModelNotFound
+from disagg.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from disagg.messages import GenerateRequest, SamplingParams
 
 Number = TypeVar("Number", int, float)
+Tokens = TypeVar("Tokens")
 
 GREEDY_BELOW = 1e-5  # a temperature this small overflows the division and means greedy
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -43,6 +45,7 @@ class Caller:
     request_id: str
     tenant: str = ""
     traceparent: str = ""
+    waited_s: float = 0.0  # from its arrival until now
 
 
 class Service:
@@ -94,35 +97,56 @@ class Service:
 
     async def chat(self, request: ChatRequest, caller: Caller) -> Run:
         """Check a chat request and make it ready to run. Raises `RequestError`."""
-        model = self.model(request.model)
+        model, deadline_unix_s = self.model(request.model), self._deadline(request, caller)
         with telemetry.span("tokenize", caller.traceparent) as span:
-            token_ids = await chat_tokens(model, request)
+            token_ids = await self._in_time(deadline_unix_s, chat_tokens(model, request))
             span.set("disagg.num_prompt_tokens", len(token_ids))
         limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
-        return self._run(request, caller, model, [token_ids], limit)
+        return self._run(request, caller, model, [token_ids], limit, deadline_unix_s)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
-        model = self.model(request.model)
+        model, deadline_unix_s = self.model(request.model), self._deadline(request, caller)
         with telemetry.span("tokenize", caller.traceparent) as span:
-            token_lists, echoes = await completion_tokens(model, request)
+            token_lists, echoes = await self._in_time(
+                deadline_unix_s, completion_tokens(model, request)
+            )
             span.set("disagg.num_prompt_tokens", sum(map(len, token_lists)))
         limit = self._token_limit(
             model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
         )
-        return self._run(request, caller, model, token_lists, limit, echoes)
+        return self._run(request, caller, model, token_lists, limit, deadline_unix_s, echoes)
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
-        model = self.model(request.model)
+        model, deadline_unix_s = self.model(request.model), self._clock() + self._default_timeout_s
         if request.messages is not None:
-            return model, await chat_tokens(model, request)
+            return model, await self._in_time(deadline_unix_s, chat_tokens(model, request))
         special = request.add_special_tokens is not False
-        return model, await text_tokens(model, request.prompt or "", special)
+        encoding = text_tokens(model, request.prompt or "", special)
+        return model, await self._in_time(deadline_unix_s, encoding)
 
     def detokenize(self, request: DetokenizeRequest) -> str:
         model = self.model(request.model)
         check_ids(request.tokens, model, "tokens")
         return model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    def _deadline(self, request: ChatRequest | CompletionRequest, caller: Caller) -> float:
+        """When the answer must be complete, in Unix seconds; a client may ask for less time."""
+        limit_s = self._default_timeout_s
+        if request.timeout is not None:
+            limit_s = min(request.timeout, limit_s)
+        return self._clock() - caller.waited_s + limit_s
+
+    async def _in_time(self, deadline_unix_s: float, work: Awaitable[Tokens]) -> Tokens:
+        """Raises `DeadlineExceeded`; what runs in a thread then has a limit of its own."""
+        try:
+            async with asyncio.timeout(deadline_unix_s - self._clock()):
+                return await work
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "The request's deadline passed before its prompt was read; shorten the prompt or"
+                " allow more time."
+            ) from None
 
     def _token_limit(
         self,
@@ -163,19 +187,21 @@ class Service:
         model: ServedModel,
         token_lists: Sequence[Sequence[int]],
         max_tokens: int,
+        deadline_unix_s: float,
         echoes: Sequence[str] = (),
     ) -> Run:
         sampling = self._sampling(request, model, max_tokens)
-        now = self._clock()
         num_choices = request.n or 1
         choices: list[Choice] = []
         for token_ids in token_lists:
-            made = self._generate_request(request, caller, model, token_ids, sampling, now)
+            made = self._generate_request(
+                request, caller, model, token_ids, sampling, deadline_unix_s
+            )
             for _ in range(num_choices):
                 choices.append(self._choice(request, made, len(choices)))
         job = Job(
             id=caller.request_id,
-            created_unix_s=int(now),
+            created_unix_s=int(self._clock()),
             model=model,
             choices=tuple(choices),
             num_choices=num_choices,
@@ -192,7 +218,7 @@ class Service:
         model: ServedModel,
         token_ids: Sequence[int],
         sampling: SamplingParams,
-        now: float,
+        deadline_unix_s: float,
     ) -> GenerateRequest:
         cache_tenant = f"{caller.tenant}/{request.cache_salt or ''}"
         root = hash_root(model.fingerprint, model.block_size, cache_tenant)
@@ -204,7 +230,7 @@ class Service:
             hash_root=root,
             block_hashes=tuple(hash_blocks(root, token_ids, model.block_size)),
             sampling=sampling,
-            deadline_unix_s=now + self._default_timeout_s,
+            deadline_unix_s=deadline_unix_s,
             tenant=caller.tenant,
             traceparent=caller.traceparent,
         )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from disagg.api.chat_template import ChatTemplate, load_chat_template
+from disagg.api.chat_template import ChatTemplate, TemplateTooSlow, load_chat_template
 from disagg.api.refusals import InvalidRequest
 from disagg.errors import ModelError
 from tests.api.fakes import CHATML, byte_level_core
@@ -156,3 +158,29 @@ def _rendered(directory: Path, override: str | None = None) -> str:
     template = load_chat_template(directory, override)
     assert template is not None
     return template.render([])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SELF_CALLING = """{% macro again(n) %}{% if n %}{{ again(n - 1) }}{{ again(n - 1) }}{% endif %}
+{% endmacro %}{{ again(60) }}"""
+
+
+@pytest.mark.parametrize("source", [ENDLESS, SELF_CALLING], ids=["loops", "calls"])
+def test_time_is_bounded(source: str) -> None:
+    timer = itertools.count().__next__  # a second passes between two looks
+    with pytest.raises(TemplateTooSlow, match=r"longer than 7 s"):
+        ChatTemplate(source, {}, timer=timer).render([], limit_s=7)
+    assert timer() == 7 + 2
+
+
+def test_each_rendering_and_each_thread_has_its_own_time() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    messages = [{"content": str(number)} for number in range(50)]
+    wanted = "".join(str(number) for number in range(50))
+    with pytest.raises(TemplateTooSlow):
+        template.render(messages, limit_s=-1.0)
+    with ThreadPoolExecutor(4) as pool:
+        late = [pool.submit(template.render, messages, limit_s=-1.0) for _ in range(20)]
+        rendered = [pool.submit(template.render, messages) for _ in range(20)]
+        assert {each.result() for each in rendered} == {wanted}
+        assert all(isinstance(each.exception(), TemplateTooSlow) for each in late)

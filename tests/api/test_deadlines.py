@@ -1,0 +1,195 @@
+"""Every stage before a worker hears of a request has an end, and so has the writing of replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from disagg.api import http_reply, prompts
+from disagg.api.chat_template import ChatTemplate
+from disagg.api.metrics import ApiMetrics
+from disagg.api.openai_requests import ChatRequest, parse_request
+from disagg.api.service import Caller
+from disagg.config import HttpConfig
+from tests.api.apps import http_client, make_app, until
+from tests.api.fakes import FakeGenerate, served_model
+from tests.api.hostile_requests import CHAT
+from tests.api.test_chat_template import ENDLESS
+from tests.api.test_http import URL, Exchange, never
+from tests.api.test_service import service
+
+
+def status(exchange: Exchange) -> int:
+    (start,) = (each for each in exchange.sent if each["type"] == "http.response.start")
+    code: int = start["status"]
+    return code
+
+
+def headers(exchange: Exchange) -> dict[bytes, bytes]:
+    return dict(exchange.sent[0]["headers"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "deadline_unix_s"),
+    [({}, 1058.0), ({"timeout": 5}, 1003.0), ({"timeout": 1e9}, 1058.0), ({"timeout": 0.5}, 998.5)],
+)
+async def test_the_clock_runs_from_arrival_and_clients_may_ask_for_less_time(
+    fields: dict[str, Any], deadline_unix_s: float
+) -> None:
+    """The clock of this service says 1000, its limit is 60 s, and the body took 2 s."""
+    request = parse_request(json.dumps(CHAT | fields).encode(), ChatRequest)
+    run = await service().chat(request, Caller("id", waited_s=2.0))
+    assert run.job.choices[0].request.deadline_unix_s == deadline_unix_s
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "5", [1]])
+async def test_a_timeout_that_is_none_is_refused_by_name(wrong: Any) -> None:
+    async with http_client(make_app()) as client:
+        answer = await client.post(URL, json=CHAT | {"timeout": wrong})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
+
+
+async def test_a_template_that_takes_for_ever_is_refused_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompts, "INLINE_S", 0.001)
+    monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.3)
+    generate = FakeGenerate()
+    endless = served_model(name="endless", template=ENDLESS)
+    app = make_app(generate, endless, served_model())
+    async with http_client(app) as client:
+        slow = asyncio.create_task(client.post(URL, json=CHAT | {"model": "endless"}))
+        await asyncio.sleep(0.05)
+        quick = await client.post(URL, json=CHAT | {"model": "tiny"})
+        assert quick.status_code == 200
+        assert not slow.done(), "it had the event loop for itself"
+        refused = await slow
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_prompt")
+    assert "takes longer than 0.3 s" in refused.json()["error"]["message"]
+    assert [request.model for request in generate.requests] == ["tiny"]
+
+
+async def test_a_deadline_ends_the_wait_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread then has a limit of its own."""
+    monkeypatch.setattr(prompts, "INLINE_S", 0.001)
+    monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.5)
+    app = make_app(None, served_model(name="endless", template=ENDLESS))
+    async with http_client(app) as client:
+        answer = await client.post(URL, json=CHAT | {"model": "endless", "timeout": 0.05})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_read_is_nobodys_request() -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Held(ChatTemplate):
+        def render(self, *args: Any, **options: Any) -> str:
+            reading.set()
+            assert go_on.wait(30)
+            return super().render(*args, **options)
+
+    generate, metrics = FakeGenerate(), ApiMetrics()
+    model = served_model()
+    object.__setattr__(model, "template", Held("{{ messages[0].content }}", {}))
+    app = make_app(generate, model, metrics=metrics)
+    # So many messages go to a thread.
+    body = CHAT | {"messages": [{"role": "user", "content": "a"}] * 140}
+    exchange = Exchange(app, body | {"model": "tiny"})
+    await until(reading.is_set)
+    exchange.hang_up()
+    await exchange.done
+    go_on.set()
+    assert (generate.requests, exchange.sent) == ([], [])
+    assert "disagg_requests_body_bytes 0.0" in metrics.expose().decode()
+
+
+def parts_of(exchange: Exchange, *parts: bytes) -> None:
+    """What arrives of a body instead of the whole."""
+    exchange._incoming.get_nowait()
+    for part in parts:
+        exchange._incoming.put_nowait({"type": "http.request", "body": part, "more_body": True})
+
+
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    generate = FakeGenerate()
+    exchange = Exchange(make_app(generate, config=HttpConfig(default_timeout_s=0.02)), CHAT)
+    parts_of(exchange, b"{")
+    await exchange.done
+    assert (status(exchange), generate.requests) == (408, [])
+
+
+async def test_bodies_have_a_room_of_so_many_bytes() -> None:
+    """It counts what has arrived, whether announced or not, until the request is over."""
+    metrics = ApiMetrics()
+    config = HttpConfig(max_requests_nbytes=2000)
+    generate = FakeGenerate(pause=never)
+    app = make_app(generate, config=config, metrics=metrics)
+
+    def shown(name: str) -> float:
+        (line,) = (x for x in metrics.expose().decode().splitlines() if x.startswith(name))
+        return float(line.split()[-1])
+
+    served = Exchange(app, CHAT)
+    num_served = len(json.dumps(CHAT))
+    await until(lambda: generate.num_open == 1)
+    reading = Exchange(app, CHAT)
+    parts_of(reading, b"x" * (1999 - num_served))
+    await until(lambda: shown("disagg_requests_body_bytes") == 1999)
+    late = Exchange(app, CHAT)
+    parts_of(late, b"x", b"x")
+    await late.done
+    assert status(late) == 429
+    assert int(headers(late)[b"retry-after"]) >= 1
+    async with http_client(app) as client:
+        announced = await client.post(URL, json=CHAT)
+    assert announced.status_code == 429
+    assert shown("disagg_request_refused_total") == 2
+    assert shown("disagg_requests_body_bytes") == 1999
+    for exchange in (served, reading):
+        exchange.hang_up()
+        await exchange.done
+    assert shown("disagg_requests_body_bytes") == 0
+    assert shown("disagg_num_requests_running") == 0
+
+
+@pytest.mark.parametrize("body", [CHAT, CHAT | {"n": 0}], ids=["answer", "refusal"])
+async def test_a_whole_reply_that_nobody_reads_is_given_up(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    generate = FakeGenerate()
+    exchange = Exchange(make_app(generate), body)
+
+    async def block(message: MutableMapping[str, Any]) -> None:
+        exchange.sent.append(message)
+        if message["type"] == "http.response.body":
+            await never()
+
+    exchange._send = block  # type: ignore[method-assign]
+    await exchange.done
+    assert (generate.num_open, len(exchange.sent)) == (0, 2)
+
+
+async def test_a_silent_stream_that_takes_no_ping_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    pauses = iter(range(100))
+    generate = FakeGenerate(
+        pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 1 else never()
+    )
+    exchange = Exchange(make_app(generate), CHAT | {"stream": True})
+
+    async def block(message: MutableMapping[str, Any]) -> None:
+        exchange.sent.append(message)
+        if b": ping" in message.get("body", b""):
+            await never()
+
+    exchange._send = block  # type: ignore[method-assign]
+    await exchange.done
+    assert generate.num_open == 0
