@@ -344,10 +344,9 @@ def churn(
     num_requests: int = 1536, num_joins: int = 250, num_leaves: int = 150, seed: int = 0
 ) -> dict[str, Any]:
     """Run it, and return the figures; `is_held` says whether all of them are what they must be."""
-    logs = [logging.getLogger(f"disagg.{name}") for name in ("worker.doors", "links.server")]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.ERROR)
+    log = logging.getLogger("disagg")
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         with mock.patch.object(leaving, "HOLD_TTL_S", HOLD_S):
             asyncio.run(_run(seed, (0, 0, 0)))  # what stays open after this stays open anyway
@@ -355,8 +354,7 @@ def churn(
             began_s = time.monotonic()
             tally, figures = asyncio.run(_run(seed, (num_requests, num_joins, num_leaves)))
     finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+        log.setLevel(level)
     after = _standing()
     gates = {
         "wrong_text": tally.num_wrong,

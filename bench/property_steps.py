@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first play")
     arguments = parser.parse_args()
-    logging.getLogger("disagg.worker.doors").setLevel(logging.ERROR)  # most pulls fail here
+    logging.getLogger("disagg").setLevel(logging.ERROR)  # most pulls fail here
     began_s = time.perf_counter()
     tally = play_many(arguments.steps, arguments.seed)
     failures = tally.failures

@@ -25,7 +25,7 @@ from tests.worker.rehearsal import play_many
 @pytest.fixture(autouse=True, scope="module")
 def _quiet_log() -> Iterator[None]:
     """Every failed pull is a warning, and here most pulls fail."""
-    log = logging.getLogger("disagg.worker.doors")
+    log = logging.getLogger("disagg")
     level = log.level
     log.setLevel(logging.ERROR)
     yield

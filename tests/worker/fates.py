@@ -56,7 +56,6 @@ class FatefulTransport(LocalTransport):
         self._fates = fates
         self._flights: list[_Flight] = []
         self._late: deque[tuple[Peer, str]] = deque()  # notifications
-        self.num_failed = 0
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         pull = self._book.begin(ticket, first_block, into, self._clock())
@@ -105,7 +104,7 @@ class FatefulTransport(LocalTransport):
             return None
         self._book.end(pull)
         self._notify(pull.peer, pull.ticket.ticket_id)
-        self.num_failed += error is not None
+        self._fates.met["pull failed"] += error is not None
         self._fates.met[error or "pulled"] += 1
         return PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, 0.001)
 

@@ -127,6 +127,7 @@ class Member:
     def note(self) -> None:
         """Add to the world's count what happened here."""
         met = self._world.met
+        met["computed"] += self.runner.num_computed
         met["preempted"] += self.engine.scheduler.num_preempted
         met["hold expired"] += self.holds.num_expired
         met["hold broken"] += self.holds.num_broken

@@ -114,7 +114,7 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
 
 
 def play_in_quiet(dice: Dice) -> Play:
-    """Room for everybody, prompts that share nothing, and nothing that goes wrong."""
+    """Room for everybody, prompts that share nothing, and nothing worse than a drain."""
     trips = [
         Trip(
             at=dice.pick(range(30)),
@@ -131,9 +131,14 @@ def play_in_quiet(dice: Dice) -> Play:
         block_size=dice.pick([4, 2, 1]),
         num_blocks=(200,) * NUM_WORKERS,
         trips=tuple(trips),
-        schedule=bytes(32 * (octet % NUM_WORKERS) for octet in dice.octets(0, 60)),
+        schedule=bytes(_turn_or_drain(octet) for octet in dice.octets(0, 60)),
         max_num_batched_tokens=dice.pick(range(3, 17)),
     )
+
+
+def _turn_or_drain(octet: int) -> int:
+    """An action of `Fleet.run`."""
+    return (31 if octet > 250 else 0) + 32 * (octet % NUM_WORKERS)
 
 
 def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
@@ -155,14 +160,17 @@ def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
 
 
 def spoiled(ticket: KVTicket, kind: int) -> KVTicket:
-    """A ticket that nobody issued, in one of the ways that a reader must notice."""
+    """A ticket that nobody issued, in one of the ways that a reader must notice.
+
+    Generations are those of the past: those of the future may come true before they are read.
+    """
     ids, generations = ticket.block_ids, ticket.generations
     changes: list[dict[str, Any]] = [
         {"epoch": ticket.epoch + 1},
         {"layout": "another model's"},
         {"source_id": "nobody"},
         {"ticket_id": ""},
-        {"generations": tuple(generation + 1 for generation in generations)},
+        {"generations": tuple(generation - 1 for generation in generations)},
         {"generations": generations[1:]},
         {"generations": (*generations, 1)},
         {"block_ids": (-1, *ids[1:])},

@@ -36,6 +36,7 @@ LEAST_PER_100_000_STEPS = {
     "worker died": 100,
     "engine broke": 300,
     "drained": 300,
+    "left in mid-answer": 100,
     "link cut": 100,
     "preempted": 100,
     "store away": 100,

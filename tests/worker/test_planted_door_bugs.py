@@ -299,7 +299,7 @@ def expect_notice(plays: Iterator[Play], assert_right: Callable[[Play], object])
 
 @pytest.fixture(autouse=True)
 def _quiet_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "disagg.worker.doors")
+    caplog.set_level(logging.ERROR, "disagg")
 
 
 @pytest.mark.parametrize("plant", IN_TROUBLE, ids=lambda plant: plant.__name__.strip("_"))
