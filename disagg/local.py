@@ -48,13 +48,17 @@ class LocalCluster:
         return worker
 
     async def stop_worker(self, worker: Worker, drain_s: float | None = None) -> None:
-        """Take a worker away, after its streams ended if `drain_s` allows."""
+        """Take a worker away; with `drain_s` its streams end, or go on elsewhere, first.
+
+        As under Serve the ingress hears it before the worker does.
+        """
         self.workers.remove(worker)
         if drain_s is None:
             await worker.close()
+            self._tell()
         else:
+            self._tell()
             await worker.drain(drain_s)
-        self._tell()
 
     async def wait_ready(self) -> None:
         """Until every worker is known to the router."""

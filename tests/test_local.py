@@ -15,6 +15,7 @@ import pytest
 from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
+from disagg.worker.draining import Draining
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
@@ -178,6 +179,56 @@ async def test_a_worker_that_stops_loses_no_request_and_no_token(
         for i, (content, answer) in enumerate(zip(contents, answers, strict=True)):
             assert answer["usage"]["completion_tokens"] == 60
             assert text(answer) == reference.chat(content, 60, temperature=1, seed=i)
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+def scores(choice: dict[str, Any]) -> list[float]:
+    return [token["logprob"] for token in (choice["logprobs"] or {}).get("content", ())]
+
+
+ALL_SORTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1, "seed": 3},
+    {"temperature": 1, "seed": 5, "presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"logprobs": True, "top_logprobs": 3},
+    {"n": 3, "temperature": 1, "seed": 8},
+    {"temperature": 1.3, "seed": 11, "stop": ["e", "the"], "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+async def test_a_planned_stop_moves_kv_and_no_answer_shows_it(
+    model: Path, transport: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was asked for; and nothing is counted or computed twice."""
+    monkeypatch.setattr(Draining, "_step_s", lambda draining: 10.0)
+    async with cluster(model, transport, 1, 2) as (running, client):
+
+        async def ask(index: int) -> dict[str, Any]:
+            fields = {"ignore_eos": "stop" not in ALL_SORTS[index], **ALL_SORTS[index]}
+            return await chat(client, f"{index}: {LONG[:90]}", 60, **fields)
+
+        asked = range(len(ALL_SORTS))
+        expected = [await ask(index) for index in asked]
+        victim = next(worker for worker in running.workers if worker.record.role == "decode")
+        tasks = [asyncio.create_task(ask(index)) for index in asked]
+        await until(lambda: victim._engine.scheduler.running, 30)
+        await running.stop_worker(victim, 60.0)
+        answers = await asyncio.gather(*tasks)
+        for answer, undisturbed in zip(answers, expected, strict=True):
+            for choice, same in zip(answer["choices"], undisturbed["choices"], strict=True):
+                assert choice["message"] == same["message"]
+                assert choice["finish_reason"] == same["finish_reason"]
+                assert scores(choice) == pytest.approx(scores(same), abs=1e-4)
+            for count in ("prompt_tokens", "completion_tokens"):
+                assert answer["usage"][count] == undisturbed["usage"][count]
+        sources = {
+            figure.source_id
+            for worker in running.workers
+            for figure in worker._doors.status().transfers
+        }
+        assert victim.record.worker_id in sources, "its KV was not fetched"
         for worker in running.workers:
             await until_empty(worker)
 

@@ -20,7 +20,7 @@ from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import Start, TokenDelta, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
-from disagg.time_model import TransferTimeModel
+from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, refusal
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
@@ -40,7 +40,7 @@ class Doors:
         self._engine = parts.engine
         self._max_requests_nbytes = parts.max_requests_nbytes
         self._transport = parts.transport
-        self._step_times = parts.step_times
+        self._step_times = StepTimeFit()
         self._transfer_times = TransferTimeModel()
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)

@@ -1,7 +1,8 @@
 """An engine's speed before its first request, measured.
 
-Without it the first long prompt on a slow machine would look like an engine that hangs, and the
-first routes would be guesses.
+Without it the first long prompt on a slow machine would look like an engine that hangs. The router
+does not hear of it: workers that start together slow each other down, and one that seems slow gets
+no work that would show otherwise.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Callable
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.time_model import StepFeatures, StepTimeFit
+from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
 
 NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the cost of a step
 NUM_DECODES = 3
 NUM_TELLINGS = 32  # a fit moves towards what it hears, and this may be far from its prior
 
 
-def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeFit:
+def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeModel:
     """Step times of a short prompt and its answer. Nothing of it can be found by name.
 
     Args:
@@ -40,7 +41,7 @@ def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeFit:
     times = StepTimeFit()
     for features, seconds in seen * NUM_TELLINGS:
         times.observe(features, seconds)
-    return times
+    return times.model
 
 
 def _sequence(num_tokens: int) -> Sequence:

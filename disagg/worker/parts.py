@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine import Engine
@@ -14,7 +14,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.messages import StartStep
 from disagg.store.cold_tier import ColdTier
-from disagg.time_model import StepTimeFit, TransferTimeModel
+from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
 
 
@@ -23,7 +23,7 @@ class Parts:
     """A worker's parts, each made for the others.
 
     read_block, write_block: a block's bytes, by block id; for the cold tier.
-    step_times: what is known of the engine's speed before its first request.
+    first_times: what steps took before the first request.
     max_requests_nbytes: what prompts may take here, waiting and running.
     """
 
@@ -33,7 +33,7 @@ class Parts:
     cold_tier: ColdTier | None
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
-    step_times: StepTimeFit = field(default_factory=StepTimeFit)
+    first_times: StepTimeModel = StepTimeModel()  # noqa: RUF009 - it is frozen
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
 
 

@@ -63,6 +63,7 @@ class Worker:
             key=key, record=record, receive=self._receive, status=self._doors.status()
         )
         self._liveness = Liveness()
+        self._first_times = parts.first_times
         self._watch: asyncio.Task[None] | None = None
 
     @classmethod
@@ -187,8 +188,9 @@ class Worker:
         """
         while True:
             await asyncio.sleep(LOOK_S)
-            step_times = StepTimeModel.of(self._server.status.step_costs)
-            step_s = step_times.step_s(self._engine.last_plan.features)
+            features = self._engine.last_plan.features
+            learned = StepTimeModel.of(self._server.status.step_costs)
+            step_s = max(self._first_times.step_s(features), learned.step_s(features))
             is_stalled = self._liveness.look(self._thread.num_turns, step_s)
             if is_stalled and self._thread.failed is None:
                 reason = f"the engine has not finished a step for {self._liveness.still_s} s"

@@ -31,7 +31,7 @@ def test_the_first_long_prompt_is_no_surprise(step_s: float, token_s: float) -> 
     """An engine counts as stalled after four times of what is predicted, and 3 s."""
     engine, _ = new_engine(64, 16, max_num_batched_tokens=1024)
     machine = SlowMachine(engine, step_s, token_s)
-    model = first_steps(engine, lambda: machine.now).model
+    model = first_steps(engine, lambda: machine.now)
     for num_tokens in (64, 1024):
         truth = step_s + token_s * num_tokens
         assert model.prefill_s(num_tokens) > truth / 4 - 0.5
