@@ -287,6 +287,8 @@ class FleetMetrics:
         self._store = gauge(
             "worker_store_blocks", "Between a worker and the store, so far", *worker, "outcome"
         )
+        self._requests = gauge("worker_requests_bytes", "Prompts on it", *worker)
+        self._link = gauge("worker_link_buffer_bytes", "Waiting to be sent to it", *worker)
         self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
         self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
         self._moves = Counter(
@@ -309,14 +311,24 @@ class FleetMetrics:
         num_waiting: int,
         kv_usage: float,
         num_holds: int,
+        requests_nbytes: int,
+        link_nbytes: int,
     ) -> None:
-        """A worker's load as of its last step. `kv_usage` is a fraction."""
+        """A worker's load as of its last step.
+
+        Args:
+            kv_usage: a fraction.
+            requests_nbytes: of the prompts on it.
+            link_nbytes: that wait here to be sent to it.
+        """
         series = (model, role, worker_id)
         self._workers.add(series)
         self._running.labels(*series).set(num_running)
         self._waiting.labels(*series).set(num_waiting)
         self._kv_usage.labels(*series).set(kv_usage)
         self._holds.labels(*series).set(num_holds)
+        self._requests.labels(*series).set(requests_nbytes)
+        self._link.labels(*series).set(link_nbytes)
 
     def store(self, model: str, role: str, worker_id: str, num_blocks: Mapping[str, int]) -> None:
         """What became of blocks on their way to and from the store, by outcome."""
@@ -335,7 +347,14 @@ class FleetMetrics:
 
     def keep_only(self, worker_ids: Collection[str]) -> None:
         """Drop the series of workers that have left."""
-        gauges = (self._running, self._waiting, self._kv_usage, self._holds)
+        gauges = (
+            self._running,
+            self._waiting,
+            self._kv_usage,
+            self._holds,
+            self._requests,
+            self._link,
+        )
         for worker in [each for each in self._workers if each[-1] not in worker_ids]:
             self._workers.remove(worker)
             for gauge in gauges:

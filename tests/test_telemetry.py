@@ -266,7 +266,15 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     metrics = FleetMetrics(registry)
     for worker_id in ("p1", "d1"):
         metrics.worker(
-            "m", "decode", worker_id, num_running=3, num_waiting=1, kv_usage=0.5, num_holds=2
+            "m",
+            "decode",
+            worker_id,
+            num_running=3,
+            num_waiting=1,
+            kv_usage=0.5,
+            num_holds=2,
+            requests_nbytes=4000,
+            link_nbytes=50,
         )
         metrics.store("m", "decode", worker_id, {"hits": 5, "stored": 7})
     metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9)
@@ -277,6 +285,8 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     assert f"disagg_worker_num_requests_waiting{{{series}}} 1.0" in text
     assert f"disagg_worker_kv_cache_usage_perc{{{series}}} 0.5" in text
     assert f"disagg_worker_kv_holds{{{series}}} 2.0" in text
+    assert f"disagg_worker_requests_bytes{{{series}}} 4000.0" in text
+    assert f"disagg_worker_link_buffer_bytes{{{series}}} 50.0" in text
     by_outcome = 'model_name="m",outcome="stored",role="decode",worker_id="p1"'
     assert f"disagg_worker_store_blocks{{{by_outcome}}} 7.0" in text
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text

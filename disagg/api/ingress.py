@@ -59,7 +59,12 @@ class IngressCore:
         metrics = ApiMetrics()
         self._fleet_metrics = FleetMetrics(metrics.registry)
         self.dispatcher = Dispatcher(
-            self.links, self.fleet, now=now, rng=rng, moved=self._fleet_metrics.request_moved
+            self.links,
+            self.fleet,
+            now=now,
+            rng=rng,
+            ttft_slo_s={tier.name: tier.ttft_slo_s for tier in config.tiers},
+            moved=self._fleet_metrics.request_moved,
         )
         self.service = Service(
             self._models,
@@ -128,6 +133,8 @@ class IngressCore:
                 num_waiting=status.num_waiting,
                 kv_usage=1.0 - status.num_free_blocks / record.num_blocks,
                 num_holds=status.num_holds,
+                requests_nbytes=status.requests_nbytes,
+                link_nbytes=self.links.num_buffered_bytes(record.worker_id),
             )
             if status.store is not None:
                 counts = msgspec.structs.asdict(status.store)

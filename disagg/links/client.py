@@ -107,6 +107,11 @@ class Link:
     def is_up(self) -> bool:
         return self._connection is not None and self._connection.is_up
 
+    @property
+    def num_buffered_bytes(self) -> int:
+        """What waits to be sent to the worker."""
+        return 0 if self._connection is None else self._connection.num_buffered_bytes
+
     def open(self) -> None:
         """Connect in the background, and again after every loss, until `close`."""
         self._task = asyncio.create_task(self._keep_connected())

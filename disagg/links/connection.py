@@ -52,10 +52,15 @@ class Connection(asyncio.Protocol, ABC):
         if not self.is_open or self._transport is None:
             return
         self._transport.write(frame(encode(message)))
-        if self._transport.get_write_buffer_size() > self.max_buffer_nbytes:
+        if self.num_buffered_bytes > self.max_buffer_nbytes:
             self.end(
                 f"the other side reads too slowly: more than {self.max_buffer_nbytes} bytes wait"
             )
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """What waits to be sent."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def trust(self) -> None:
         """The handshake is over."""

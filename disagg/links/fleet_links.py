@@ -90,6 +90,11 @@ class FleetLinks:
             raise WorkerLost(f"Worker {worker_id} has left the fleet.")
         return link
 
+    def num_buffered_bytes(self, worker_id: str) -> int:
+        """What waits to be sent to a worker; 0 for one that has left."""
+        link = self._links.get(worker_id)
+        return 0 if link is None else link.num_buffered_bytes
+
     def stream(
         self,
         worker_id: str,

@@ -15,19 +15,21 @@ import asyncio
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from disagg import telemetry
 from disagg.blocks import hash_block
-from disagg.errors import DisaggError, EngineFailed, Unavailable, WorkerLost
+from disagg.errors import DisaggError, EngineFailed, Overloaded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.fleet import Fleet, FleetView, Load, Reservation
 from disagg.router.policy import choose_decode, choose_route
+from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Route
 
 PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
@@ -58,6 +60,22 @@ class Workers(Protocol):
         ...
 
 
+class ChooseRoute(Protocol):
+    """How a request that is nowhere yet finds its way. `policy.choose_route` is one, and those of
+    `baselines` are others, to compare it with."""
+
+    def __call__(
+        self,
+        request: GenerateRequest,
+        fleet: FleetView,
+        index: PrefixIndex,
+        now: float,
+        rng: random.Random,
+        exclude: Collection[str] = (),
+        ttft_slo_s: float | None = None,
+    ) -> Route: ...
+
+
 class Decision(msgspec.Struct, frozen=True):
     """One routing decision, for traces and `GET /debug/requests/{id}`."""
 
@@ -75,7 +93,8 @@ class Dispatcher:
         max_moves: how often a request may be routed again before its error is final.
         patience_s: how long a request that had a worker waits for another one to appear. A
             request that finds none at first is refused at once.
-        ttft_slo_s: a request whose first token would come later is refused (`admission.in_time`).
+        ttft_slo_s: by model; a request whose first token would come later is refused
+            (`admission.in_time`).
         moved: told the model of each request that is routed again.
     """
 
@@ -89,8 +108,9 @@ class Dispatcher:
         max_moves: int = 5,
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
-        ttft_slo_s: float = math.inf,
+        ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
         moved: Callable[[str], None] = lambda model: None,
+        choose: ChooseRoute = choose_route,
     ) -> None:
         self._workers = workers
         self._fleet = fleet
@@ -101,6 +121,7 @@ class Dispatcher:
         self._max_num_decisions = max_num_decisions
         self._ttft_slo_s = ttft_slo_s
         self._moved = moved
+        self._choose_route = choose
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
@@ -133,6 +154,7 @@ class Dispatcher:
                     self._cancel_visits(journey)
                     journey.move(error)
                     self._moved(journey.model)
+            self._fleet.answers.observe(journey.model, journey.num_output_tokens)
         finally:
             self._cancel_visits(journey)
             if journey.ticket is not None:
@@ -177,6 +199,10 @@ class Dispatcher:
             try:
                 return self._reserve(journey, self._route(journey))
             except Unavailable:
+                if journey.is_turned_away:
+                    raise Overloaded(
+                        "All workers are full; try again shortly.", retry_after_s=journey.wait_s
+                    ) from None
                 if not journey.worker_id or self._now() >= waits_until:
                     raise
             journey.excluded.clear()
@@ -190,6 +216,7 @@ class Dispatcher:
             route = self._decide(journey, request, view, now)
             if telemetry.enabled():
                 _describe(route, journey.because, span)
+        journey.wait_s = min(candidate.wait_s for candidate in route.candidates)
         self._remember(
             request.request_id, Decision(now, route, len(request.token_ids), journey.because)
         )
@@ -206,8 +233,9 @@ class Dispatcher:
             )
         journey.ticket = None
         # Who has been taken in is not turned away again because the way got longer.
-        ttft_slo_s = self._ttft_slo_s if not journey.worker_id else None
-        return choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
+        is_new = not journey.worker_id
+        ttft_slo_s = self._ttft_slo_s.get(journey.model, math.inf) if is_new else None
+        return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
     def _reserve(self, journey: _Journey, route: Route) -> tuple[_Visit, ...]:
         """Claims in the order of the visits."""
@@ -252,6 +280,8 @@ class _Journey:
         self.because = ""
         self.is_finished = False
         self.worker_id = ""  # where it is
+        self.wait_s = 0.0  # predicted when its route was chosen
+        self.is_turned_away = False  # all workers so far had no room for it to begin
         self._request = request
         self._generated: list[int] = []  # beyond `_request.token_ids`
         self._is_first = True
@@ -268,6 +298,10 @@ class _Journey:
     @property
     def num_tokens(self) -> int:
         return len(self._request.token_ids) + len(self._generated)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self._request.num_prompt_tokens
 
     def request(self, block_size: int | None) -> GenerateRequest:
         """What to ask the next worker: everything so far, and the names of its full blocks."""
@@ -309,6 +343,7 @@ class _Journey:
     def move(self, error: DisaggError) -> None:
         self._had_engine_failure |= isinstance(error, EngineFailed)
         self.num_moves += 1
+        self.is_turned_away = isinstance(error, Overloaded) and not self.num_output_tokens
         self.because = f"{error.code}: {error.message}"
         self.excluded.add(self.worker_id)
 

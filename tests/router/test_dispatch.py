@@ -342,11 +342,36 @@ async def test_waiting_for_a_replacement_ends() -> None:
         await collect(make_dispatcher(workers, fleet, patience_s=0.1), make_request())
 
 
-async def test_the_only_worker_is_asked_again_after_a_refusal() -> None:
-    workers = ScriptedWorkers(deque([Script(after=0, then=Overloaded("Full."))]))
+async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
+    """Each is asked once. The client hears how long the queues are, not how long a pause is."""
+    full = Script(after=0, then=Overloaded("Full."))
+    workers, fleet = ScriptedWorkers(deque([full, full])), make_fleet("d0", "d1")
+    for worker_id in ("d0", "d1"):
+        status = make_status(num_waiting=9, num_uncomputed_tokens=100_000)
+        fleet.worker_stepped(worker_id, (), status)
+    with pytest.raises(Overloaded) as refused:
+        await collect(make_dispatcher(workers, fleet), make_request())
+    assert sorted(call.worker_id for call in workers.calls) == ["d0", "d1"]
+    assert refused.value.retry_after_s > 10
+    assert_nothing_reserved(fleet)
+
+
+async def test_a_request_that_has_begun_waits_for_room() -> None:
+    full = Script(after=0, then=Overloaded("Full."))
+    workers = ScriptedWorkers(deque([Script(after=3), full, full]))
     fleet, request = make_fleet("d0"), make_request()
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    assert [call.worker_id for call in workers.calls] == ["d0", "d0"]
+    assert [call.worker_id for call in workers.calls] == ["d0"] * 4
+
+
+async def test_the_length_of_answers_is_learned() -> None:
+    workers, fleet = ScriptedWorkers(), make_fleet("d0")
+    dispatcher = make_dispatcher(workers, fleet)
+    await collect(dispatcher, make_request(max_tokens=20))
+    once = fleet.view().usual_output_tokens("toy")
+    assert 20 < once < 128
+    await collect(dispatcher, make_request(max_tokens=20))
+    assert 20 < fleet.view().usual_output_tokens("toy") < once
 
 
 async def test_a_stuck_worker_has_what_is_left_until_the_deadline() -> None:
@@ -375,7 +400,7 @@ async def test_a_request_that_comes_too_late_is_refused_once() -> None:
     workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
     fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
     moved: list[str] = []
-    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s=0.5, moved=moved.append)
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5}, moved=moved.append)
     with pytest.raises(Overloaded):
         await collect(dispatcher, make_request())
     assert (workers.calls, moved) == ([], [])
@@ -391,7 +416,7 @@ async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> Non
 
     workers.on_failure = fill
     request = make_request()
-    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s=0.5)
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5})
     assert_complete(await collect(dispatcher, request), request)
 
 
