@@ -47,6 +47,7 @@ class IngressCore:
         self._config = config
         self._ingress_id = ingress_id
         self._records: list[WorkerRecord] = []
+        self._is_starting = True  # not all pools have been there yet
         self._models = {tier.name: _served_model(tier) for tier in config.tiers}
         rng = random.Random(ingress_id)
         self.fleet = Fleet()
@@ -93,7 +94,10 @@ class IngressCore:
         self.links.update(records)
 
     def readiness(self) -> Readiness:
-        """Ready while every tier has a worker that takes requests: any of them can do it all."""
+        """Ready while every tier has a worker that takes requests: any of them can do it all.
+
+        Not at first: before a worker of each pool was there once, requests are not let in.
+        """
         workers = self.fleet.view().workers.values()
         pools = {}
         for tier in self._config.tiers:
@@ -104,18 +108,28 @@ class IngressCore:
                 "num_kv_blocks": sum(w.record.num_blocks for w in members),
                 "block_size": self._models[tier.name].block_size,
             }
-        without = [
-            name for name, pool in pools.items() if not pool["num_prefill"] + pool["num_decode"]
+        lacking = [
+            f"{tier.name}-{role}"
+            for tier in self._config.tiers
+            for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+            if pool.num_replicas and not pools[tier.name][f"num_{role}"]
         ]
-        reason = f"no worker takes requests for {', '.join(without)}" if without else ""
-        return Readiness(not without, reason, pools, self._ingress_id)
+        if not lacking:
+            self._is_starting = False
+        if not self._is_starting:
+            lacking = [
+                name for name, pool in pools.items() if not pool["num_prefill"] + pool["num_decode"]
+            ]
+        reason = f"no worker takes requests for {', '.join(lacking)}" if lacking else ""
+        return Readiness(not lacking, reason, pools, self._ingress_id)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Until requests can be served; False when that takes longer."""
+        """Until all pools are there, or for so long. Returns whether requests can be served."""
         deadline = time.monotonic() + timeout_s
         while not self.readiness().ready:
             if time.monotonic() >= deadline:
-                return False
+                self._is_starting = False  # a pool that is dead must not keep the others waiting
+                return self.readiness().ready
             await asyncio.sleep(READY_POLL_S)
         return True
 
