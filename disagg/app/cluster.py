@@ -35,18 +35,22 @@ class Cluster:
         self._address = address
         self._scratch = scratch
         self._board: start_board.Board | None = None
+        self._has_left = False
 
     def start(self, http: HttpConfig) -> None:
         if self._address is None:
             self._start_local()
         else:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            self._join()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             proxy_location=ProxyLocation.EveryNode,
             # No request_timeout_s: it would cut a stream in the middle without an error.
             http_options=HTTPOptions(host=http.host, port=http.port),
         )
+
+    def _join(self) -> None:
+        ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _start_local(self) -> None:
         ray.init(
@@ -103,8 +107,20 @@ class Cluster:
         if not stop.is_set():
             raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
 
+    def leave(self) -> None:
+        """Let go of a cluster that is not ours until `stop`.
+
+        The application does not need this process, and Ray would end it, after a minute at full
+        load, if the cluster's head were away for that long.
+        """
+        if self._address is not None:
+            ray.shutdown()
+            self._has_left = True
+
     def stop(self) -> None:
         """Take down what this object started: the application, and Ray if it is ours."""
+        if self._has_left:
+            self._join()
         if not ray.is_initialized():
             return
         if self._address is None:

@@ -181,6 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
             cluster.deploy(config)
             cluster.wait(tell, READY_TIMEOUT_S, stop)
             ready = None if stop.is_set() else _wait_until_ready(config, stop)
+            cluster.leave()
         if ready is not None:
             _print_ready_line(config, ready, time.monotonic() - began_s)
         if redis is None:

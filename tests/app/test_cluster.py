@@ -1,0 +1,96 @@
+"""A cluster that is not ours is let go while it serves, and joined again to take ours down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.config import HttpConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
+
+
+class FakeRay:
+    """Writes down what is called; stands for `ray` and `ray.serve`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_up = False
+
+    def init(self, address: str, **options: Any) -> None:
+        self.calls.append(f"init {address}")
+        self.is_up = True
+
+    def shutdown(self) -> None:
+        self.calls.append("leave")
+        self.is_up = False
+
+    def is_initialized(self) -> bool:
+        return self.is_up
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **options: self.calls.append(name)
+
+
+class FakeServe(FakeRay):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def shutdown(self) -> None:
+        self.calls.append("shut down")
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    from disagg.app import cluster
+
+    fake = FakeRay()
+    monkeypatch.setattr(cluster, "ray", fake)
+    monkeypatch.setattr(cluster, "serve", FakeServe(fake.calls))
+    return fake
+
+
+def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
+    from disagg.app.cluster import Cluster
+
+    cluster = Cluster(address, Path("/nowhere"))
+    cluster.start(HttpConfig())
+    if is_left:
+        cluster.leave()
+    cluster.stop()
+    assert not ray.is_up
+    return ray.calls
+
+
+def test_a_cluster_of_others_is_left_and_joined_again(ray: FakeRay) -> None:
+    joined = ["init head:6379", "start"]
+    assert calls_of(ray, "head:6379", is_left=True) == [
+        *joined,
+        "leave",
+        "init head:6379",
+        "delete",
+        "leave",
+    ]
+
+
+def test_a_start_that_failed_is_cleaned_up_too(ray: FakeRay) -> None:
+    assert calls_of(ray, "head:6379", is_left=False) == [
+        "init head:6379",
+        "start",
+        "delete",
+        "leave",
+    ]
+
+
+def test_a_cluster_of_our_own_ends_with_us(ray: FakeRay) -> None:
+    assert calls_of(ray, None, is_left=True) == ["init local", "start", "shut down", "leave"]
+
+
+def test_what_never_started_needs_no_end(ray: FakeRay) -> None:
+    from disagg.app.cluster import Cluster
+
+    Cluster("head:6379", Path("/nowhere")).stop()
+    assert ray.calls == []
