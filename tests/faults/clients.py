@@ -20,6 +20,7 @@ from tests.engine.fake_runner import VOCAB_SIZE
 from tests.faults.fake_model import expected_text, to_text
 
 PATIENCE_S = 120.0  # after which a stream counts as hung
+MOST_PROMPT_TOKENS = 300  # after a prefix of at most as many
 MOST_TOKENS = 100
 
 
@@ -68,6 +69,7 @@ class Answer:
 
     question: Question
     asked_at: float
+    request_id: str = ""  # ours, as events show it
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
@@ -91,7 +93,9 @@ class Answer:
         if "error" in raw:
             self._take_error(raw)
             return
-        for choice in ChatCompletionChunk.model_validate(raw).choices:
+        chunk = ChatCompletionChunk.model_validate(raw)
+        self.request_id = chunk.id
+        for choice in chunk.choices:
             if choice.delta.content:
                 assert self.num_ends == 0, "text after the end"
                 self.text += choice.delta.content
@@ -169,18 +173,18 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 class Questions:
     """Draws questions: greedy and seeded by turns, some with prefixes that others have too."""
 
-    def __init__(self, rng: random.Random, model: str, *, least: int = 1, most: int = 300) -> None:
+    def __init__(self, rng: random.Random, model: str, *, num_prefixes: int = 4) -> None:
         self._rng = rng
         self._model = model
-        self._least, self._most = least, most
-        self._prefixes = [self._tokens(rng.randrange(0, most)) for _ in range(4)]
+        lengths = [rng.randrange(MOST_PROMPT_TOKENS) for _ in range(num_prefixes)]
+        self._prefixes = [self._tokens(length) for length in lengths] or [()]
 
     def next(self, max_tokens: int | None = None) -> Question:
         rng = self._rng
         prefix = rng.choice(self._prefixes)
         return Question(
             self._model,
-            prefix + self._tokens(rng.randint(self._least, self._most)),
+            prefix + self._tokens(rng.randint(1, MOST_PROMPT_TOKENS)),
             max_tokens or rng.randint(1, MOST_TOKENS),
             temperature=rng.choice([0.0, 1.0]),
             seed=rng.randrange(1 << 31),
@@ -199,16 +203,15 @@ class Load:
         self._rate = rate
         self._tasks: list[asyncio.Task[Answer]] = []
 
-    @property
-    def num_asked(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def num_answered(self) -> int:
-        return sum(task.done() for task in self._tasks)
-
     async def answers(self) -> list[Answer]:
+        """Of all that was asked so far and not taken."""
         return await asyncio.gather(*self._tasks)
+
+    def take_done(self) -> list[Answer]:
+        """The answers that there are, to be forgotten here."""
+        done = [task.result() for task in self._tasks if task.done()]
+        self._tasks = [task for task in self._tasks if not task.done()]
+        return done
 
     async def keep_asking(self) -> None:
         while True:

@@ -3,8 +3,8 @@
     python -m tests.faults.cluster_process CONFIG.json [--no-haproxy]
 
 Serve reads its switches from the environment when it is imported, so each cluster needs a process
-of its own. Prints `ready` when the application runs. Each line of standard input is the path of
-another configuration to deploy, answered with `ready` again.
+of its own. Prints `ready` when the application runs, and after each line of standard input:
+`deploy` (the same again, which replaces every replica) or `scale DEPLOYMENT NUM_REPLICAS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import threading
+from itertools import chain
 from pathlib import Path
 
 from disagg.cli.serve import haproxy_environment
@@ -23,35 +24,56 @@ from disagg.config import ServeConfig, parse_config
 START_TIMEOUT_S = 180.0
 
 
-def serve_until_told(first: ServeConfig, scratch: Path) -> None:
-    from ray import serve
-
-    from disagg.app.build import build_application
-    from disagg.app.cluster import APPLICATION, Cluster
-    from tests.faults.fake_replica import FakeReplica
+def serve_until_told(config: ServeConfig, scratch: Path) -> None:
+    from disagg.app.cluster import Cluster
 
     cluster = Cluster(None, scratch)
-
-    def deploy(config: ServeConfig) -> None:
-        application = build_application(config, FakeReplica)
-        serve.run_many(
-            [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
-            wait_for_applications_running=False,
-        )
-        cluster.wait(lambda text: None, START_TIMEOUT_S, threading.Event())
-        print("ready", flush=True)
-
     try:
-        cluster.start(first.http)
-        deploy(first)
-        for line in sys.stdin:
-            deploy(read_config(Path(line.strip())))
+        cluster.start(config.http)
+        deploy(config)
+        for line in chain([""], sys.stdin):
+            match line.split():
+                case ["deploy"]:
+                    deploy(config)
+                case ["scale", deployment, num_replicas]:
+                    scale(deployment, int(num_replicas))
+            cluster.wait(lambda text: None, START_TIMEOUT_S, threading.Event())
+            print("ready", flush=True)
     finally:
         cluster.stop()
 
 
-def read_config(path: Path) -> ServeConfig:
-    return parse_config(json.loads(path.read_text()))
+def deploy(config: ServeConfig) -> None:
+    from ray import serve
+
+    from disagg.app.build import build_application
+    from disagg.app.cluster import APPLICATION
+    from tests.faults.fake_replica import FakeReplica
+
+    serve.run_many(
+        [
+            serve.RunTarget(
+                build_application(config, FakeReplica),
+                name=APPLICATION,
+                route_prefix="/",
+                external_scaler_enabled=True,
+            )
+        ],
+        wait_for_applications_running=False,
+    )
+
+
+def scale(deployment: str, num_replicas: int) -> None:
+    """As an autoscaler outside of Serve does it."""
+    import ray
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.context import _get_global_client
+
+    from disagg.app.cluster import APPLICATION
+
+    controller = _get_global_client()._controller
+    which = DeploymentID(deployment, APPLICATION)
+    ray.get(controller.update_deployment_replicas.remote(which, num_replicas))
 
 
 def main() -> None:
@@ -64,7 +86,7 @@ def main() -> None:
         if arguments.haproxy:
             os.environ.update(haproxy_environment(scratch / "h"))
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        serve_until_told(read_config(arguments.config), scratch)
+        serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import msgspec
 from disagg.app.deployments import WorkerReplica
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
+from disagg.prefill_worker import leaving
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.faults.fake_model import fake_parts
@@ -25,11 +26,13 @@ from tests.faults.fake_wire import FakeBrokenWire, broken_wires
 from tests.faults.relay import Relay
 
 BACK_DOORS = "workers"  # folder below the model's
+LEASE_S = 5.0  # instead of a minute: where a notification is lost, tests wait for its end
 
 
 def parts_with_broken_wires(
     config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, **unused: Any
 ) -> Parts:
+    leaving.HOLD_TTL_S = LEASE_S
     with broken_wires():
         return fake_parts(config, tier, worker_id, epoch)
 

@@ -7,14 +7,15 @@ wrong target and expects that.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import resource
 import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import psutil
@@ -53,12 +54,15 @@ class Fault(ABC):
             time.sleep(0.01)
 
 
-@contextmanager
-def suffered(fault: Fault) -> Iterator[None]:
-    """The block runs under the fault, which is verified before it and healed after it."""
+@asynccontextmanager
+async def suffered(fault: Fault) -> AsyncIterator[None]:
+    """The block runs under the fault, which is verified before it and healed after it.
+
+    Verified in a thread, since clients of this loop may be what the fault shows itself to.
+    """
     fault.inject()
     try:
-        fault.verify()
+        await asyncio.to_thread(fault.verify)
         yield
     finally:
         fault.heal()

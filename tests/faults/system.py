@@ -39,6 +39,7 @@ class Pool:
     engine: tuple[tuple[str, Any], ...] = ()
     step_s: float = 0.01
     token_s: float = 0.0
+    settings: tuple[tuple[str, Any], ...] = ()  # of the tier
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class System:
                         found.append(member)
         return found
 
+    def num_streams(self, model: str, role: str) -> dict[Member, int]:
+        """Requests that run or wait on each worker at this moment."""
+        members = self.members(model, role)
+        return {member: member.state()["num_streams"] for member in members}
+
     def ingress(self) -> psutil.Process:
         (found,) = [
             each for each in self.root.children(recursive=True) if "disagg:Ingress" in _title(each)
@@ -129,13 +135,21 @@ class System:
                     sums[f"v1 {code}"] = sums.get(f"v1 {code}", 0.0) + sample.value
         return sums
 
-    def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Deploy the configuration after a change to it; returns when Serve calls it running."""
+    def deploy_again(self) -> None:
+        """A rolling update of everything; returns when Serve calls it done."""
+        self._tell("deploy")
+
+    def scale(self, model: str, role: str, num_replicas: int) -> None:
+        """Change the size of a pool, for `wait_whole` too."""
         raw = self._read_config()
-        change(raw)
+        (tier,) = [each for each in raw["tiers"] if each["served_model_name"] == model]
+        tier[role]["num_replicas"] = num_replicas
         self._config.write_text(json.dumps(raw))
+        self._tell(f"scale {model}-{role} {num_replicas}")
+
+    def _tell(self, words: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{self._config}\n")
+        self._process.stdin.write(f"{words}\n")
         self._process.stdin.flush()
         self.wait_ready_line()
 
@@ -210,6 +224,7 @@ def _config(
             "prefill": {"num_replicas": pool.num_prefill},
             "decode": {"num_replicas": pool.num_decode},
             "engine": dict(pool.engine),
+            **dict(pool.settings),
         }
         for pool in pools
     ]

@@ -40,9 +40,8 @@ LONG = 200  # tokens of a stream that is to be under way when something happens
 async def busiest(system: System, model: str, role: str) -> Member:
     """A worker that has streams right now: whoever hits an idle one proves nothing."""
     while True:
-        members = system.members(model, role)
-        num_streams = {member: member.state()["num_streams"] for member in members}
-        found = max(members, key=lambda member: num_streams[member], default=None)
+        num_streams = await asyncio.to_thread(system.num_streams, model, role)
+        found = max(num_streams, key=lambda member: num_streams[member], default=None)
         if found is not None and num_streams[found]:
             return found
         await asyncio.sleep(0.05)
@@ -54,8 +53,9 @@ async def answered_under(
     """All answers of a load in the middle of which the fault happens."""
     async with load(system.port, Questions(random.Random(seed), model), RATE) as running:
         await asyncio.sleep(BEFORE_S)
-        with suffered(fault):
+        async with suffered(fault):
             await asyncio.sleep(MEANWHILE_S)
+            await running.answers()
     return await running.answers()
 
 
@@ -71,7 +71,7 @@ async def test_a_worker_is_killed(system: System, role: str) -> None:
     async with load(system.port, Questions(random.Random(1), "crew"), RATE) as running:
         await asyncio.sleep(BEFORE_S)
         victim = (await busiest(system, "crew", role)).process
-        with suffered(Killed(victim)):
+        async with suffered(Killed(victim)):
             await asyncio.sleep(MEANWHILE_S)
     answers = await running.answers()
     assert_all_answered(answers)
@@ -85,7 +85,7 @@ async def test_the_only_worker_is_killed(system: System) -> None:
     oracle, questions = Oracle(system, "lone"), Questions(random.Random(2), "lone")
     streams = [asyncio.create_task(ask(system.port, questions.next(LONG))) for _ in range(8)]
     victim = (await busiest(system, "lone", "decode")).process
-    with suffered(Killed(victim)):
+    async with suffered(Killed(victim)):
         answers = await asyncio.gather(*streams)
     assert_all_answered(answers)
     system.wait_whole()
@@ -97,7 +97,7 @@ async def test_a_worker_freezes(system: System) -> None:
     oracle, questions = Oracle(system, "crew"), Questions(random.Random(3), "crew")
     streams = [asyncio.create_task(ask(system.port, questions.next(LONG))) for _ in range(12)]
     victim = (await busiest(system, "crew", "decode")).process
-    with suffered(Frozen(victim)):
+    async with suffered(Frozen(victim)):
         answers = await asyncio.gather(*streams)
         answers += await asyncio.gather(*[ask(system.port, questions.next()) for _ in range(12)])
     assert_all_answered(answers)
@@ -125,7 +125,7 @@ async def test_a_worker_is_cut_off(system: System) -> None:
     async with load(system.port, Questions(random.Random(6), "crew"), RATE) as running:
         await asyncio.sleep(BEFORE_S)
         victim = await busiest(system, "crew", "decode")
-        with suffered(Cut(victim)):
+        async with suffered(Cut(victim)):
             await running.answers()
     answers = await running.answers()
     assert_all_answered(answers)
@@ -139,7 +139,7 @@ async def test_frames_go_astray(system: System, fate: Fate) -> None:
     async with load(system.port, Questions(random.Random(7), "crew"), RATE) as running:
         await asyncio.sleep(BEFORE_S)
         victim = await busiest(system, "crew", "decode")
-        with suffered(BadFrames(victim, fate)):
+        async with suffered(BadFrames(victim, fate)):
             await asyncio.sleep(MEANWHILE_S)
     answers = await running.answers()
     assert_all_answered(answers)
@@ -159,7 +159,7 @@ async def test_transfers_fail(system: System, kind: str) -> None:
     oracle = Oracle(system, "crew")
     async with load(system.port, Questions(random.Random(9), "crew"), RATE) as running:
         for member in system.members("crew", "decode"):
-            with suffered(BadTransfers(member, kind, times=2)):
+            async with suffered(BadTransfers(member, kind, times=2)):
                 pass
     answers = await running.answers()
     assert_all_answered(answers)
@@ -168,11 +168,8 @@ async def test_transfers_fail(system: System, kind: str) -> None:
 
 async def test_transfers_hang(system: System) -> None:
     oracle = Oracle(system, "crew")
-    async with load(system.port, Questions(random.Random(10), "crew"), RATE) as running:
-        with suffered(HungTransfers(system.members("crew", "decode")[0])):
-            await asyncio.sleep(MEANWHILE_S)
-            await running.answers()
-    answers = await running.answers()
+    hung = HungTransfers(system.members("crew", "decode")[0])
+    answers = await answered_under(system, hung, seed=10)
     assert_all_answered(answers)
     oracle.check(answers)
 
