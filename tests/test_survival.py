@@ -1,0 +1,282 @@
+"""A request that moves in mid-answer keeps everything: text, penalties, logprobs, stops, usage.
+
+The whole system in one process, with a real (tiny) model; only the links lose streams, at chosen
+tokens. Each answer is compared with that of the same request when nothing happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from disagg.errors import EngineFailed, WorkerLost
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.local import LocalCluster
+from disagg.messages import GenerateRequest, TokenDelta, WireError
+from disagg.prefill_worker import leaving
+from tests.test_local import LONG, cluster, until_empty
+from tests.tiny_model import write_tiny_model
+
+MAX_TOKENS = 36
+DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+LETTERS = list(range(64, 91))  # tokens that often end an answer that may end with them
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {**DRAWN, "seed": 7, "top_k": 80},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.4},
+    "counts": {**DRAWN, "seed": 3, "presence_penalty": 0.9, "frequency_penalty": 0.6},
+    "logprobs": {**DRAWN, "seed": 5, "logprobs": True, "top_logprobs": 3},
+    "choices": {**DRAWN, "seed": 9, "n": 3},
+    "least": {**DRAWN, "seed": 11, "min_tokens": 20, "stop_token_ids": LETTERS},
+    "most": {**DRAWN, "seed": 13, "ignore_eos": True, "max_tokens": 17},
+}
+STOPPED = {**DRAWN, "seed": 17}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens on a visit, at the first worker by that door.
+
+    after: tokens of the visit that still arrive.
+    how: "lost" (the link ends), "failed" (an engine's error), "expired" (the ticket names blocks
+        that were used again).
+    """
+
+    door: str
+    after: int = 0
+    how: str = "lost"
+
+
+TROUBLES: dict[str, list[Trouble]] = {
+    "prefill lost": [Trouble("prefill")],
+    "ticket lost": [Trouble("prefill", 1)],
+    "ticket expired": [Trouble("decode", how="expired")],
+    "decode lost before a token": [Trouble("decode")],
+    "decode lost": [Trouble("decode", 7)],
+    "engine failed": [Trouble("decode", 7, "failed")],
+    "all of it": [
+        Trouble("prefill"),
+        Trouble("decode", how="expired"),
+        Trouble("decode", 3, "failed"),
+        Trouble("decode", 4),
+        Trouble("decode"),
+    ],
+}
+
+
+class TroubledWorkers:
+    """The links of a cluster, in trouble. `router.dispatch.Workers`"""
+
+    def __init__(self, running: LocalCluster, troubles: list[Trouble]) -> None:
+        self.met: Counter[str] = Counter()
+        self._links = running.ingress.links
+        self._troubles = troubles
+        self._left: dict[str, list[Trouble]] = {}
+        running.ingress.dispatcher._workers = self
+
+    def release(self, ticket: KVTicket) -> None:
+        self._links.release(ticket)
+
+    def _next(self, request_id: str, door: str, ticket: KVTicket | None) -> Trouble | None:
+        """The first one left for this request that can happen here."""
+        left = self._left.setdefault(request_id, list(self._troubles))
+        for trouble in left:
+            if trouble.door in ("any", door) and (trouble.how != "expired" or ticket is not None):
+                left.remove(trouble)
+                return trouble
+        return None
+
+    async def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        trouble = self._next(request.request_id, "prefill" if hand_over else "decode", ticket)
+        if trouble is not None and trouble.how == "expired":
+            assert ticket is not None
+            old = tuple(generation - 1 for generation in ticket.generations)
+            ticket, trouble = replace(ticket, generations=old), None
+            self.met["expired"] += 1
+        stream = self._links.stream(
+            worker_id, request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket
+        )
+        async with aclosing(stream):
+            async for delta in _up_to(stream, trouble):
+                yield delta
+        if trouble is None:
+            return
+        self.met[trouble.how] += 1
+        if trouble.how == "lost":
+            raise WorkerLost(f"Worker {worker_id} was lost.")
+        yield TokenDelta(0, (), error=WireError.of(EngineFailed("The device fell off the bus.")))
+
+
+async def _up_to(
+    stream: AsyncGenerator[TokenDelta, None], trouble: Trouble | None
+) -> AsyncGenerator[TokenDelta, None]:
+    """What arrives before the trouble, to the token."""
+    num_left = 1 << 30 if trouble is None else trouble.after
+    while num_left > 0:
+        delta = await anext(stream, None)
+        if delta is None:
+            return
+        if len(delta.token_ids) < num_left or trouble is None:
+            num_left -= len(delta.token_ids)
+            yield delta
+            if delta.is_last:
+                return
+            continue
+        scores = delta.logprobs
+        yield TokenDelta(
+            delta.stream_id,
+            delta.token_ids[:num_left],
+            None,
+            None if scores is None else scores[:num_left],
+            delta.num_cached_tokens,
+        )
+        return
+
+
+@pytest.fixture(autouse=True)
+def _short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a ticket is lost on its way, only time gives its blocks back."""
+    monkeypatch.setattr(leaving, "HOLD_TTL_S", 2.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+async def ask(client: httpx.AsyncClient, name: str, salt: str, **fields: Any) -> dict[str, Any]:
+    """The answer without what differs from one time to the next."""
+    body = {"max_tokens": MAX_TOKENS, **FEATURES.get(name, {}), **fields}
+    messages = [{"role": "user", "content": f"{name}: {LONG}"}]
+    answer = await client.post(
+        "/v1/chat/completions",
+        json={"model": "tiny", "messages": messages, "cache_salt": f"{salt}-{name}", **body},
+    )
+    assert answer.status_code == 200, answer.text
+    decoded: dict[str, Any] = answer.json()
+    return {"choices": decoded["choices"], "usage": decoded["usage"]}
+
+
+def without_scores(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = [{**choice, "logprobs": None} for choice in answer["choices"]]
+    return {**answer, "choices": choices}
+
+
+def scores(answer: dict[str, Any]) -> list[Any]:
+    """All log-probabilities, flat; and with them the tokens that they belong to."""
+    found = []
+    for choice in answer["choices"]:
+        for token in (choice["logprobs"] or {}).get("content", ()):
+            for scored in (token, *token["top_logprobs"]):
+                found += [scored["bytes"], pytest.approx(scored["logprob"], abs=1e-3)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, dict[str, Any]]:
+    async def run() -> dict[str, dict[str, Any]]:
+        async with cluster(model, "local", 2, 2) as (_, client):
+            answers = await asyncio.gather(*(ask(client, name, "calm") for name in FEATURES))
+            found = dict(zip(FEATURES, answers, strict=True))
+            found["stopped"] = await ask(client, "stopped", "calm", **STOPPED, logprobs=True)
+            return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+async def test_an_answer_does_not_show_its_moves(
+    name: str, model: Path, undisturbed: dict[str, dict[str, Any]]
+) -> None:
+    async with cluster(model, "local", 2, 2) as (running, client):
+        workers = TroubledWorkers(running, TROUBLES[name])
+        answers = await asyncio.gather(*(ask(client, each, "trouble") for each in FEATURES))
+        for how, count in Counter(trouble.how for trouble in TROUBLES[name]).items():
+            # Further choices of a prompt need no prefill worker: the prompt is cached by then.
+            assert workers.met[how] >= count * len(FEATURES) / 2, workers.met
+        for each, answer in zip(FEATURES, answers, strict=True):
+            expected = undisturbed[each]
+            assert without_scores(answer) == without_scores(expected), each
+            assert scores(answer) == scores(expected), each
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+def test_the_features_are_there(undisturbed: dict[str, dict[str, Any]]) -> None:
+    """Or it would say little that moves do not change them."""
+    usage = {name: answer["usage"] for name, answer in undisturbed.items()}
+    texts = {
+        name: [choice["message"]["content"] for choice in answer["choices"]]
+        for name, answer in undisturbed.items()
+    }
+    assert usage["most"]["completion_tokens"] == 17
+    assert usage["greedy"]["completion_tokens"] == MAX_TOKENS
+    assert 20 <= usage["least"]["completion_tokens"] < MAX_TOKENS
+    assert len(set(texts["choices"])) == 3
+    assert usage["choices"]["completion_tokens"] > 2 * 20
+    assert len(scores(undisturbed["logprobs"])) == 2 * 4 * usage["logprobs"]["completion_tokens"]
+    for answer in usage.values():
+        assert answer["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("seam", range(4))
+async def test_a_stop_string_is_found_across_the_seam(
+    seam: int, model: Path, undisturbed: dict[str, dict[str, Any]]
+) -> None:
+    """Of its three tokens, `seam` come from the first worker and the others from the next."""
+    (choice,) = undisturbed["stopped"]["choices"]
+    tokens = [scored["token"] for scored in choice["logprobs"]["content"]]
+    place, stop = next(
+        (i, "".join(tokens[i : i + 3]))
+        for i in range(4, len(tokens) - 3)
+        if all(len(token) == 1 and token.isascii() for token in tokens[i : i + 3])
+    )
+    async with cluster(model, "local", 1, 2) as (running, client):
+        fields = {**STOPPED, "stop": [stop]}
+        calm = await ask(client, "stopped", "calm", **fields)
+        workers = TroubledWorkers(running, [Trouble("decode", place - 1 + seam)])
+        moved = await ask(client, "stopped", "trouble", **fields)
+        assert workers.met["lost"] == (1 if seam < 3 else 0), "the whole string was there before"
+        assert without_scores(moved) == without_scores(calm)
+        (choice,) = moved["choices"]
+        assert choice["finish_reason"] == "stop" and stop not in choice["message"]["content"]
+        assert moved["usage"]["completion_tokens"] == place + 3
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+async def test_moves_end_in_one_clear_error(is_stream: bool, model: Path) -> None:
+    async with cluster(model, "local", 2, 2) as (running, client):
+        workers = TroubledWorkers(running, [Trouble("any", 1)] * 50)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": LONG}]}
+        answer = await client.post("/v1/chat/completions", json={**body, "stream": is_stream})
+        if is_stream:
+            lines = [line for line in answer.text.splitlines() if line]
+            error = json.loads(lines[-1].removeprefix("data: "))["error"]
+            assert sum('"error"' in line for line in lines) == 1
+            assert not any('"finish_reason":"' in line for line in lines), "an end and an error"
+        else:
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            error = answer.json()["error"]
+        assert error["code"] == "worker_lost" and "was lost" in error["message"]
+        assert workers.met["lost"] == running.ingress.dispatcher._max_moves + 1
+        for worker in running.workers:
+            await until_empty(worker)
