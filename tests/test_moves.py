@@ -48,7 +48,7 @@ class Trouble:
 
     after: tokens of the visit that still arrive.
     how: "lost" (the link ends), "failed" (an engine's error), "expired" (the ticket names blocks
-        that were used again).
+        that were used again; after `after` tokens the link ends too, unless that is 0).
     """
 
     door: str
@@ -65,7 +65,7 @@ TROUBLES: dict[str, list[Trouble]] = {
     "engine failed": [Trouble("decode", 7, "failed")],
     "all of it": [
         Trouble("prefill"),
-        Trouble("decode", how="expired"),
+        Trouble("decode", 2, "expired"),
         Trouble("decode", 3, "failed"),
         Trouble("decode", 4),
         Trouble("decode"),
@@ -108,7 +108,8 @@ class TroubledWorkers:
         if trouble is not None and trouble.how == "expired":
             assert ticket is not None
             old = tuple(generation - 1 for generation in ticket.generations)
-            ticket, trouble = replace(ticket, generations=old), None
+            ticket = replace(ticket, generations=old)
+            trouble = replace(trouble, how="lost") if trouble.after else None
             self.met["expired"] += 1
         stream = self._links.stream(
             worker_id, request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket
