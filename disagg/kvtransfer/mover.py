@@ -164,6 +164,8 @@ class Mover:
         self._copies: list[_Copy] = []
         self._connected: set[str] = set()
         self._broken: set[str] = set()  # to be forgotten as soon as no copy is under way
+        self._replaced: set[str] = set()  # of these, those that nothing is to be said to any more
+        self._unsaid: list[tuple[Peer, str]] = []  # to broken peers: which tickets they may end
         self._closing = False
 
     def run(self) -> None:
@@ -197,6 +199,7 @@ class Mover:
                 self._copies.append(self._start(job))
             case Connect(peer, gone):
                 self._broken.update(self._connected.intersection(map(agent_name, gone)))
+                self._replaced.update(self._broken.intersection(map(agent_name, gone)))
                 self._try_connect(peer)
             case Notify(peer, ticket_id):
                 self._notify(peer, ticket_id)
@@ -238,13 +241,29 @@ class Mover:
 
     def _notify(self, peer: Peer, ticket_id: str) -> None:
         name = agent_name(peer)
-        if name not in self._connected or name in self._broken:
+        if name in self._broken:
+            self._unsaid.append((peer, ticket_id))
+            return
+        if name not in self._connected:
             return
         try:
             self._wire.notify(name, ticket_id.encode())
         except Exception as error:
             self._broken.add(name)
+            if ticket_id:
+                self._unsaid.append((peer, ticket_id))
             _log.warning("%s did not hear of ticket %r: %r", name, ticket_id, error)
+
+    def _say_again(self, unsaid: list[tuple[Peer, str]]) -> None:
+        """Over a new connection, once: a peer that is alive should not keep blocks for nobody."""
+        for peer, ticket_id in unsaid:
+            try:
+                self._connect(peer)
+                self._wire.notify(agent_name(peer), ticket_id.encode())
+            except Exception as error:
+                self._broken.update(self._connected & {agent_name(peer)})
+                _log.warning("%s hears no more: %r", agent_name(peer), error)
+                return
 
     def _look(self) -> None:
         try:
@@ -344,6 +363,11 @@ class Mover:
                 self._wire.forget(name)
             except Exception as error:  # the disconnect has done it already
                 _log.debug("%s was forgotten already: %r", name, error)
+            unsaid = [each for each in self._unsaid if agent_name(each[0]) == name]
+            self._unsaid = [each for each in self._unsaid if agent_name(each[0]) != name]
+            if name not in self._replaced:
+                self._say_again(unsaid)
+            self._replaced.discard(name)
 
     def _shut_down(self) -> None:
         """Closing the wire closes its connections, which ends even what hangs."""

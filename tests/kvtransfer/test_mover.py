@@ -225,6 +225,28 @@ def test_a_fault_is_named_and_the_next_pull_goes_well(step: str) -> None:
     assert ended[second] is None
 
 
+@pytest.mark.parametrize("step", ["post", "is_done", "notify"])
+def test_a_source_that_lives_hears_of_a_ticket_whose_pull_broke(step: str) -> None:
+    # The first notification sets the connection up.
+    first = 1 if step == "notify" else 0
+    bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, first)))
+    bench.pull([1], [1])
+    for _ in range(40):
+        bench.jobs.put(Look())
+    bench.run()
+    assert bench.wire.sent == [("source#1", b"t[1]-[1]")]
+
+
+@pytest.mark.parametrize("steps", [{"connect"}, {"notify"}, {"connect", "notify"}])
+def test_a_dead_source_is_told_once_more_and_then_no_more(steps: set[str]) -> None:
+    bench = Bench(FaultyWire(lambda name, number: name in steps and number > 0))
+    bench.pull([1], [1])
+    for _ in range(40):
+        bench.jobs.put(Look())
+    bench.run()
+    assert bench.wire._steps["connect"] <= 2 and bench.wire._steps["notify"] <= 4
+
+
 @pytest.mark.parametrize("step", ["post", "is_done"])
 def test_the_blocks_of_a_broken_transfer_rest_before_they_are_given_back(step: str) -> None:
     bench = Bench(FaultyWire(lambda name, number: name == step), settle_s=0.5)
