@@ -29,6 +29,7 @@ from tests.engine.fake_runner import VOCAB_SIZE, FakeKV, FakeRunner, expected_to
 FIRST_LETTER = 0x4E00  # a range in which every code point is one printable character
 NUM_BLOCKS, BLOCK_SIZE = 2048, 16
 MAX_MODEL_LEN = 4096
+BACK_DOORS = "workers"  # folder of a model's directory, for `fake_replica`
 
 
 def letter(token_id: int) -> str:

@@ -21,11 +21,10 @@ from disagg.messages import Role
 from disagg.prefill_worker import leaving
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
-from tests.faults.fake_model import fake_parts
+from tests.faults.fake_model import BACK_DOORS, fake_parts
 from tests.faults.fake_wire import FakeBrokenWire, broken_wires
 from tests.faults.relay import Relay
 
-BACK_DOORS = "workers"  # folder below the model's
 LEASE_S = 5.0  # instead of a minute: where a notification is lost, tests wait for its end
 
 

@@ -21,8 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from tests.e2e.served import free_port
-from tests.faults.fake_model import write_fake_model
-from tests.faults.fake_replica import BACK_DOORS
+from tests.faults.fake_model import BACK_DOORS, write_fake_model
 
 ROOT = Path(__file__).parent.parent.parent
 ANSWER_TIMEOUT_S = 10.0
@@ -63,7 +62,10 @@ class Member:
             line.connect(str(self.back_door))
             line.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
             with line.makefile("rb") as reader:
-                answer: dict[str, Any] = json.loads(reader.readline())
+                said = reader.readline()
+        if not said:
+            raise ConnectionResetError(f"{self.pid} ended without an answer")
+        answer: dict[str, Any] = json.loads(said)
         assert "error" not in answer, f"{self.pid}: {answer['error']}"
         return answer
 
@@ -86,21 +88,25 @@ class System:
 
     def members(self, model: str, role: str | None = None) -> list[Member]:
         """The workers of a tier that answer now."""
-        found = []
-        for tier in self._read_config()["tiers"]:
-            if tier["served_model_name"] != model:
-                continue
-            for path in (Path(tier["model"]) / BACK_DOORS).glob("*"):
-                with suppress(OSError):
-                    member = Member(path)
-                    if role in (None, member.state()["role"]):
-                        found.append(member)
-        return found
+        return [member for member, state in self._ask_all(model) if role in (None, state["role"])]
+
+    def states(self, model: str) -> list[dict[str, Any]]:
+        """What the workers of a tier say of themselves."""
+        return [state for _, state in self._ask_all(model)]
 
     def num_streams(self, model: str, role: str) -> dict[Member, int]:
         """Requests that run or wait on each worker at this moment."""
-        members = self.members(model, role)
-        return {member: member.state()["num_streams"] for member in members}
+        found = self._ask_all(model)
+        return {member: state["num_streams"] for member, state in found if state["role"] == role}
+
+    def _ask_all(self, model: str) -> list[tuple[Member, dict[str, Any]]]:
+        found = []
+        for tier in self._read_config()["tiers"]:
+            if tier["served_model_name"] == model:
+                for path in (Path(tier["model"]) / BACK_DOORS).glob("*"):
+                    with suppress(OSError):
+                        found.append((Member(path), Member(path).state()))
+        return found
 
     def ingress(self) -> psutil.Process:
         (found,) = [
