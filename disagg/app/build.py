@@ -17,7 +17,10 @@ from disagg.messages import Role
 
 HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
-DRAIN_MARGIN_S = 5.0  # for Serve, on top of the worker's own limit
+DRAIN_MARGIN_S = 5.0  # for Serve, on top of our own limits
+# An update starts a replica before it stops the one that it replaces. Not where a worker needs a
+# device of its own: Serve would wait for a free one for ever.
+SURGE_PERCENT = 100
 MAX_NUM_STARTS = 3  # of a worker, when the application is deployed
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
 
@@ -61,8 +64,10 @@ def build_application(
         max_ongoing_requests=INGRESS_MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.drain_s + DRAIN_MARGIN_S,
+        # A stream cannot move between ingresses: it may take as long as requests may.
+        graceful_shutdown_timeout_s=config.http.default_timeout_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
+        max_surge_percent=SURGE_PERCENT,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(Ingress))
     return ingress.bind(config, *workers)
@@ -91,6 +96,7 @@ def _worker_pool(
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.drain_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
+        max_surge_percent=0 if pool.num_gpus or pool.resources else SURGE_PERCENT,
         max_constructor_retry_count=max_num_starts,
         request_router_config={
             "request_router_class": "disagg.app.routing.MembershipRouter",

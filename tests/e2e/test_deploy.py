@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -112,12 +113,13 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(directory: Path) -> Iterator[RayNodes]:
+def ray_nodes(directory: Path, resources: tuple[str, ...]) -> Iterator[RayNodes]:
+    """A head, and a node with each of `resources`."""
     nodes = RayNodes(directory)
     try:
         nodes.start_head()
-        nodes.start_node('{"prefill": 8}')
-        nodes.start_node('{"decode": 8}')
+        for each in resources:
+            nodes.start_node(json.dumps({each: 8}))
         yield nodes
     finally:
         nodes.stop()
@@ -186,7 +188,7 @@ def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
     port = free_port()
     config = directory / "serve.yaml"
     config.write_text(yaml.safe_dump(adapted("npmd.yaml", model, port)))
-    with ray_nodes(directory) as nodes:
+    with ray_nodes(directory, ("prefill", "decode")) as nodes:
         nodes.deploy(config)
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, nodes)
