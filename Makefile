@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve chat test lint bench clean
+.PHONY: serve chat test lint bench soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -28,6 +28,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m bench.faults $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -53,7 +53,7 @@ class Oracle:
         return until(lambda: not self._busy(), timeout_s, lambda: f"never at rest: {self._busy()}")
 
     def _busy(self) -> list[dict[str, Any]]:
-        states = [member.state() for member in self._system.members(self._model)]
+        states = self._system.states(self._model)
         return [state for state in states if any(state[key] for key in EMPTY)]
 
     def _check_counters(self, answers: list[Answer]) -> None:
