@@ -7,7 +7,7 @@ by the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from disagg.decode_worker.entering import enter_or_end
@@ -17,27 +17,36 @@ from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
 
-# A source that hangs may let a transfer hang with it until it dies. Computing takes less than this
-# in all but the longest prompts, and it is how long an ingress waits before it gives a worker up.
-PULL_PATIENCE_S = 10.0
+# A source that freezes may let a transfer hang with it. A pull may take so long, and so many times
+# what pulls from that source are predicted to take.
+PULL_PATIENCE_S = 3.0
+PULL_FACTOR = 4.0
+
+# (source id, blocks) -> seconds
+TransferTimes = Callable[[str, int], float]
 
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
     sequence: Sequence
     ticket: KVTicket
-    started_s: float = 0.0  # when its pull began
+    patient_until_s: float = 0.0  # once its pull has begun
     held: list[int] = field(default_factory=list)  # leading blocks that were here already
     pulled: list[int] = field(default_factory=list)  # blocks that the transport fills
     is_given_up: bool = False  # nobody waits for the pull; its blocks come back when it ends
 
 
 class Arrivals:
-    """Sequences on their way in."""
+    """Sequences on their way in.
 
-    def __init__(self, engine: Engine, transport: Transport) -> None:
+    Args:
+        transfer_times: predictions as of now.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, transfer_times: TransferTimes) -> None:
         self._engine = engine
         self._transport = transport
+        self._transfer_times = transfer_times
         self._waiting: list[_Arrival] = []  # for blocks; the source is the buffer meanwhile
         self._pulling: dict[int, _Arrival] = {}  # by pull id
 
@@ -119,7 +128,11 @@ class Arrivals:
         if pulled is None:
             pool.release(held)
             return False
-        arrival.held, arrival.pulled, arrival.started_s = held, pulled, now
+        arrival.held, arrival.pulled = held, pulled
+        predicted_s = self._transfer_times(ticket.source_id, num_missing)
+        arrival.patient_until_s = min(
+            sequence.deadline_unix_s, now + PULL_PATIENCE_S + PULL_FACTOR * predicted_s
+        )
         if not pulled:
             self._transport.release(ticket)
             self._join(arrival)
@@ -151,7 +164,6 @@ class Arrivals:
             self._waiting.remove(arrival)
             self._compute_here(arrival)
         for arrival in self._pulling.values():
-            ends_s = min(arrival.sequence.deadline_unix_s, arrival.started_s + PULL_PATIENCE_S)
-            if now >= ends_s and not arrival.is_given_up:
+            if now >= arrival.patient_until_s and not arrival.is_given_up:
                 arrival.is_given_up = True
                 enter_or_end(self._engine, arrival.sequence, self._engine.submit)

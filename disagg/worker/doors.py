@@ -44,7 +44,7 @@ class Doors:
         self._transfer_times = TransferTimeModel()
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
-        self._arrivals = Arrivals(parts.engine, parts.transport)
+        self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)
         self._cold: ColdPrefixes | None = None
         if parts.cold_tier is not None:
             self._cold = ColdPrefixes(
@@ -55,6 +55,7 @@ class Doors:
                 lambda: self._step_times.model.prefill_s,
             )
             parts.engine.save_evicted = self._cold.save
+        self._block_nbytes = parts.transport.peer.block_nbytes
         self._draining: Draining | None = None
 
     @property
@@ -168,6 +169,9 @@ class Doors:
         self._transport.close()
         if self._cold is not None:
             self._cold.close()
+
+    def _transfer_s(self, source_id: str, num_blocks: int) -> float:
+        return self._transfer_times.transfer_s(source_id, num_blocks * self._block_nbytes)
 
     def _cancel(self, name: str) -> None:
         self._streams.close(name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.decode_worker.arrivals import PULL_PATIENCE_S, Arrivals
+from disagg.decode_worker.arrivals import PULL_FACTOR, PULL_PATIENCE_S, Arrivals
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, TransferFailed
@@ -56,7 +56,10 @@ class Door:
         self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
         self.source = FakeKV(64, BLOCK_SIZE)
         self.transport = FakeTransport()
-        self.arrivals = Arrivals(self.engine, self.transport)
+        self.predicted_s = 0.0
+        self.arrivals = Arrivals(
+            self.engine, self.transport, lambda source_id, num_blocks: self.predicted_s
+        )
         self.now = 0.0
         self._num_tickets = 0
 
@@ -184,6 +187,19 @@ def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
     assert_answers(door, sequence)
     assert num_computed(door) >= len(PROMPT)
     assert door.transport.released == (["ticket-1"] if moment == "refused" else [])
+
+
+def test_a_pull_that_should_take_long_may() -> None:
+    door = Door()
+    door.predicted_s = 5.0
+    sequence = door.arrive()
+    door.advance()
+    for door.now in (PULL_PATIENCE_S, PULL_PATIENCE_S + PULL_FACTOR * 5.0 - 0.1):
+        door.advance()
+        assert door.arrivals.num_arriving and not door.engine.has_work
+    door.end_pull(0)
+    assert_answers(door, sequence)
+    assert num_computed(door) < len(PROMPT)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -3, 13, 15, 16, 1 << 40])
