@@ -66,8 +66,10 @@ class ModelConfig:
     fingerprint: str = ""
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> ModelConfig:
+    def from_directory(cls, directory: str | Path, *, with_weights: bool = True) -> ModelConfig:
         """Read a Hugging Face checkpoint directory.
+
+        Without weights, config.json is enough, and `fingerprint` stays empty: for planning.
 
         Raises:
             ModelError: the directory, a file or a field is missing, broken or unsupported.
@@ -81,7 +83,7 @@ class ModelConfig:
         raw = _read_json(directory / "config.json", required=True)
         generation = _read_json(directory / "generation_config.json", required=False)
         try:
-            config = _parse(raw, generation, directory)
+            config = _parse(raw, generation, directory, with_weights)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             missing = f"has no {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
             raise ModelError(f"{directory / 'config.json'} {missing}") from error
@@ -102,7 +104,7 @@ def _read_json(path: Path, *, required: bool) -> Json:
     return parsed
 
 
-def _parse(raw: Json, generation: Json, directory: Path) -> ModelConfig:
+def _parse(raw: Json, generation: Json, directory: Path, with_weights: bool) -> ModelConfig:
     family = _family(raw, directory)
     if raw.get("quantization_config"):
         raise ModelError(f"{directory} holds quantised weights; only float checkpoints are loaded")
@@ -139,7 +141,7 @@ def _parse(raw: Json, generation: Json, directory: Path) -> ModelConfig:
         qk_norm=family == "Qwen3ForCausalLM",
         eos_token_ids=_eos_token_ids(generation, raw),
         generation=_generation_defaults(generation),
-        fingerprint=checkpoint_fingerprint(directory),
+        fingerprint=checkpoint_fingerprint(directory) if with_weights else "",
     )
 
 

@@ -1,0 +1,215 @@
+"""How long a step takes on given GPUs, from what must be computed and what must be read.
+
+A step multiplies with every weight and reads every weight; the slower of the two counts. Prompt
+attention computes, decode attention reads KV, and tensor parallelism exchanges activations: these
+come on top. Steps are described by the time model's own features (`StepFeatures`), so a roofline
+is a prior of the time model, and what a fit learns later can be laid beside it.
+
+Everything here is a prediction. Nothing knows a load, a price or a clock.
+
+Sources: Williams, Waterman and Patterson (CACM 2009) for the roofline; Pope et al. (arXiv
+2211.05102) for its use on decoders. docs/planning.md has the formulas in one place.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.errors import NotEnoughMemory
+from disagg.planner.gpus import Gpu
+from disagg.planner.shapes import NBYTES, ModelShape
+from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
+
+# Of a GPU's memory, what weights and KV may fill; activations, graphs and the driver have the rest.
+# The engine's own default (`gpu_memory_utilization`).
+MEMORY_SHARE = 0.9
+
+# Tensor parallelism sums the activations of all GPUs after attention and after the MLP.
+ALL_REDUCES_PER_LAYER = 2
+ACTIVATION_NBYTES = 2  # bf16, whatever the weights are
+
+
+class Efficiency(msgspec.Struct, frozen=True):
+    """Shares of the datasheet's figures that a good engine reaches, and what no datasheet has."""
+
+    memory: float
+    matmul: float
+    attention: float
+    link: float
+    step_s: float  # of every step: launches, norms, sampling, the host
+    sequence_s: float  # of every decoding sequence in a step: sampling and bookkeeping
+    all_reduce_s: float  # latency of one
+
+
+DATASHEET = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)  # the floor: nothing can be faster
+
+PLANNED = Efficiency(
+    # A copy on an H200 was measured at 4.3 of 4.8 TB/s; FlashAttention-3's slope over the context
+    # is 0.895 of an H100's bandwidth (vLLM's published runs, Llama-3.1-8B).
+    memory=0.9,
+    # A bf16 product of 8192^3 was measured at 788 of 989 TFLOP/s on an H200; a layer's norms,
+    # activations and tails of waves take another fifth.
+    matmul=0.66,
+    # FlashAttention-3 reports up to 0.75 for long prompts, and less for short ones.
+    attention=0.6,
+    # Ring all-reduces of some MB, as usually seen of NCCL over NVLink.
+    link=0.7,
+    # The same vLLM runs start at 6.44 ms where reading the weights takes 4.98 ms at 0.9.
+    step_s=1.5e-3,
+    # With this, the model meets TensorRT-LLM's published table for Llama-3.1-8B (docs/planning.md).
+    sequence_s=1e-5,
+    # One-shot all-reduces over NVLink take 8 to 15 us, whatever their size below 100 KB.
+    all_reduce_s=1e-5,
+)
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One worker: a model split over `num_gpus` of a node by tensor parallelism."""
+
+    shape: ModelShape
+    gpu: Gpu
+    num_gpus: int = 1
+    weights: str = "bf16"
+    kv: str = "bf16"
+    efficiency: Efficiency = PLANNED
+
+    @property
+    def weights_nbytes(self) -> int:
+        return self.shape.num_params * NBYTES[self.weights]
+
+    @property
+    def kv_nbytes_per_token(self) -> int:
+        return self.shape.kv_nbytes_per_token(self.kv)
+
+    @property
+    def kv_nbytes_per_gpu_token(self) -> float:
+        """More GPUs than KV heads hold copies of them."""
+        num_heads = self.shape.num_kv_heads
+        return self.kv_nbytes_per_token * max(1.0 / self.num_gpus, 1.0 / num_heads)
+
+    @property
+    def kv_room_nbytes(self) -> float:
+        """Of one GPU, after the weights; negative where these do not fit."""
+        return self.gpu.memory_nbytes * MEMORY_SHARE - self.weights_nbytes / self.num_gpus
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Whose KV fits beside the weights."""
+        return max(0, int(self.kv_room_nbytes / self.kv_nbytes_per_gpu_token))
+
+    @property
+    def break_even_batch(self) -> float:
+        """Tokens in a step at which multiplying with the weights takes as long as reading them.
+
+        Each token costs two FLOP a weight, on the datasheet's figures.
+        """
+        return self.gpu.flops_per_byte(self.weights) * NBYTES[self.weights] / 2
+
+    def step_s(self, step: StepFeatures) -> float:
+        """Seconds of an engine step."""
+        sequences_s = self.efficiency.sequence_s * step.num_decoding
+        return (
+            self._tokens_s(step.num_new_tokens + step.num_decoding)
+            + sequences_s
+            + step.num_attended * self.attended_s
+            + step.num_decode_context * self.context_s
+        )
+
+    def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
+        """One token for each sequence; `num_context_tokens` is the mean length of one."""
+        return self.step_s(
+            StepFeatures(0, 0.0, num_sequences, int(num_sequences * num_context_tokens))
+        )
+
+    def prefill_s(self, num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> float:
+        """A prompt alone on the worker, in chunks as the scheduler makes them."""
+        num_full, rest = divmod(num_tokens, chunk_tokens)
+        tokens_s = num_full * self._tokens_s(chunk_tokens) + (self._tokens_s(rest) if rest else 0)
+        return tokens_s + attended(num_tokens, 0) * self.attended_s
+
+    def time_model(self, num_sequences: int = 64) -> StepTimeModel:
+        """A prior for the worker's time model: straight lines through this roofline.
+
+        They meet it in a chunk of `CHUNK_TOKENS` prompt tokens and in a decode step of
+        `num_sequences`, and lie above it in between. All coefficients are > 0, as a fit needs.
+        """
+        per_step_s = self._tokens_s(0)
+        per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
+        grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
+        per_sequence_s = grown_s + PLANNED.sequence_s
+        # A step that only reads weights in time would say that prompt tokens are free.
+        coefficients = (per_step_s, max(per_token_s, 1e-9), self.attended_s, per_sequence_s)
+        return StepTimeModel((*coefficients, self.context_s))
+
+    @property
+    def attended_s(self) -> float:
+        """Of one prompt token and one position it sees: a product for the score, one for the sum.
+
+        Attention multiplies in bf16 whatever the weights are.
+        """
+        shape = self.shape
+        num_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
+
+    @property
+    def context_s(self) -> float:
+        """Of reading one token's KV."""
+        bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
+        return self.kv_nbytes_per_gpu_token / bytes_per_s
+
+    def _tokens_s(self, num_tokens: int) -> float:
+        """A step without attention: the slower of reading and multiplying, and the exchange."""
+        shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
+        num_params = shape.num_layer_params + shape.num_head_params
+        read_s = num_params * NBYTES[self.weights] / (gpu.memory_bytes_per_s * efficiency.memory)
+        flops = gpu.flops(self.weights) * efficiency.matmul
+        multiply_s = 2 * shape.num_layer_params * num_tokens / flops
+        slower_s = max(read_s, multiply_s) / self.num_gpus
+        return efficiency.step_s + slower_s + self._exchange_s(num_tokens)
+
+    def _exchange_s(self, num_tokens: int) -> float:
+        """Ring all-reduces: every GPU sends and receives 2 (n - 1) / n of the activations."""
+        if self.num_gpus == 1:
+            return 0.0
+        nbytes = num_tokens * self.shape.hidden_size * ACTIVATION_NBYTES
+        sent_nbytes = 2 * (self.num_gpus - 1) / self.num_gpus * nbytes
+        one_s = sent_nbytes / (self.gpu.link_bytes_per_s * self.efficiency.link)
+        num_reduces = ALL_REDUCES_PER_LAYER * self.shape.num_layers
+        return num_reduces * (one_s + self.efficiency.all_reduce_s)
+
+
+def placements(
+    shape: ModelShape, gpu: Gpu, weights: str = "bf16", kv: str = "bf16", num_tokens: int = 1
+) -> list[Placement]:
+    """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
+
+    Tensor parallelism divides the heads evenly, or copies KV heads evenly.
+
+    Raises:
+        NotEnoughMemory: it does not fit a whole node.
+        StartupError: the GPU cannot multiply in `weights`.
+    """
+    gpu.flops(weights)
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    degrees = [
+        num
+        for num in (1, 2, 4, 8)
+        if num <= gpu.gpus_per_node
+        and num_heads % num == 0
+        and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
+    ]
+    every = [Placement(shape, gpu, num, weights, kv) for num in degrees]
+    fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
+    if not fitting:
+        most = every[-1]
+        needed = most.weights_nbytes / most.num_gpus + num_tokens * most.kv_nbytes_per_gpu_token
+        raise NotEnoughMemory(
+            f"{shape.name} in {weights} has {most.weights_nbytes / 1e9:.1f} GB of weights, and"
+            f" {num_tokens:,} tokens have {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of"
+            f" KV; {most.num_gpus} x {gpu.name} offer"
+            f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB. It would fit on"
+            f" {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
+            + (", or try fp8 weights." if weights == "bf16" else "."),
+            param="gpu",
+        )
+    return fitting
