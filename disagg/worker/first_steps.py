@@ -1,4 +1,4 @@
-"""An engine's speed before its first request, measured.
+"""An engine's first steps, before its first request: kernels of every shape, and its speed.
 
 Without it the first long prompt on a slow machine would look like an engine that hangs. The router
 does not hear of it: workers that start together slow each other down, and one that seems slow gets
@@ -14,6 +14,7 @@ from disagg.engine.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
 
+SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels differ by the height of their tiles
 NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the cost of a step
 NUM_DECODES = 3
 NUM_TELLINGS = 32  # a fit moves towards what it hears, and this may be far from its prior
@@ -31,8 +32,13 @@ def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeModel:
     num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
     caching, scheduler.enable_prefix_caching = scheduler.enable_prefix_caching, False
     seen: list[tuple[StepFeatures, float]] = []
+    for num_short in SHORT_PROMPTS:
+        if num_short < num_tokens:
+            engine.submit(_sequence(num_short, max_tokens=1))
+            while engine.has_work:
+                engine.step()  # may compile: its time says nothing
     if num_tokens > 0:
-        engine.submit(_sequence(num_tokens))
+        engine.submit(_sequence(num_tokens, max_tokens=NUM_DECODES + 1))
     while engine.has_work:
         began_s = timer()
         engine.step()
@@ -44,7 +50,7 @@ def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeModel:
     return times.model
 
 
-def _sequence(num_tokens: int) -> Sequence:
+def _sequence(num_tokens: int, max_tokens: int) -> Sequence:
     request = GenerateRequest(
         request_id="first steps",
         model="",
@@ -52,7 +58,7 @@ def _sequence(num_tokens: int) -> Sequence:
         num_prompt_tokens=num_tokens,
         hash_root=b"",
         block_hashes=(),
-        sampling=SamplingParams(max_tokens=NUM_DECODES + 1, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         deadline_unix_s=float("inf"),
     )
     return Sequence(request)
