@@ -18,7 +18,7 @@ LAYERS = {
     "prefill_worker": 3,
     "decode_worker": 3,
     "api": 3,
-    "sim": 3,
+    "sim": 5,
     "planner": 3,
     "engine": 2,
     "router": 2,

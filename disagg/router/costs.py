@@ -1,17 +1,20 @@
 """What a choice costs, in seconds of waiting over everyone it makes wait.
 
-    prefill on a worker    what is queued there, then the request's own uncached tokens; and every
-                           sequence that decodes there waits as long as the own tokens take
+    prefill on a worker    what is queued there, then the request's own uncached tokens; these make
+                           every sequence that decodes there wait, and those who come behind; and
+                           a prefix that another worker holds takes room from others' prefixes
     transfer               latency and bytes that the decode worker does not hold yet
     decode on a worker     until others end, where the batch or the cache is full; the own steps in
                            the batch it joins; and every other sequence of the batch waits for what
                            one more makes each step longer
 
-All of it follows from workers' fitted time models and measured transfers, so nothing needs a
-weight that would have to be tuned again for another model or machine.
+All of it follows from workers' fitted time models and measured transfers. The two weights are
+numbers of requests, so nothing has to be tuned again for another model or machine.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -22,10 +25,18 @@ from disagg.time_model import CHUNK_TOKENS
 # may come meanwhile. So an idle fleet hands long prompts over, and computes short rests in place.
 NUM_STREAMS_EXPECTED = 1
 
-# Between two workers that have not met: pessimistic for a network, so that a first transfer is
-# tried where prefill is long anyway.
+# Who makes a queue longer delays those who come behind, until it has drained: as many as wait now
+# come while these are served, and as many again behind them.
+NUM_BEHIND_PER_QUEUED = 2.0
+
+# A prefix held twice is room for one prefix less, which will be computed again, and displace one
+# itself. Measured on the Mooncake trace (docs/performance.md, "Simulator").
+NUM_COMPUTED_AGAIN = 7.0
+
+# To a decode worker that has pulled from nobody. Optimistic: too high a price would never be found
+# out, because nothing would be moved.
 UNMEASURED_LATENCY_S = 2e-3
-UNMEASURED_S_PER_BYTE = 1e-9
+UNMEASURED_S_PER_BYTE = 1e-10
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
@@ -33,7 +44,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     own_s: float  # to the first token, if nothing were queued
     queue_s: float  # until what is queued has been computed
-    harm_s: float  # to sequences that decode there
+    harm_s: float  # to others: who decode there, come behind, or lose their prefix
     total_s: float  # all of it
 
     @property
@@ -48,8 +59,19 @@ class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     decode_s: float  # of the own steps, and what they make others wait
 
 
-def prefill_cost(worker: WorkerView, num_tokens: int, num_held_tokens: int) -> PrefillCost:
-    """Computing a prompt's KV and its first token on `worker`."""
+def prefill_cost(
+    worker: WorkerView,
+    num_tokens: int,
+    num_held_tokens: int,
+    num_behind: float = 0.0,
+    num_held_elsewhere: int = 0,
+) -> PrefillCost:
+    """Computing a prompt's KV and its first token on `worker`.
+
+    Args:
+        num_behind: requests that will wait for this one; see `requests_behind`.
+        num_held_elsewhere: leading tokens whose KV some worker of the pool has.
+    """
     times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
     num_new = num_tokens - num_cached
@@ -69,7 +91,17 @@ def prefill_cost(worker: WorkerView, num_tokens: int, num_held_tokens: int) -> P
         num_delayed = NUM_STREAMS_EXPECTED
     if num_delayed:
         harm_s = num_delayed * (alone_s - num_steps * per_step_s)
+    harm_s += num_behind * alone_s
+    num_copied = num_held_elsewhere - num_cached
+    if num_copied > 0:
+        harm_s += NUM_COMPUTED_AGAIN * alone_s * min(1.0, num_copied / num_new)
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
+
+
+def requests_behind(pool: Sequence[WorkerView]) -> float:
+    """How many requests one more will delay in its pool, for as long as it is computed itself."""
+    num_queued = sum(each.num_waiting + (each.num_uncomputed_tokens > 0) for each in pool)
+    return NUM_BEHIND_PER_QUEUED * num_queued / len(pool)
 
 
 def decode_cost(
@@ -119,7 +151,11 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
         return float("inf")
     num_blocks = -(-num_tokens // source.record.block_size)
     nbytes = num_blocks * source.record.peer.block_nbytes
-    for figure in destination.transfers:
+    figures = destination.transfers
+    for figure in figures:
         if figure.source_id == source.worker_id:
             return figure.latency_s + nbytes / figure.bytes_per_s
+    if figures:  # it is the destination's network that is known
+        each_s = (figure.latency_s + nbytes / figure.bytes_per_s for figure in figures)
+        return sum(each_s) / len(figures)
     return UNMEASURED_LATENCY_S + nbytes * UNMEASURED_S_PER_BYTE

@@ -24,6 +24,7 @@ from disagg.router.costs import (
     PrefillCost,
     decode_cost,
     prefill_cost,
+    requests_behind,
     transfer_s,
 )
 from disagg.router.fleet import FleetView, WorkerView
@@ -59,10 +60,10 @@ def choose_route(
         Overloaded: no way is predicted to be fast enough for the request's deadline or the SLO.
         DeadlineExceeded: the request's deadline has passed.
     """
-    prefills, decodes = _eligible(request, fleet, now, exclude)
+    prefills, decodes = eligible(request, fleet, now, exclude)
     prefills = _rotated(prefills, rng)
     decodes = _rotated(decodes, rng)
-    held = _held_tokens(index, request, decodes)
+    held = held_tokens(index, request, decodes)
     num_tokens = len(request.token_ids)
     usual = fleet.usual_output_tokens(request.model)
     num_output = _expected_output(request, usual)
@@ -70,12 +71,18 @@ def choose_route(
         decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output, usual)
         for worker in decodes
     ]
+    behind = requests_behind(decodes)
+    # Where others prefill, decode workers hold what they decode, copies or not.
+    most_held = 0 if prefills else _most_held(decodes, held)
     candidates = [
-        _local(prefill_cost(goal.worker, num_tokens, goal.num_held_tokens), goal) for goal in goals
+        _local(prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, most_held), goal)
+        for goal in goals
     ]
     if prefills:
+        behind, most_held = requests_behind(prefills), _most_held(prefills, held)
         sources = [
-            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0)) for worker in prefills
+            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0), behind, most_held)
+            for worker in prefills
         ]
         sources.sort(key=_total_s)
         goals.sort(key=_arrival_s)
@@ -106,8 +113,8 @@ def choose_decode(
 
     Raises what `choose_route` raises.
     """
-    _, decodes = _eligible(request, fleet, now, exclude)
-    held = _held_tokens(index, request, decodes)
+    _, decodes = eligible(request, fleet, now, exclude)
+    held = held_tokens(index, request, decodes)
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
     usual = fleet.usual_output_tokens(request.model)
@@ -127,7 +134,7 @@ def choose_decode(
     return _choose(candidates, rng)
 
 
-def _eligible(
+def eligible(
     request: GenerateRequest, fleet: FleetView, now: float, exclude: Collection[str]
 ) -> tuple[list[WorkerView], list[WorkerView]]:
     """Who may prefill for others, and who may decode (and prefill for itself)."""
@@ -155,7 +162,7 @@ def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
     return workers[start:] + workers[:start]
 
 
-def _held_tokens(
+def held_tokens(
     index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
 ) -> Mapping[str, int]:
     """Leading tokens of the request that each worker of the model holds KV of."""
@@ -164,6 +171,10 @@ def _held_tokens(
         worker_id: num_blocks * block_size
         for worker_id, num_blocks in index.match(request.block_hashes).items()
     }
+
+
+def _most_held(workers: Sequence[WorkerView], held: Mapping[str, int]) -> int:
+    return max(held.get(worker.worker_id, 0) for worker in workers)
 
 
 def _expected_output(request: GenerateRequest, usual: float) -> int:

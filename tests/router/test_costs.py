@@ -7,7 +7,13 @@ import math
 import pytest
 
 from disagg.messages import TransferFigure, WorkerStatus
-from disagg.router.costs import decode_cost, prefill_cost, transfer_s
+from disagg.router.costs import (
+    NUM_COMPUTED_AGAIN,
+    decode_cost,
+    prefill_cost,
+    requests_behind,
+    transfer_s,
+)
 from disagg.router.fleet import Load, WorkerView
 from tests.router.fakes import make_record, make_status
 
@@ -60,6 +66,23 @@ def test_a_decode_worker_is_kept_clear_even_when_idle() -> None:
     assert prefill_cost(view("d0"), 1000, 0).harm_s > 0.0
 
 
+def test_those_who_come_behind_wait_for_what_is_computed() -> None:
+    alone_s = view("p0").times.prefill_s(1000)
+    busy = view("p1", make_status(num_waiting=2, num_uncomputed_tokens=3000))
+    assert requests_behind([view("p0")]) == 0.0
+    behind = requests_behind([view("p0"), busy])
+    assert behind == 3.0  # two wait and one is computed, in a pool of two
+    assert prefill_cost(view("p0"), 1000, 0, behind).harm_s == pytest.approx(3.0 * alone_s)
+
+
+def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
+    alone_s = view("p0").times.prefill_s(1000)
+    half = prefill_cost(view("p0"), 1000, 0, num_held_elsewhere=500)
+    assert half.harm_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
+    assert prefill_cost(view("p0"), 1000, 500, num_held_elsewhere=500).harm_s == 0.0
+    assert half.first_token_s == pytest.approx(alone_s)
+
+
 def test_decode_counts_the_own_steps_and_the_batch_that_waits() -> None:
     alone = decode_cost(view(), 1000, 0, 100)
     crowded = decode_cost(
@@ -101,6 +124,7 @@ def test_transfers_are_priced_by_what_was_measured() -> None:
     measured = view("d0", make_status(transfers=(figure,)))
     assert transfer_s(source, measured, 33) == pytest.approx(0.5 + 3)
     assert transfer_s(source, view("d1"), 33) < 0.1
+    assert transfer_s(view("p1"), measured, 33) == pytest.approx(0.5 + 3)  # it is its network
 
 
 def test_unequal_layouts_cannot_be_moved() -> None:

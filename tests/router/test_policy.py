@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, KVEvent, TransferFigure
+from disagg.router.costs import UNMEASURED_S_PER_BYTE
 from disagg.router.fleet import Fleet, Load
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.route import Route
@@ -81,8 +82,10 @@ def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
 def test_a_prefix_is_left_when_the_queue_before_it_is_longer() -> None:
     request = make_request(2000)
     fleet = make_fleet("p0", "p1", "d0", held={"p1": list(request.block_hashes[:100])})
-    busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
+    busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
     busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
+    assert choose(fleet, request).prefill == "p1"  # a copy costs more than the wait
+    busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=40_000)
     assert choose(fleet, request).prefill == "p0"
 
 
@@ -153,12 +156,12 @@ def test_only_what_the_decode_worker_lacks_is_moved() -> None:
         fleet = make_fleet("p0", make_record("d0", block_nbytes=1 << 20), held=held)
         (remote,) = [c for c in choose(fleet, request).candidates if c.prefill == "p0"]
         totals.append(remote.total_s)
-    assert totals[0] - totals[1] == pytest.approx(100 * (1 << 14) * 1e-9)
+    assert totals[0] - totals[1] == pytest.approx(100 * (1 << 14) * UNMEASURED_S_PER_BYTE)
 
 
 def test_a_prefix_at_a_slightly_busier_decode_worker_saves_its_transfer() -> None:
     request = make_request(3000)
-    big = {"block_nbytes": 1 << 20}
+    big = {"block_nbytes": 1 << 23}
     names = [f"d{i}" for i in range(10)]
     fleet = make_fleet(
         make_record("p0", **big),

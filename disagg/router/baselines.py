@@ -1,0 +1,94 @@
+"""Other ways to choose a route, to compare `policy.choose_route` with.
+
+Each looks at one thing only, as many routers do: whose turn it is, chance, how much is queued, or
+who holds most of the prompt. Prefill goes to the prefill pool and decode to the decode pool; where
+there is one pool only, a worker does both. None of them refuses a request for being late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from disagg.messages import GenerateRequest
+from disagg.router.dispatch import ChooseRoute
+from disagg.router.fleet import FleetView, WorkerView
+from disagg.router.policy import choose_route, eligible, held_tokens
+from disagg.router.prefix_index import PrefixIndex
+from disagg.router.route import Candidate, Route
+
+# One of some workers of one pool, which are never none. `held`: leading tokens by worker.
+Pick = Callable[[Sequence[WorkerView], Mapping[str, int], random.Random], WorkerView]
+
+
+def new_policy(name: str) -> ChooseRoute:
+    """A policy of `POLICIES`, with a state of its own. Raises `KeyError`."""
+    return choose_route if name == OURS else _picking(name, *_PICKS[name]())
+
+
+def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
+    def choose(
+        request: GenerateRequest,
+        fleet: FleetView,
+        index: PrefixIndex,
+        now: float,
+        rng: random.Random,
+        exclude: Collection[str] = (),
+        ttft_slo_s: float | None = None,
+    ) -> Route:
+        prefills, decodes = eligible(request, fleet, now, exclude)
+        held = held_tokens(index, request, decodes)
+        source = pick_prefill(prefills or decodes, held, rng)
+        goal = pick_decode(decodes, held, rng) if prefills else source
+        prefill = source.worker_id if prefills else None
+        num_cached = min(held.get(source.worker_id, 0), len(request.token_ids) - 1)
+        only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
+        return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
+
+    return choose
+
+
+def _load(worker: WorkerView) -> tuple[int, int]:
+    """What is queued for prefill, then what runs."""
+    return worker.num_uncomputed_tokens, worker.num_decoding + worker.num_waiting
+
+
+def _turns() -> Pick:
+    numbers = itertools.count()
+    return lambda workers, held, rng: workers[next(numbers) % len(workers)]
+
+
+def _any(workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random) -> WorkerView:
+    return rng.choice(workers)
+
+
+def _least_loaded(
+    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
+) -> WorkerView:
+    least = min(map(_load, workers))
+    return rng.choice([worker for worker in workers if _load(worker) == least])
+
+
+def _less_loaded_of_two(
+    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
+) -> WorkerView:
+    return _least_loaded(rng.sample(workers, min(2, len(workers))), held, rng)
+
+
+def _most_held(
+    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
+) -> WorkerView:
+    most = max(held.get(worker.worker_id, 0) for worker in workers)
+    return rng.choice([w for w in workers if held.get(w.worker_id, 0) == most])
+
+
+OURS = "predicted-seconds"
+_PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
+    "round-robin": lambda: (_turns(), _turns()),
+    "random": lambda: (_any, _any),
+    "two-choices": lambda: (_less_loaded_of_two, _less_loaded_of_two),
+    "least-loaded": lambda: (_least_loaded, _least_loaded),
+    "prefix-only": lambda: (_most_held, _least_loaded),
+}
+POLICIES = (OURS, *_PICKS)

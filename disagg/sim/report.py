@@ -1,0 +1,101 @@
+"""What a simulation found, in figures. Knows nothing of how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from disagg.messages import Role
+from disagg.sim.trace import TRACE_BLOCK_TOKENS
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """One request. Seconds of virtual time; `error`: the code of what ended it, if anything did."""
+
+    arrival_s: float
+    first_s: float
+    last_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    error: str
+
+
+class WorkDone(msgspec.Struct, frozen=True):
+    """One worker."""
+
+    role: Role
+    num_prompt_tokens: int  # computed
+    busy_s: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Figures of one simulation. Percentiles are of the requests that were answered.
+
+    hit_percent: of the prompts' blocks of 512 tokens, those that were not computed.
+    imbalance: the most prompt tokens that one worker of a pool computed, over the pool's mean; the
+        pool that prefills.
+    utilisation: the fraction of the time that a worker of that pool computed.
+    """
+
+    policy: str
+    speed: float
+    num_requests: int
+    num_failed: int
+    duration_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    tpot_p99_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    hit_percent: float
+    imbalance: float
+    utilisation: float
+
+
+def summarise(
+    policy: str, speed: float, outcomes: Sequence[Outcome], work: Sequence[WorkDone]
+) -> Report:
+    answered = [each for each in outcomes if not each.error]
+    ttft_s = sorted(each.first_s - each.arrival_s for each in answered)
+    tpot_s = sorted(
+        (each.last_s - each.first_s) / (each.num_output_tokens - 1)
+        for each in answered
+        if each.num_output_tokens > 1
+    )
+    ends_s = max((each.last_s for each in answered), default=0.0)
+    duration_s = max(ends_s - min((each.arrival_s for each in answered), default=0.0), 1e-9)
+    num_blocks = sum(-(-each.num_prompt_tokens // TRACE_BLOCK_TOKENS) for each in outcomes)
+    num_cached_tokens = sum(each.num_cached_tokens for each in answered)
+    pool = [each for each in work if each.role == "prefill"]
+    mean = sum(each.num_prompt_tokens for each in pool) / len(pool)
+    most = max(each.num_prompt_tokens for each in pool)
+    return Report(
+        policy=policy,
+        speed=speed,
+        num_requests=len(outcomes),
+        num_failed=len(outcomes) - len(answered),
+        duration_s=duration_s,
+        ttft_p50_s=percentile(ttft_s, 0.5),
+        ttft_p95_s=percentile(ttft_s, 0.95),
+        ttft_p99_s=percentile(ttft_s, 0.99),
+        tpot_p50_s=percentile(tpot_s, 0.5),
+        tpot_p95_s=percentile(tpot_s, 0.95),
+        tpot_p99_s=percentile(tpot_s, 0.99),
+        requests_per_s=len(answered) / duration_s,
+        output_tokens_per_s=sum(each.num_output_tokens for each in answered) / duration_s,
+        hit_percent=100.0 * num_cached_tokens / TRACE_BLOCK_TOKENS / max(1, num_blocks),
+        imbalance=most / mean if mean else 1.0,
+        utilisation=sum(each.busy_s for each in pool) / len(pool) / duration_s,
+    )
+
+
+def percentile(ordered: Sequence[float], fraction: float) -> float:
+    """The smallest value that so many are not above; 0 where there are none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]

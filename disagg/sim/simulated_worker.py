@@ -1,0 +1,289 @@
+"""A worker on the virtual clock: the product's doors, engine and block pool, and no device.
+
+Does what `engine_thread` and `links` do for a real worker: takes messages between steps, tells the
+router's fleet about each step when it ends, and hands tokens to their streams. Tokens between the
+first and the last of a visit are handed over with the last: nobody reads them one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.engine import Engine
+from disagg.engine.engine_thread import STALLED_WAIT_S, StepResult
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.step import TokenEvent
+from disagg.errors import WorkerLost
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import (
+    GenerateRequest,
+    KVEvent,
+    Role,
+    Start,
+    TokenDelta,
+    WorkerRecord,
+    WorkerStatus,
+)
+from disagg.prefill_worker.leaving import HOLD_TTL_S
+from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
+from disagg.sim.network import SimulatedNetwork, SimulatedTransport
+from disagg.sim.steps import Run, TimedRunner, move_on, num_alike
+from disagg.time_model import StepTimeModel
+from disagg.worker.doors import Doors
+from disagg.worker.parts import Parts
+from disagg.worker.streams import sequence_id
+
+LINK = 0  # there is one ingress
+LAYOUT = "simulated"
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. Names follow the engine's settings."""
+
+    worker_id: str
+    role: Role
+    model: str
+    num_blocks: int
+    block_size: int
+    block_nbytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    times: StepTimeModel
+
+
+class SimulatedWorker:
+    """Tells `fleet` what its links would. `num_prompt_tokens` and `busy_s`: work done so far."""
+
+    def __init__(
+        self, spec: WorkerSpec, epoch: int, network: SimulatedNetwork, fleet: Fleet
+    ) -> None:
+        self.spec = spec
+        self.busy_s = 0.0
+        self._loop = network.loop
+        self._fleet = fleet
+        stamps = Stamps(spec.num_blocks, spec.worker_id, epoch)
+        pool = BlockPool(spec.num_blocks, spec.block_size, stamps.generations)
+        scheduler = Scheduler(
+            pool,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_model_len=spec.max_model_len,
+        )
+        self._runner = TimedRunner()
+        self._engine = Engine(scheduler, self._runner)
+        slab = Slab(1, spec.num_blocks, spec.block_nbytes, LAYOUT)
+        self.transport = SimulatedTransport(
+            network, spec.worker_id, epoch, slab, stamps, self._wake
+        )
+        self._doors = Doors(
+            Parts(
+                self._engine,
+                stamps,
+                self.transport,
+                None,
+                lambda block_id: b"",
+                lambda block_id, content: None,
+                spec.times,
+            )
+        )
+        self._streams: dict[str, _Stream] = {}  # by the name of their sequence
+        self._stream_ids = itertools.count(1)
+        self._messages: list[Callable[[float], None]] = []
+        self._run: Run | None = None
+        self._events: tuple[TokenEvent, ...] = ()  # of the run's first step
+        self._kv_events: tuple[KVEvent, ...] = ()
+        self._status = WorkerStatus()
+        self._num_told = 0  # steps of the run that the fleet knows of
+        self._timer: asyncio.Handle | None = None
+        self._is_alive = True
+        record = WorkerRecord(
+            worker_id=spec.worker_id,
+            role=spec.role,
+            model=spec.model,
+            host="simulated",
+            port=0,
+            epoch=epoch,
+            block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
+            max_model_len=spec.max_model_len,
+            peer=self.transport.peer,
+            pid=0,
+            max_num_seqs=spec.max_num_seqs,
+        )
+        fleet.worker_synced(record, (), self._doors.status())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._runner.num_prompt_tokens
+
+    def meet(self, others: list[SimulatedWorker]) -> None:
+        self._doors.add_peers(other.transport.peer for other in others)
+
+    async def stream(
+        self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """See `router.dispatch.Workers`."""
+        stream_id = next(self._stream_ids)
+        name = sequence_id(LINK, stream_id)
+        stream = self._streams[name] = _Stream(request.token_ids[-1])
+        start = Start(stream_id, request, hand_over, ticket)
+        self._post(lambda now: self._doors.start(LINK, start, now))
+        try:
+            while True:
+                delta = await stream.deltas.get()
+                if delta is None:
+                    raise WorkerLost(f"Worker {self.spec.worker_id} is gone.")
+                yield delta
+        finally:
+            if self._streams.pop(name, None) is not None:
+                self._post(lambda now: self._doors.cancel(LINK, stream_id))
+
+    def release(self, ticket_id: str) -> None:
+        """Nobody will use a ticket of this worker."""
+        self._post(lambda now: self._doors.release(ticket_id))
+
+    def die(self) -> None:
+        """Without a word: its streams end, and nothing of it is left."""
+        self._is_alive = False
+        self._plan_turn(None)
+        self._doors.close()
+        self._fleet.worker_lost(self.spec.worker_id)
+        for stream in self._streams.values():
+            stream.deltas.put_nowait(None)
+        self._streams.clear()
+
+    def tell_progress(self) -> None:
+        """Make the fleet know of each step that has ended, as a link's frames would."""
+        run = self._run
+        if run is not None and run.num_more:
+            self._tell_steps(run, run.num_ended(self._loop.time()))
+
+    def check(self) -> None:
+        """Recount every block. Raises `AssertionError`."""
+        self._doors.check()
+
+    def _post(self, message: Callable[[float], None]) -> None:
+        self._messages.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something is to be looked at between two steps: now, or after the one under way."""
+        if not self._is_alive:
+            return
+        if self._run is None:
+            self._plan_turn(self._loop.time())
+        elif self._run.num_more:
+            self._run.cut(self._loop.time())
+            self._plan_turn(self._run.ends_s)
+
+    def _plan_turn(self, at_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at_s is None else self._loop.call_at(at_s, self._turn)
+
+    def _turn(self) -> None:
+        now = self._loop.time()
+        self._timer = None
+        if self._run is not None:
+            self._end_run(self._run, now)
+        messages, self._messages = self._messages, []
+        for message in messages:
+            message(now)
+        is_moving = self._doors.advance(now)
+        self._engine.expire(now)
+        events = tuple(self._engine.step())
+        kv_events = self._engine.pool.take_events()
+        if self._engine.last_plan.work:
+            self._begin_run(events, kv_events, now)
+            return
+        if events or kv_events or messages:
+            self._tell(StepResult(events, kv_events, self._engine.status()), now)
+        if self._engine.has_work or (is_moving and not self.transport.is_pulling):
+            self._plan_turn(now + STALLED_WAIT_S)
+
+    def _begin_run(
+        self, events: tuple[TokenEvent, ...], kv_events: tuple[KVEvent, ...], now: float
+    ) -> None:
+        """The engine has planned and applied a step already; the others hear of it at its end."""
+        self._events, self._kv_events, self._num_told = events, kv_events, 0
+        is_plain = not kv_events and all(map(self._may_wait, events))
+        num_more = num_alike(self._engine) if is_plain else 0
+        self._run = Run(self._engine.last_plan.features, self.spec.times, now, num_more)
+        if num_more:
+            self._status = self._doors.status()
+        self._plan_turn(self._run.ends_s)
+
+    def _end_run(self, run: Run, now: float) -> None:
+        self._run = None
+        self.busy_s += now - run.began_s
+        events: list[TokenEvent] = []
+        for event in self._events:
+            if self._may_wait(event):
+                self._streams[event.sequence.request_id].num_late += 1 + run.num_more
+            else:
+                events.append(event)
+        if run.num_more:
+            self._tell_steps(run, run.num_more)  # all but the last
+            move_on(self._engine.scheduler.running, run.num_more)
+        status = self._engine.status()
+        features, seconds = run.last_features, run.last_step_s
+        self._tell(StepResult(tuple(events), self._kv_events, status, features, seconds), now)
+
+    def _may_wait(self, event: TokenEvent) -> bool:
+        """A token in the middle of a stream."""
+        stream = self._streams.get(event.sequence.request_id)
+        return not event.is_last and stream is not None and stream.has_begun
+
+    def _tell_steps(self, run: Run, num_ended: int) -> None:
+        """The fleet hears what frames of the run's first steps say."""
+        num_new = num_ended - self._num_told
+        if num_new <= 0:
+            return
+        self._num_told = num_ended
+        num_context = self._status.num_context_tokens
+        num_context += run.features.num_decoding * (num_ended - 1)
+        status = msgspec.structs.replace(self._status, num_context_tokens=num_context)
+        for _ in range(min(num_new, NUM_STATUSES_UNTIL_SEEN)):  # more mean nothing to it
+            self._fleet.worker_stepped(self.spec.worker_id, (), status)
+
+    def _tell(self, result: StepResult, now: float) -> None:
+        for deltas in self._doors.take(result, now).values():
+            for delta in deltas:
+                self._hand_over(delta)
+                if delta.ticket is not None:  # to look whether the reader came
+                    self._loop.call_at(now + HOLD_TTL_S, self._wake)
+        status = self._doors.status(result.status)
+        self._fleet.worker_stepped(self.spec.worker_id, result.kv_events, status)
+
+    def _hand_over(self, delta: TokenDelta) -> None:
+        name = sequence_id(LINK, delta.stream_id)
+        stream = self._streams.get(name)
+        if stream is None:
+            return
+        stream.has_begun = True
+        if delta.is_last:
+            del self._streams[name]
+            if stream.num_late:
+                tokens = (stream.token_id,) * stream.num_late + delta.token_ids
+                delta = msgspec.structs.replace(delta, token_ids=tokens)
+        stream.deltas.put_nowait(delta)
+
+
+class _Stream:
+    """token_id: the one that every answer repeats. num_late: tokens not handed over yet."""
+
+    __slots__ = ("deltas", "has_begun", "num_late", "token_id")
+
+    def __init__(self, token_id: int) -> None:
+        self.deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+        self.token_id = token_id
+        self.has_begun = False
+        self.num_late = 0

@@ -1,0 +1,106 @@
+"""How long a simulated engine's steps take, and many decode steps at once.
+
+Between two events of a worker its decode steps are all alike: each running sequence gains a token
+and nothing is admitted, published or ended. Such steps are a `Run`: its times follow from one
+formula, and its sequences are moved on together at its end. Whatever could tell one step from the
+next (an end, a full block, somebody who waits) is never inside a run but is planned and applied by
+the scheduler itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from disagg.engine.engine import Engine
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import SampledToken, StepPlan
+from disagg.time_model import StepFeatures, StepTimeModel
+
+
+class TimedRunner:
+    """An engine's runner that computes nothing. Every answer repeats the prompt's last token.
+
+    Attributes:
+        num_prompt_tokens: computed so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+
+    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+        self.num_prompt_tokens += plan.features.num_new_tokens
+        sampled: list[SampledToken | None] = []
+        for work in plan.work:
+            tokens = work.sequence.tokens
+            is_whole = work.sequence.num_computed + work.num_tokens == len(tokens)
+            sampled.append(SampledToken(tokens[-1]) if is_whole else None)
+        return sampled
+
+
+class Run:
+    """One planned step, and up to `num_more` like it, of an engine at `began_s`."""
+
+    def __init__(
+        self, features: StepFeatures, times: StepTimeModel, began_s: float, num_more: int
+    ) -> None:
+        self.features = features
+        self.began_s = began_s
+        self.num_more = num_more
+        self._first_end_s = began_s + times.step_s(features)
+        self._step_s = times.step_s(features)
+        # Each step reads one token more of every sequence than the one before.
+        self._longer_s = times.coefficients[4] * features.num_decoding
+
+    @property
+    def ends_s(self) -> float:
+        return self._end_s(self.num_more)
+
+    @property
+    def last_step_s(self) -> float:
+        return self._step_s + self._longer_s * self.num_more
+
+    @property
+    def last_features(self) -> StepFeatures:
+        if not self.num_more:
+            return self.features
+        num_context = self.features.num_decode_context
+        num_decoding = self.features.num_decoding
+        return StepFeatures(0, 0, num_decoding, num_context + num_decoding * self.num_more)
+
+    def num_ended(self, now: float) -> int:
+        """Steps that have ended, of all."""
+        return bisect_right(range(self.num_more + 1), now, key=self._end_s)
+
+    def cut(self, now: float) -> None:
+        """Leave out the steps that have not begun."""
+        self.num_more = bisect_left(range(self.num_more), now, key=self._end_s)
+
+    def _end_s(self, num_more: int) -> float:
+        longer_s = self._longer_s * (num_more * (num_more + 1) // 2)
+        return self._first_end_s + self._step_s * num_more + longer_s
+
+
+def num_alike(engine: Engine) -> int:
+    """How many steps after the last one would do the same to the same sequences."""
+    scheduler = engine.scheduler
+    if scheduler.waiting or scheduler.arrived or engine.last_plan.features.num_new_tokens:
+        return 0
+    least = 1 << 62
+    for sequence in scheduler.running:
+        num_tokens, num_computed = len(sequence.tokens), sequence.num_computed
+        if num_tokens - num_computed != 1 or sequence.hand_over:
+            return 0
+        least = min(
+            least,
+            sequence.max_num_tokens - num_tokens - 1,
+            sequence.num_slots - num_tokens,
+            sequence.publish_at - num_computed - 1,
+        )
+    return max(0, least) if scheduler.running else 0
+
+
+def move_on(sequences: list[Sequence], num_steps: int) -> None:
+    """What `num_steps` steps that are alike do to each sequence."""
+    for sequence in sequences:
+        sequence.num_computed += num_steps
+        sequence.tokens += sequence.tokens[-1:] * num_steps

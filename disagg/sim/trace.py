@@ -1,0 +1,163 @@
+"""Requests of a trace: when they come, how long they are, and which blocks they share.
+
+Reads the formats of Mooncake (JSON lines) and of Azure (CSV), and makes up load of its own. Knows
+no workers. Whatever cannot be read is refused with the number of its line and the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from disagg.errors import RequestError
+
+TRACE_BLOCK_TOKENS = 512  # of a name in a trace
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request. `block_names`: of each `TRACE_BLOCK_TOKENS` of the prompt; equal names mean
+    equal prompts up to there. Prompts without names share nothing."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_names: tuple[int, ...] = ()
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: Annotated[float, Meta(ge=0)]  # ms
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)]
+    hash_ids: tuple[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)], ...]
+
+
+_mooncake_line = msgspec.json.Decoder(_MooncakeLine)
+_AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a file, in order of arrival; the first one arrives at 0.
+
+    Raises:
+        RequestError: it is not there, it is empty, or a line is broken.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"Cannot read the trace {path}: {error}", param="trace") from error
+    is_azure = bool(lines) and lines[0].startswith(_AZURE_COLUMNS[0])
+    requests = _read_azure(lines, path) if is_azure else _read_mooncake(lines, path)
+    if not requests:
+        raise RequestError(f"The trace {path} has no requests.", param="trace")
+    requests.sort(key=lambda request: request.arrival_s)
+    first_s = requests[0].arrival_s
+    return [
+        msgspec.structs.replace(request, arrival_s=request.arrival_s - first_s)
+        for request in requests
+    ]
+
+
+def _broken(path: Path, number: int, reason: object) -> RequestError:
+    return RequestError(f"{path}, line {number}: {reason}", param="trace")
+
+
+def _read_mooncake(lines: Iterable[str], path: Path) -> list[TraceRequest]:
+    requests = []
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = _mooncake_line.decode(text)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise _broken(path, number, error) from error
+        num_blocks = -(-line.input_length // TRACE_BLOCK_TOKENS)
+        if line.hash_ids and len(line.hash_ids) not in (num_blocks, num_blocks - 1):
+            raise _broken(
+                path,
+                number,
+                f"{len(line.hash_ids)} hash_ids for an input_length of {line.input_length}, which"
+                f" is {num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens",
+            )
+        requests.append(
+            TraceRequest(
+                line.timestamp / 1e3,
+                line.input_length,
+                max(1, line.output_length),
+                line.hash_ids,
+            )
+        )
+    return requests
+
+
+def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
+    requests = []
+    for number, row in enumerate(csv.reader(lines), 1):
+        if number == 1:
+            if row != _AZURE_COLUMNS:
+                raise _broken(path, 1, f"the columns are {row} instead of {_AZURE_COLUMNS}")
+            continue
+        if not row:
+            continue
+        try:
+            when, num_prompt_tokens, num_output_tokens = row
+            # Seven digits of a second are one more than `fromisoformat` of Python 3.11 takes.
+            seconds, _, fraction = when.partition(".")
+            moment = datetime.datetime.fromisoformat(seconds).replace(tzinfo=datetime.UTC)
+            request = TraceRequest(
+                moment.timestamp() + float(f"0.{fraction or 0}"),
+                int(num_prompt_tokens),
+                max(1, int(num_output_tokens)),
+            )
+        except ValueError as error:
+            raise _broken(path, number, error) from error
+        if request.num_prompt_tokens < 1:
+            raise _broken(path, number, f"{num_prompt_tokens} prompt tokens")
+        requests.append(request)
+    return requests
+
+
+class Sessions(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of conversations that begin at random moments and share system prompts.
+
+    Each turn's prompt is the one before it, with `turn_tokens` more.
+    """
+
+    requests_per_s: float
+    num_requests: int
+    num_system_prompts: int = 16
+    system_tokens: int = 2048
+    num_turns: int = 4
+    turn_tokens: int = 1024
+    output_tokens: int = 128
+    pause_s: float = 10.0  # between turns, on average
+
+
+def generate(load: Sessions, seed: int) -> list[TraceRequest]:
+    """Sessions arrive as a Poisson process; system prompts are chosen at random."""
+    rng = random.Random(seed)
+    requests: list[TraceRequest] = []
+    sessions_per_s = load.requests_per_s / load.num_turns
+    num_system = load.system_tokens // TRACE_BLOCK_TOKENS
+    fresh = load.num_system_prompts * num_system  # the next name that nobody has
+    began_s = 0.0
+    for _ in range(-(-load.num_requests // load.num_turns)):
+        began_s += rng.expovariate(sessions_per_s)
+        arrival_s = began_s
+        first = rng.randrange(load.num_system_prompts) * num_system
+        names = list(range(first, first + num_system))
+        for turn in range(1, load.num_turns + 1):
+            num_tokens = load.system_tokens + turn * load.turn_tokens
+            num_new = -(-num_tokens // TRACE_BLOCK_TOKENS) - len(names)
+            names += range(fresh, fresh + num_new)
+            fresh += num_new
+            requests.append(TraceRequest(arrival_s, num_tokens, load.output_tokens, tuple(names)))
+            arrival_s += rng.expovariate(1.0 / load.pause_s)
+    requests.sort(key=lambda request: request.arrival_s)
+    return requests[: load.num_requests]

@@ -1,0 +1,47 @@
+"""An asyncio loop whose clock jumps to the next timer: the events of a simulation, and their heap.
+
+Nothing outside of the process is ever waited for, so two runs of the same coroutine are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NothingWillHappen(RuntimeError):
+    """Everybody waits, and there is no timer left that could change it."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Seconds begin at 0 and pass only where everybody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seconds = 0.0
+        self._selector = self  # what the base class waits with
+
+    def time(self) -> float:
+        return self._seconds
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Called by the base class with the time until its next timer."""
+        if timeout is None:
+            raise NothingWillHappen
+        self._seconds += timeout
+        return []
+
+    def _process_events(self, events: list[Any]) -> None:
+        """There are none from outside."""
+
+    def _write_to_self(self) -> None:
+        """Nobody else could wake it."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, as `asyncio.run` does, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)

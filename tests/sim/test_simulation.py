@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from disagg.engine.engine import Engine
+from disagg.errors import RequestError
+from disagg.router.baselines import OURS, POLICIES
+from disagg.sim import simulated_worker
+from disagg.sim.report import Report
+from disagg.sim.simulation import Fault, SimConfig, simulate
+from disagg.sim.trace import Sessions, TraceRequest, generate
+
+LOAD = generate(Sessions(requests_per_s=8.0, num_requests=160, num_system_prompts=8), seed=3)
+SMALL = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_runs_are_equal_to_the_bit_and_all_is_served(policy: str) -> None:
+    config = msgspec.structs.replace(SMALL, policy=policy)
+    report = simulate(config, LOAD)
+    assert report == simulate(config, LOAD)
+    assert (report.num_requests, report.num_failed) == (len(LOAD), 0)
+    wanted = sum(each.num_output_tokens for each in LOAD)
+    assert report.output_tokens_per_s * report.duration_s == pytest.approx(wanted)
+
+
+def test_another_seed_is_another_run() -> None:
+    config = msgspec.structs.replace(SMALL, policy="random")
+    assert simulate(config, LOAD) != simulate(msgspec.structs.replace(config, seed=1), LOAD)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+@pytest.mark.parametrize("num_decode", [0, 2])
+@pytest.mark.parametrize("num_blocks", [24, 96])
+def test_runs_of_steps_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, policy: str, num_decode: int, num_blocks: int
+) -> None:
+    """Against the same simulation with each decode step planned and applied by the scheduler."""
+    config = msgspec.structs.replace(
+        SMALL, policy=policy, num_decode=num_decode, num_blocks=num_blocks, block_size=256
+    )
+    num_steps = count_steps(monkeypatch)
+    in_runs = simulate(config, LOAD)
+    num_with_runs = num_steps.pop()
+    monkeypatch.setattr(simulated_worker, "num_alike", lambda engine: 0)
+    num_steps.append(0)
+    one_by_one = simulate(config, LOAD)
+    assert num_steps[0] > 1.1 * num_with_runs
+    for name in Report.__struct_fields__:
+        expected = getattr(one_by_one, name)
+        if isinstance(expected, float):
+            expected = pytest.approx(expected, rel=1e-9)
+        assert getattr(in_runs, name) == expected, name
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counted = [0]
+    step = Engine.step
+
+    def counting(self: Engine) -> object:
+        counted[0] += 1
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counting)
+    return counted
+
+
+def test_one_request_takes_what_the_model_says() -> None:
+    config = SimConfig(num_prefill=1, num_decode=0, max_num_batched_tokens=1024)
+    per_step, per_token, per_attended, per_sequence, per_context = config.times.coefficients
+    report = simulate(config, [TraceRequest(0.0, 2000, 3)])
+    attended = 2000 * 2001 / 2
+    first_s = 2 * per_step + 2000 * per_token + attended * per_attended
+    decode_s = per_step + per_sequence + per_context * 2001.5
+    assert report.ttft_p50_s == pytest.approx(first_s)
+    assert report.tpot_p50_s == pytest.approx(decode_s)
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    trace = [TraceRequest(10.0 * n, 1024, 2, (5, 6)) for n in range(3)]
+    config = SimConfig(num_prefill=2, num_decode=0)
+    report = simulate(config, trace)
+    assert report.hit_percent == pytest.approx(100 * 2 / 6)  # a prompt's last token is computed
+    spread = simulate(msgspec.structs.replace(config, policy="round-robin"), trace[:2])
+    assert spread.hit_percent == 0.0
+
+
+def test_requests_that_never_fit_are_counted_as_failed() -> None:
+    report = simulate(SMALL, [TraceRequest(0.0, 512 * 200, 2), TraceRequest(0.0, 100, 2)])
+    assert (report.num_requests, report.num_failed) == (2, 1)
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-1", "decode-0"])
+def test_a_worker_that_dies_costs_time_only(worker_id: str) -> None:
+    config = msgspec.structs.replace(SMALL, policy="least-loaded", speed=8.0)
+    fault = Fault(worker_id, at_s=2.0, for_s=4.0)
+    hurt = simulate(msgspec.structs.replace(config, faults=(fault,)), LOAD)
+    well = simulate(config, LOAD)
+    assert hurt.num_failed == 0
+    wanted = well.output_tokens_per_s * well.duration_s
+    assert hurt.output_tokens_per_s * hurt.duration_s == pytest.approx(wanted)
+    assert hurt.ttft_p99_s > well.ttft_p99_s or hurt.tpot_p99_s > well.tpot_p99_s
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 100},
+        {"num_prefill": 0},
+        {"speed": 0.0},
+        {"policy": "sorcery"},
+        {"faults": (Fault("prefill-9", 1.0, 1.0),)},
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(RequestError):
+        simulate(SimConfig(**wrong), LOAD)  # type: ignore[arg-type]
+
+
+def test_our_policy_finds_more_than_turns_do() -> None:
+    ours = simulate(SMALL, LOAD)
+    turns = simulate(msgspec.structs.replace(SMALL, policy="round-robin"), LOAD)
+    assert ours.policy == OURS
+    assert ours.hit_percent > turns.hit_percent
