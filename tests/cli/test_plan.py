@@ -1,0 +1,131 @@
+"""`disagg plan` prints the textbooks' tables and one JSON object, and refuses in sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.cli.main import main
+from disagg.time_model import StepTimeFit, StepTimeModel
+
+DEMO = str(Path(__file__).parents[2] / "disagg/assets/demo-small")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(printed(capsys, *words, "--json"))
+    return parsed
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "Traceback" not in streams.err
+    return streams.err
+
+
+def row(text: str, *start: str) -> list[str]:
+    """The words of the first line that begins with `start`, after it."""
+    for line in text.splitlines():
+        words = line.split()
+        if words[: len(start)] == list(start):
+            return words[len(start) :]
+    raise AssertionError(f"no line begins with {start}")
+
+
+def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "llama-3-70b", "--requests-per-s", "1000")
+    assert "KV 320 KiB a token in bf16" in text
+    assert "141.1 GB in bf16" in text
+    assert "predictions from datasheets, not measurements" in text
+    kv_tokens, intensity, break_even, *_ = row(text, "2", "x", "h100")
+    assert (kv_tokens, intensity, break_even) == ("8,835", "295", "295")
+    assert row(text, "prefill:decode") == ["134:30", "106"]
+    assert row(text, "GPUs", "268") == ["+", "120", "424"]
+    assert "Disaggregate: apart costs $1,164.00 an hour" in text
+    assert "Prices unless given: 2026-05" in text
+
+
+def test_13b_on_one_h100_is_near_8_ms_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "llama-2-13b", "--gpu", "h100", "--input-tokens", "1024")
+    assert "KV 800 KiB a token" in text
+    assert float(row(text, "1", "x", "h100")[-1]) == pytest.approx(8.0, rel=0.02)
+    assert "Fleets" not in text  # nobody gave a load
+
+
+def test_machines_get_the_same_figures_and_priors(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = report(capsys, "llama-3-70b", "--requests-per-s", "1000")
+    assert plan["kind"] == "predictions from datasheets, not measurements"
+    assert plan["kv_nbytes_per_token"] == 320 * 1024
+    assert plan["disaggregate"] and plan["reason"].startswith("Disaggregate: ")
+    prefill, decode = plan["apart"]["pools"]
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    assert (prefill["num_workers"], decode["num_workers"]) == (134, 30)
+    assert plan["apart"]["num_gpus"] == prefill["num_gpus"] + decode["num_gpus"]
+    hour = plan["apart"]["usd_per_hour"]
+    assert hour == 3.0 * plan["apart"]["num_gpus"]
+    per_million = plan["apart"]["usd_per_million_tokens"]
+    assert per_million["output"] == pytest.approx(hour / (1000 * 3600 * 256 / 1e6))
+    assert per_million["input_and_output"] == pytest.approx(per_million["output"] / 5)
+    for pool in (*plan["apart"]["pools"], *plan["together"]["pools"], *plan["workers"]):
+        StepTimeFit(StepTimeModel(tuple(pool["time_model"])))  # a fit can begin with it
+
+
+def test_a_directory_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = report(capsys, DEMO, "--gpu", "l4", "--input-tokens", "100", "--output-tokens", "20")
+    assert plan["model"] == "demo-small"
+    assert plan["workers"][0]["num_kv_tokens"] > 1_000_000
+    assert "apart" not in plan
+
+
+def test_the_cheaper_of_several_gpus_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3-8b", "--gpu", "h100", "--gpu", "h200", "--requests-per-s", "50"]
+    for cheap, dear in (("h100", "h200"), ("h200", "h100")):
+        plan = report(capsys, *words, "--price", f"{cheap}=0.1", "--price", f"{dear}=9")
+        for fleet in (plan["apart"], plan["together"]):
+            assert {pool["gpu"] for pool in fleet["pools"]} == {cheap}
+            assert {pool["usd_per_gpu_hour"] for pool in fleet["pools"]} == {0.1}
+
+
+def test_a_gpu_that_is_too_small_is_left_out_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["llama-3.1-405b", "--gpu", "h100", "--gpu", "mi300x"]
+    text = printed(capsys, *words)
+    assert "x h100" not in text.split("Left out")[0]
+    assert "Left out: llama-3.1-405b in bf16 has 811.7 GB of weights" in text
+    plan = report(capsys, *words)
+    assert len(plan["notes"]) == 1
+    assert {worker["gpu"] for worker in plan["workers"]} == {"mi300x"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["gpt-5"], "gpt-5 is neither a directory with a config.json nor one of the known models"),
+        (["llama-3-8b", "--gpu", "h300"], "'h300' is not a known GPU; known are h100, h100-pcie"),
+        (["llama-3.1-405b"], "8 x h100 offer 576 GB. It would fit on 8 GPUs of 113 GB each"),
+        (["llama-3-8b", "--gpu", "a100-80gb", "--weights", "fp8"], "has no FP8 matrix units"),
+        (["llama-3-8b", "--input-tokens", "9000"], "longer than the 8,192 tokens that llama-3-8b"),
+        (["llama-3-8b", "--input-tokens", "0"], "needs a prompt and an output of 1 token"),
+        (["llama-3-8b", "--requests-per-s", "0"], "load must be > 0"),
+        (["llama-3-8b", "--requests-per-s", "1", "--ttft", "0.001"], "takes 7.92 ms alone on 8 x"),
+        (["llama-3-8b", "--requests-per-s", "1", "--tpot", "-1"], "a number of seconds > 0"),
+        (["llama-3-8b", "--requests-per-s", "1", "--link", "x"], "not a known link; known are nvl"),
+        (["llama-3-8b", "--requests-per-s", "1", "--price", "free"], "'free' is not a price like"),
+        (["llama-3-8b", "--requests-per-s", "1", "--price", "x=1"], "'x' is not a known GPU"),
+        (["llama-3-8b", "--requests-per-s", "1", "--gpu", "b200"], "No price is known for b200"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert sentence in refused(capsys, *words)
