@@ -12,13 +12,15 @@ from outside (HTTP) has structs of its own in `api/openai.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.errors import DisaggError, error_from_code
 from disagg.kvtransfer.ticket import KVTicket, Peer
+
+T = TypeVar("T")
 
 WIRE_VERSION = 1
 
@@ -227,7 +229,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     ticket: the KV of the first tokens lies on another worker (the decode door).
     """
 
-    stream_id: int  # chosen by the ingress, unique on its link
+    stream_id: int  # chosen by the ingress, from 1 and growing on its link
     request: GenerateRequest
     hand_over: bool = False
     ticket: KVTicket | None = None
@@ -288,14 +290,22 @@ def encode(message: ToWorker | ToIngress | WorkerRecord) -> bytes:
 
 
 def decode_to_worker(frame: bytes) -> ToWorker:
-    """Raises `msgspec.ValidationError` on anything that is not a message of this version."""
-    return _to_worker.decode(frame)
+    """Raises `msgspec.DecodeError` on anything that is not a message of this version."""
+    return _decoded(_to_worker, frame)
 
 
 def decode_to_ingress(frame: bytes) -> ToIngress:
-    """Raises `msgspec.ValidationError` on anything that is not a message of this version."""
-    return _to_ingress.decode(frame)
+    """Raises `msgspec.DecodeError` on anything that is not a message of this version."""
+    return _decoded(_to_ingress, frame)
 
 
 def decode_worker_record(raw: bytes) -> WorkerRecord:
-    return _worker_record.decode(raw)
+    """Raises `msgspec.DecodeError` on anything that is not a record of this version."""
+    return _decoded(_worker_record, raw)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes) -> T:
+    try:
+        return decoder.decode(raw)
+    except UnicodeDecodeError as error:  # which msgspec lets through
+        raise msgspec.DecodeError(f"Text that is not UTF-8: {error}") from error

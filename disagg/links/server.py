@@ -225,6 +225,7 @@ class _IngressLink(Connection):
         self._server = server
         self._nonce = fresh_nonce()
         self._timer: asyncio.TimerHandle | None = None
+        self._last_stream_id = 0
         self._num_sent = 0  # step frames
         self._num_sent_before_beat = 0
         self._is_synced = False  # a snapshot was sent: cache events follow
@@ -256,6 +257,10 @@ class _IngressLink(Connection):
             raise BadFrame("a second Hello came")
         if isinstance(message, Resync):
             self._is_synced = False
+        elif isinstance(message, Start):
+            if message.stream_id <= self._last_stream_id:
+                raise BadFrame(f"stream {message.stream_id} came after {self._last_stream_id}")
+            self._last_stream_id = message.stream_id
         self._server.receive(self.link_id, message)
 
     def _welcome(self, hello: Hello) -> None:

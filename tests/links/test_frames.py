@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +19,14 @@ from disagg.links.frames import (
     ingress_proof,
     proofs_equal,
     worker_proof,
+)
+from disagg.messages import (
+    Refused,
+    Release,
+    decode_to_ingress,
+    decode_to_worker,
+    decode_worker_record,
+    encode,
 )
 from tests.links.fakes import make_record
 
@@ -73,3 +85,22 @@ def test_proofs_bind_key_role_nonces_and_identity() -> None:
 def test_one_sides_proof_is_never_the_others() -> None:
     """Even if one could choose an id that reads like a record."""
     assert frames._proof(b"key", b"ingress", b"same") != frames._proof(b"key", b"worker", b"same")
+
+
+@pytest.mark.parametrize(
+    ("message", "decode"),
+    [
+        (Release("text"), decode_to_worker),
+        (Refused("text"), decode_to_ingress),
+        (make_record("text"), decode_worker_record),
+    ],
+    ids=["to a worker", "to an ingress", "record"],
+)
+def test_text_that_is_not_utf_8_is_no_message(
+    message: Any, decode: Callable[[bytes], object]
+) -> None:
+    """Where the decoder itself raises an error of another kind."""
+    raw = encode(message)
+    assert decode(raw) == message
+    with pytest.raises(msgspec.DecodeError, match="UTF-8"):
+        decode(raw.replace(b"text", b"t\xff\xb7t"))
