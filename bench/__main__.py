@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BENCHES = ("engine", "kv_pull", "routing", "scheduler", "serving_path", "worker_memory")
+BENCHES = ("engine", "kv_pull", "routing", "scheduler", "serving_path", "sim", "worker_memory")
 WITHOUT_REHEARSAL = ("kv_pull",)
 
 

@@ -33,14 +33,16 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 
 @pytest.mark.timeout(300)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
-    results = rehearse("bench", "engine", "routing", "scheduler", "worker_memory", "--tiny")
-    assert list(results) == ["engine", "routing", "scheduler", "worker_memory"]
+    names = ["engine", "routing", "scheduler", "sim", "worker_memory"]
+    results = rehearse("bench", *names, "--tiny")
+    assert list(results) == names
     engine = results["engine"]["rows"]
     assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
     for row in engine:
         assert min(row["disagg"], row["generate"], row["continuous"]) > 0
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
+    assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
     memory = results["worker_memory"]["rows"]
     assert all(row["RSS MB"] >= row["PSS MB"] >= row["USS MB"] > 0 for row in memory)
 

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.main import main
+from disagg.router.baselines import POLICIES
+
+LINES = [
+    {"timestamp": 400 * n, "input_length": 1500, "output_length": 9, "hash_ids": [n % 3, 9, n + 10]}
+    for n in range(12)
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+def test_policies_are_compared_and_two_runs_print_the_same(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.svg"
+    arguments = ["sim", "--trace", str(trace), "--compare", "--speed", "1", "--speed", "2"]
+    assert main([*arguments, "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == printed
+    assert "simulated" in printed.splitlines()[0]
+    figures = json.loads(printed.splitlines()[-1])
+    assert figures["simulated"] is True
+    reports = figures["reports"]
+    assert [each["policy"] for each in reports] == [*POLICIES, *POLICIES]
+    assert {each["num_failed"] for each in reports} == {0}
+    root = ET.parse(plot).getroot()  # noqa: S314 - written above
+    texts = [element.text for element in root.iter() if element.text]
+    assert set(POLICIES) <= set(texts)
+    assert any("simulated" in text for text in texts)
+
+
+def test_load_is_made_up_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--num-requests", "20", "--fault", "decode-0@1+2"]) == 0
+    (report,) = json.loads(capsys.readouterr().out.splitlines()[-1])["reports"]
+    assert (report["num_requests"], report["num_failed"]) == (20, 0)
+    assert report["hit_percent"] > 0
+
+
+def test_a_broken_line_is_refused_with_its_number(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text(trace.read_text() + '{"timestamp": "noon"}\n')
+    assert main(["sim", "--trace", str(trace)]) == 2
+    said = capsys.readouterr().err
+    assert "line 13" in said and "timestamp" in said and "--trace" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--num-requests", "0"], "At least one request"),
+        (["--requests-per-s", "0"], "rate"),
+        (["--fault", "decode-9@1+1"], "decode-9"),
+        (["--block-size", "100"], "divide"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--num-requests", "5", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--fault", "decode-0"], ["--step-times", "1,2"], ["--step-times", "1,2,3,4,x"]]
+)
+def test_flags_that_cannot_be_read_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["sim", *arguments])
+    assert arguments[1] in capsys.readouterr().err
