@@ -42,6 +42,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Workers of one role in one tier."""
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
+    num_standby: Annotated[int, Meta(ge=0)] = 0  # more, loaded, that serve when others are gone
     num_cpus: Annotated[float, Meta(ge=0)] = 0
     num_gpus: Annotated[float, Meta(ge=0)] = 0
     resources: dict[str, float] = {}

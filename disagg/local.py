@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -39,7 +40,7 @@ class LocalCluster:
             tier,
             role,
             worker_id=f"{tier.name}-{role}-{secrets.token_hex(4)}",
-            epoch=secrets.randbits(63),
+            epoch=time.time_ns(),
             host="127.0.0.1",
             build=self._build,
         )
@@ -90,9 +91,9 @@ async def running(
     cluster = LocalCluster(config, build)
     try:
         for tier in config.tiers:
-            for _ in range(tier.prefill.num_replicas):
+            for _ in range(tier.prefill.num_replicas + tier.prefill.num_standby):
                 await cluster.start_worker(tier, "prefill")
-            for _ in range(tier.decode.num_replicas):
+            for _ in range(tier.decode.num_replicas + tier.decode.num_standby):
                 await cluster.start_worker(tier, "decode")
         await cluster.wait_ready()
         yield cluster

@@ -23,6 +23,7 @@ from disagg.links.fleet_links import FleetLinks
 from disagg.messages import WorkerRecord
 from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet
+from disagg.router.standby import Pool, Standby
 from disagg.telemetry import FleetMetrics
 
 # Until a worker says what it uses; nothing is routed before that.
@@ -54,7 +55,7 @@ class IngressCore:
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
             ingress_id=ingress_id,
-            observer=self.fleet,
+            observer=Standby(self.fleet, _num_serving(config)),
             rng=rng,
         )
         metrics = ApiMetrics()
@@ -170,6 +171,17 @@ class IngressCore:
     def _explain(self, request_id: str) -> bytes | None:
         decisions = self.dispatcher.decision(request_id)
         return msgspec.json.encode(decisions) if decisions else None
+
+
+def _num_serving(config: ServeConfig) -> dict[Pool, int]:
+    """Of the pools in which workers stand by."""
+    numbers: dict[Pool, int] = {}
+    for tier in config.tiers:
+        if tier.prefill.num_standby:
+            numbers[tier.name, "prefill"] = tier.prefill.num_replicas
+        if tier.decode.num_standby:
+            numbers[tier.name, "decode"] = tier.decode.num_replicas
+    return numbers
 
 
 def _served_model(tier: TierConfig) -> ServedModel:

@@ -90,7 +90,7 @@ def _worker_pool(
         environment["OMP_NUM_THREADS"] = str(tier.engine.num_threads)
     deployment = serve.deployment(
         name=f"{tier.name}-{role}",
-        num_replicas=pool.num_replicas,
+        num_replicas=pool.num_replicas + pool.num_standby,
         max_ongoing_requests=1000,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,

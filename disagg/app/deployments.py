@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import secrets
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -36,7 +36,7 @@ class WorkerReplica:
             config.tier(tier_name),
             role,
             worker_id=f"{tier_name}-{role}-{replica}",
-            epoch=secrets.randbits(63),
+            epoch=time.time_ns(),  # the oldest of a pool serve, the others stand by
             host=config.link_host or ray.util.get_node_ip_address(),
             build=functools.partial(self.build_parts, progress=tell),
         )

@@ -1,0 +1,88 @@
+"""Which workers of a pool serve and which stand by, loaded, until one of those is gone.
+
+Stands between the links and the fleet, and shows the fleet workers that stand by as not accepting.
+The oldest serve, which every ingress works out alike; a draining worker serves no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from disagg.blocks import BlockHash
+from disagg.messages import KVEvent, Role, WorkerRecord, WorkerStatus
+from disagg.router.fleet import Fleet
+
+Pool: TypeAlias = tuple[str, Role]  # model and role
+
+
+class Standby:
+    """Shows a fleet the workers that serve. An observer of links.
+
+    Args:
+        num_serving: of each pool in which others stand by; of a pool that is not named all serve.
+    """
+
+    def __init__(self, fleet: Fleet, num_serving: Mapping[Pool, int]) -> None:
+        self._fleet = fleet
+        self._num_serving = num_serving
+        self._known: dict[str, tuple[WorkerRecord, WorkerStatus]] = {}
+        self._standing_by: set[str] = set()
+
+    # links.client.LinkObserver
+
+    def link_up(self, record: WorkerRecord) -> None:
+        self._fleet.link_up(record)
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        self._known[record.worker_id] = record, status
+        self._standing_by.add(record.worker_id)  # until it is looked at
+        self._fleet.worker_synced(record, block_hashes, self._shown(record.worker_id))
+        self._look_at((record.model, record.role))
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+    ) -> None:
+        if worker_id not in self._known:
+            return
+        record, before = self._known[worker_id]
+        self._known[worker_id] = record, status
+        self._fleet.worker_stepped(worker_id, kv_events, self._shown(worker_id))
+        if status.accepting != before.accepting:
+            self._look_at((record.model, record.role))
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._fleet.worker_lost(worker_id)
+        record, _ = self._known.pop(worker_id, (None, None))
+        self._standing_by.discard(worker_id)
+        if record is not None:
+            self._look_at((record.model, record.role))
+
+    def _look_at(self, pool: Pool) -> None:
+        """Decide anew who serves, and tell the fleet of everybody for whom that is news."""
+        able = [
+            record
+            for record, status in self._known.values()
+            if (record.model, record.role) == pool and status.accepting
+        ]
+        able.sort(key=lambda record: (record.epoch, record.worker_id))
+        num_serving = self._num_serving.get(pool, len(able))
+        for i, record in enumerate(able):
+            stands_by = i >= num_serving
+            if stands_by == (record.worker_id in self._standing_by):
+                continue
+            if stands_by:
+                self._standing_by.add(record.worker_id)
+            else:
+                self._standing_by.remove(record.worker_id)
+            self._fleet.worker_stepped(record.worker_id, (), self._shown(record.worker_id))
+
+    def _shown(self, worker_id: str) -> WorkerStatus:
+        _, status = self._known[worker_id]
+        if worker_id in self._standing_by:
+            return msgspec.structs.replace(status, accepting=False)
+        return status
