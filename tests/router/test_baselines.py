@@ -1,0 +1,81 @@
+"""Each policy looks at its one thing, and all keep to what no policy may do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from disagg.errors import Unavailable
+from disagg.messages import GenerateRequest
+from disagg.router.baselines import OURS, POLICIES, new_policy
+from disagg.router.fleet import Fleet
+from disagg.router.policy import choose_route
+from disagg.router.route import Route
+from tests.router.fakes import make_fleet, make_request, make_status
+
+OTHERS = [name for name in POLICIES if name != OURS]
+
+
+def routes(name: str, fleet: Fleet, request: GenerateRequest, number: int = 40) -> list[Route]:
+    choose, rng = new_policy(name), random.Random(0)
+    return [choose(request, fleet.view(), fleet.index, 0.0, rng) for _ in range(number)]
+
+
+def busy(fleet: Fleet, worker_id: str, num_uncomputed_tokens: int, num_running: int = 0) -> None:
+    status = make_status(num_uncomputed_tokens=num_uncomputed_tokens, num_running=num_running)
+    fleet.worker_stepped(worker_id, (), status)
+
+
+def test_ours_is_the_one_that_serves() -> None:
+    assert new_policy(OURS) is choose_route
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_prefill_and_decode_go_to_their_pools(name: str) -> None:
+    for route in routes(name, make_fleet("p0", "p1", "d0", "d1"), make_request()):
+        assert (route.prefill or "")[0] == "p" and route.decode[0] == "d"
+    for route in routes(name, make_fleet("p0", "p1"), make_request()):
+        assert route.prefill is None and route.decode[0] == "p"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whom_to_leave_out_is_left_out(name: str) -> None:
+    fleet, rng = make_fleet("p0", "p1", "d0"), random.Random(0)
+    route = new_policy(name)(make_request(), fleet.view(), fleet.index, 0.0, rng, exclude={"p0"})
+    assert route.prefill == "p1"
+    with pytest.raises(Unavailable):
+        new_policy(name)(make_request(), Fleet().view(), fleet.index, 0.0, rng)
+
+
+def test_turns_are_even() -> None:
+    found = routes("round-robin", make_fleet("p0", "p1", "d0", "d1"), make_request())
+    assert Counter(route.prefill for route in found) == {"p0": 20, "p1": 20}
+    assert Counter(route.decode for route in found) == {"d0": 20, "d1": 20}
+
+
+def test_the_least_loaded_is_chosen_among_all_or_two() -> None:
+    fleet = make_fleet("p0", "p1", "p2", "d0", "d1")
+    busy(fleet, "p0", 500)
+    busy(fleet, "p1", 100)
+    busy(fleet, "p2", 900)
+    busy(fleet, "d0", 0, num_running=3)
+    found = routes("least-loaded", fleet, make_request())
+    assert {(route.prefill, route.decode) for route in found} == {("p1", "d1")}
+    of_two = Counter(route.prefill for route in routes("two-choices", fleet, make_request(), 300))
+    assert "p2" not in of_two and of_two["p1"] > of_two["p0"] > 50
+
+
+def test_the_prefix_alone_decides() -> None:
+    request = make_request(320)
+    held = {"p1": list(request.block_hashes[:10]), "p0": list(request.block_hashes[:4])}
+    fleet = make_fleet("p0", "p1", "p2", "d0", held=held)
+    busy(fleet, "p1", 10**6)
+    (route,) = set(routes("prefix-only", fleet, request))
+    assert (route.prefill, route.num_cached_tokens) == ("p1", 160)
+
+
+def test_chance_reaches_everybody() -> None:
+    found = routes("random", make_fleet("p0", "p1", "p2", "d0"), make_request(), 300)
+    assert min(Counter(route.prefill for route in found).values()) > 60
