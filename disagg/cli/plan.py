@@ -9,30 +9,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from disagg.cli.plan_report import report, show
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.planner.advice import Advice, advise
 from disagg.planner.gpus import (
     GPUS,
     LINKS,
     PRICES_AS_OF,
-    PRICES_SOURCE,
     USD_PER_GPU_HOUR,
     gpu_of,
     link_of,
 )
 from disagg.planner.load import Load, Slo
-from disagg.planner.roofline import DATASHEET, MEMORY_SHARE, Placement, placements
+from disagg.planner.roofline import Placement, placements
 from disagg.planner.shapes import NBYTES, SHAPES, ModelShape, read_shape
-from disagg.planner.sizing import Fleet, Pool
-from disagg.time_model import StepTimeModel
+from disagg.sim.trace import read_trace
 
-PREDICTED = "predictions from datasheets, not measurements"
+ONE_GPU_A_WORKER = (
+    "Workers of several GPUs split the model by tensor parallelism, which `disagg serve` does not"
+    " do yet; --tensor-parallel-size 1 plans without it."
+)
 DEFAULT_TTFT_S = 1.0
 DEFAULT_TPOT_S = 0.05
 
@@ -47,8 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=list(NBYTES), default="bf16")
     parser.add_argument("--kv", choices=list(NBYTES), default="bf16", help="of the KV cache")
     parser.add_argument("--requests-per-s", type=float, metavar="RATE")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="lengths and rate of recorded requests, as Mooncake or Azure write them;"
+        " --requests-per-s replaces the rate",
+    )
     parser.add_argument("--input-tokens", type=int, default=1024, metavar="TOKENS")
     parser.add_argument("--output-tokens", type=int, default=256, metavar="TOKENS")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, metavar="GPUS", help="of a worker; default: any"
+    )
     parser.add_argument(
         "--ttft", type=float, default=DEFAULT_TTFT_S, help="seconds, for 95 %% of the requests"
     )
@@ -70,23 +82,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises `DisaggError` for unknown names, what does not fit, and SLOs that cannot be met."""
     shape = read_shape(args.model)
-    load, is_asked = _load(args)
+    load, notes = _load(args)
     load.check_fits(shape)
-    every, notes = _placements(args, shape, load)
+    every, left_out = _placements(args, shape, load)
+    is_asked = args.requests_per_s is not None or args.trace is not None
     advice = _advise(args, load, every) if is_asked else None
+    notes += left_out
+    if max(each.num_gpus for each in every) > 1:
+        notes.append(ONE_GPU_A_WORKER)
     if args.json:
-        json.dump(_report(shape, load, every, advice, notes), sys.stdout, indent=2)
+        json.dump(report(shape, load, every, advice, notes), sys.stdout, indent=2)
         print()
     else:
-        _print(Console(highlight=False), shape, load, every, advice, notes)
+        show(Console(highlight=False), shape, load, every, advice, notes)
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[Load, bool]:
-    """The load, and whether it was given; without one, a single request of the lengths given."""
-    rate = args.requests_per_s
-    lengths = [(args.input_tokens, args.output_tokens)]
-    return Load(1.0 if rate is None else rate, lengths), rate is not None
+def _load(args: argparse.Namespace) -> tuple[Load, list[str]]:
+    """The load, and what to know about it. Without one, a single request of the lengths given.
+
+    Raises:
+        RequestError: the trace cannot be read.
+    """
+    rate: float | None = args.requests_per_s
+    if args.trace is None:
+        lengths = [(args.input_tokens, args.output_tokens)]
+        return Load(1.0 if rate is None else rate, lengths), []
+    requests = read_trace(args.trace)
+    last_s = requests[-1].arrival_s
+    if rate is None:
+        if last_s <= 0:
+            raise StartupError(
+                f"All requests of {args.trace} come at one moment; say how many come a second.",
+                param="requests_per_s",
+            )
+        rate = len(requests) / last_s
+    lengths = [(each.num_prompt_tokens, each.num_output_tokens) for each in requests]
+    busiest = max(Counter(int(each.arrival_s) for each in requests).values())
+    note = (
+        f"{args.trace} has {len(requests):,} requests in {last_s:,.0f} s, {busiest} of them in its"
+        f" busiest second; planned for {rate:,.2f} a second that arrive at random, each prompt"
+        " computed whole, whatever prefixes it shares."
+    )
+    return Load(rate, lengths), [note]
 
 
 def _placements(
@@ -99,10 +137,20 @@ def _placements(
         try:
             every += placements(shape, gpu_of(name), args.weights, args.kv, load.longest_tokens)
         except NotEnoughMemory as error:
-            notes.append(error.message)
+            notes.append(f"Left out: {error.message}")
     if not every:
         raise NotEnoughMemory(" ".join(notes), param="gpu")
-    return every, notes
+    size = args.tensor_parallel_size
+    if size is None:
+        return every, notes
+    kept = [each for each in every if each.num_gpus == size]
+    if not kept:
+        able = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
+        raise StartupError(
+            f"{size} GPUs cannot hold {shape.name} and its longest request; {able} do.",
+            param="tensor_parallel_size",
+        )
+    return kept, notes
 
 
 def _advise(args: argparse.Namespace, load: Load, every: Sequence[Placement]) -> Advice:
@@ -130,210 +178,3 @@ def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:
             param="price",
         )
     return usd
-
-
-# For machines.
-
-
-def _report(
-    shape: ModelShape,
-    load: Load,
-    every: Sequence[Placement],
-    advice: Advice | None,
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "kind": PREDICTED,
-        "model": shape.name,
-        "source": shape.source,
-        "num_params": shape.num_params,
-        "kv_nbytes_per_token": every[0].kv_nbytes_per_token,
-        "workers": [_worker_report(each, load) for each in every],
-        "notes": list(notes),
-    }
-    if advice is not None:
-        report["disaggregate"] = advice.disaggregate
-        report["reason"] = advice.reason
-        report["apart"] = advice.apart and _fleet_report(advice.apart, load)
-        report["together"] = advice.together and _fleet_report(advice.together, load)
-        report["prices_as_of"] = PRICES_AS_OF
-    return report
-
-
-def _worker_report(each: Placement, load: Load) -> dict[str, Any]:
-    num_prompt = max(1, round(load.mean_prompt_tokens))
-    return {
-        "gpu": each.gpu.name,
-        "gpu_source": each.gpu.source,
-        "tensor_parallel": each.num_gpus,
-        "weights_nbytes": each.weights_nbytes,
-        "num_kv_tokens": each.num_kv_tokens,
-        "flops_per_byte": each.gpu.flops_per_byte(each.weights),
-        "break_even_batch": each.break_even_batch,
-        "prompt_tokens": num_prompt,
-        "prefill_s": each.prefill_s(num_prompt),
-        "decode_step_s": each.decode_step_s(1, num_prompt),
-        "decode_step_floor_s": _floor(each).decode_step_s(1, num_prompt),
-        "time_model": each.time_model().coefficients,
-    }
-
-
-def _fleet_report(fleet: Fleet, load: Load) -> dict[str, Any]:
-    roles = ["prefill", "decode"] if len(fleet.pools) == 2 else ["both"]
-    return {
-        "pools": [
-            {
-                "role": role,
-                "gpu": pool.placement.gpu.name,
-                "tensor_parallel": pool.placement.num_gpus,
-                "num_workers": pool.num_workers,
-                "num_gpus": pool.num_gpus,
-                "busy": pool.busy,
-                "batch": pool.batch,
-                "usd_per_gpu_hour": pool.usd_per_gpu_hour,
-                "time_model": _prior(pool).coefficients,
-            }
-            for role, pool in zip(roles, fleet.pools, strict=True)
-        ],
-        "num_gpus": fleet.num_gpus,
-        "ttft_s": fleet.ttft_s,
-        "tpot_s": fleet.tpot_s,
-        "transfer_s": fleet.transfer_s,
-        "chunk_tokens": fleet.chunk_tokens,
-        "usd_per_hour": fleet.usd_per_hour,
-        "usd_per_million_tokens": _usd_per_million(fleet, load),
-    }
-
-
-def _usd_per_million(fleet: Fleet, load: Load) -> dict[str, float]:
-    requests = load.requests_per_s * 3600 / 1e6
-    both = load.mean_prompt_tokens + load.mean_output_tokens
-    return {
-        "output": fleet.usd_per_hour / (requests * load.mean_output_tokens),
-        "input_and_output": fleet.usd_per_hour / (requests * both),
-    }
-
-
-def _prior(pool: Pool) -> StepTimeModel:
-    return pool.placement.time_model(max(1, pool.batch))
-
-
-def _floor(each: Placement) -> Placement:
-    """The same on the datasheet's figures, which nothing can beat."""
-    return Placement(each.shape, each.gpu, each.num_gpus, each.weights, each.kv, DATASHEET)
-
-
-# For people.
-
-
-def _print(
-    console: Console,
-    shape: ModelShape,
-    load: Load,
-    every: Sequence[Placement],
-    advice: Advice | None,
-    notes: Sequence[str],
-) -> None:
-    first = every[0]
-    console.print(
-        f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
-        f" {first.weights_nbytes / 1e9:.1f} GB in {first.weights};"
-        f" KV {first.kv_nbytes_per_token / 1024:g} KiB a token in {first.kv}"
-        f" ({shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}),"
-        f" from {shape.source}.",
-        soft_wrap=True,
-    )
-    console.print(f"All that follows are {PREDICTED}.\n")
-    console.print(_worker_table(load, every))
-    console.print()
-    console.print(_prior_table(every))
-    if advice is not None:
-        console.print()
-        console.print(_fleet_table(advice, load))
-        console.print()
-        console.print(advice.reason, soft_wrap=True)
-        console.print(f"Prices unless given: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
-    for note in notes:
-        console.print(f"Left out: {note}", soft_wrap=True)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.columns[0].justify = "left"
-    return table
-
-
-def _worker_table(load: Load, every: Sequence[Placement]) -> Table:
-    num_prompt = max(1, round(load.mean_prompt_tokens))
-    table = _table(
-        f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
-        f" {num_prompt:,} tokens)",
-        *("GPUs", "KV tokens", "FLOP/byte", "even batch", "prefill ms", "decode ms", "floor ms"),
-    )
-    for each in every:
-        table.add_row(
-            f"{each.num_gpus} x {each.gpu.name}",
-            f"{each.num_kv_tokens:,}",
-            f"{each.gpu.flops_per_byte(each.weights):.0f}",
-            f"{each.break_even_batch:.0f}",
-            f"{each.prefill_s(num_prompt) * 1e3:.1f}",
-            f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",
-            f"{_floor(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
-        )
-    return table
-
-
-def _prior_table(every: Sequence[Placement]) -> Table:
-    table = _table(
-        "Prior of the time model (predicted; microseconds)",
-        *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
-    )
-    for each in every:
-        step, token, position, sequence, context = each.time_model().coefficients
-        figures = (step, token, position * 1e3, sequence, context * 1e3)
-        table.add_row(
-            f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)
-        )
-    return table
-
-
-def _fleet_table(advice: Advice, load: Load) -> Table:
-    table = _table(
-        f"Fleets for {load.requests_per_s:g} requests/s of {load.mean_prompt_tokens:,.0f} +"
-        f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",
-        *("", "apart", "together"),
-    )
-    fleets = (advice.apart, advice.together)
-
-    def row(name: str, text: Any) -> None:
-        table.add_row(name, *("-" if fleet is None else text(fleet) for fleet in fleets))
-
-    row("workers", lambda fleet: " + ".join(_workers(pool) for pool in fleet.pools))
-    row("prefill:decode", lambda fleet: ":".join(str(pool.num_workers) for pool in fleet.pools))
-    row("GPUs", lambda fleet: " + ".join(str(pool.num_gpus) for pool in fleet.pools))
-    row("busy", lambda fleet: ", ".join(f"{pool.busy:.0%}" for pool in fleet.pools))
-    row("sequences a worker", lambda fleet: str(fleet.pools[-1].batch))
-    row("TTFT ms", lambda fleet: f"{fleet.ttft_s * 1e3:,.0f}")
-    row("TPOT ms", lambda fleet: f"{fleet.tpot_s * 1e3:.1f}")
-    row("KV transfer ms", lambda fleet: f"{fleet.transfer_s * 1e3:.1f}")
-    row("prompt tokens a step", lambda fleet: str(fleet.chunk_tokens or "-"))
-    row("$ an hour", lambda fleet: f"{fleet.usd_per_hour:,.2f}")
-    for name, key in (("output", "output"), ("all", "input_and_output")):
-        row(
-            f"$ a million tokens, {name}",
-            lambda fleet, key=key: f"{_usd_per_million(fleet, load)[key]:.3f}",
-        )
-    return table
-
-
-def _workers(pool: Pool) -> str:
-    return f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"

@@ -103,8 +103,54 @@ def test_a_gpu_that_is_too_small_is_left_out_with_the_reason(
     assert "x h100" not in text.split("Left out")[0]
     assert "Left out: llama-3.1-405b in bf16 has 811.7 GB of weights" in text
     plan = report(capsys, *words)
-    assert len(plan["notes"]) == 1
+    assert any(note.startswith("Left out: llama-3.1-405b") for note in plan["notes"])
     assert {worker["gpu"] for worker in plan["workers"]} == {"mi300x"}
+
+
+def test_a_worker_of_one_gpu_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3-8b", "--requests-per-s", "20", "--ttft", "0.2"]
+    plan = report(capsys, *words)
+    assert any("`disagg serve` does not do yet" in note for note in plan["notes"])
+    plan = report(capsys, *words, "--tensor-parallel-size", "1")
+    assert plan["notes"] == []
+    assert {worker["tensor_parallel"] for worker in plan["workers"]} == {1}
+    assert {pool["tensor_parallel"] for pool in plan["apart"]["pools"]} == {1}
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def test_a_trace_gives_lengths_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100 requests in 10 s, half of them 500 tokens and half 3,500; and Mooncake's of the same."""
+    azure, mooncake = tmp_path / "trace.csv", tmp_path / "trace.jsonl"
+    lines, objects = [], []
+    for i in range(101):
+        length = 500 if i % 2 else 3500
+        lines.append(f"2023-11-16 18:17:{i // 10:02}.{i % 10}000000,{length},100")
+        seen = {"timestamp": i * 100, "input_length": length, "output_length": 100, "hash_ids": []}
+        objects.append(json.dumps(seen))
+    azure.write_text(AZURE + "\n".join(lines))
+    mooncake.write_text("\n".join(objects))
+    plan = report(capsys, "llama-3-8b", "--trace", str(azure))
+    assert plan["workers"][0]["prompt_tokens"] == round((51 * 3500 + 50 * 500) / 101)
+    assert "101 requests in 10 s, 10 of them in its busiest second; planned for 10.10 a" in str(
+        plan
+    )
+    same = report(capsys, "llama-3-8b", "--trace", str(mooncake))
+    assert (same["apart"], same["together"]) == (plan["apart"], plan["together"])
+    more = report(capsys, "llama-3-8b", "--trace", str(azure), "--requests-per-s", "1000")
+    assert more["apart"]["num_gpus"] > plan["apart"]["num_gpus"]
+
+
+def test_a_broken_trace_is_refused_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(AZURE + "2023-11-16 18:17:03.9,100,5\n2023-11-16 18:17:04.9,many,5\n")
+    assert "line 3: " in refused(capsys, "llama-3-8b", "--trace", str(trace))
+    trace.write_text(AZURE + "2023-11-16 18:17:03.9,100,5\n")
+    assert "say how many come a second" in refused(capsys, "llama-3-8b", "--trace", str(trace))
+    assert "Cannot read" in refused(capsys, "llama-3-8b", "--trace", str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +162,7 @@ def test_a_gpu_that_is_too_small_is_left_out_with_the_reason(
         (["llama-3-8b", "--gpu", "a100-80gb", "--weights", "fp8"], "has no FP8 matrix units"),
         (["llama-3-8b", "--input-tokens", "9000"], "longer than the 8,192 tokens that llama-3-8b"),
         (["llama-3-8b", "--input-tokens", "0"], "needs a prompt and an output of 1 token"),
+        (["llama-3-70b", "--tensor-parallel-size", "1"], "2 x h100, 4 x h100, 8 x h100 do."),
         (["llama-3-8b", "--requests-per-s", "0"], "load must be > 0"),
         (["llama-3-8b", "--requests-per-s", "1", "--ttft", "0.001"], "takes 7.92 ms alone on 8 x"),
         (["llama-3-8b", "--requests-per-s", "1", "--tpot", "-1"], "a number of seconds > 0"),

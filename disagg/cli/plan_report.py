@@ -1,0 +1,225 @@
+"""What `disagg plan` says: tables for people, one object for machines. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from disagg.planner.advice import Advice
+from disagg.planner.gpus import PRICES_AS_OF, PRICES_SOURCE
+from disagg.planner.load import Load
+from disagg.planner.roofline import DATASHEET, MEMORY_SHARE, Placement
+from disagg.planner.shapes import ModelShape
+from disagg.planner.sizing import Fleet, Pool
+from disagg.time_model import StepTimeModel
+
+PREDICTED = "predictions from datasheets, not measurements"
+
+# For machines.
+
+
+def report(
+    shape: ModelShape,
+    load: Load,
+    every: Sequence[Placement],
+    advice: Advice | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    plan: dict[str, Any] = {
+        "kind": PREDICTED,
+        "model": shape.name,
+        "source": shape.source,
+        "num_params": shape.num_params,
+        "kv_nbytes_per_token": every[0].kv_nbytes_per_token,
+        "workers": [_worker_report(each, load) for each in every],
+        "notes": list(notes),
+    }
+    if advice is not None:
+        plan["disaggregate"] = advice.disaggregate
+        plan["reason"] = advice.reason
+        plan["apart"] = advice.apart and _fleet_report(advice.apart, load)
+        plan["together"] = advice.together and _fleet_report(advice.together, load)
+        plan["prices_as_of"] = PRICES_AS_OF
+    return plan
+
+
+def _worker_report(each: Placement, load: Load) -> dict[str, Any]:
+    num_prompt = max(1, round(load.mean_prompt_tokens))
+    return {
+        "gpu": each.gpu.name,
+        "gpu_source": each.gpu.source,
+        "tensor_parallel": each.num_gpus,
+        "weights_nbytes": each.weights_nbytes,
+        "num_kv_tokens": each.num_kv_tokens,
+        "flops_per_byte": each.gpu.flops_per_byte(each.weights),
+        "break_even_batch": each.break_even_batch,
+        "prompt_tokens": num_prompt,
+        "prefill_s": each.prefill_s(num_prompt),
+        "decode_step_s": each.decode_step_s(1, num_prompt),
+        "decode_step_floor_s": _floor(each).decode_step_s(1, num_prompt),
+        "time_model": each.time_model().coefficients,
+    }
+
+
+def _fleet_report(fleet: Fleet, load: Load) -> dict[str, Any]:
+    roles = ["prefill", "decode"] if len(fleet.pools) == 2 else ["both"]
+    return {
+        "pools": [
+            {
+                "role": role,
+                "gpu": pool.placement.gpu.name,
+                "tensor_parallel": pool.placement.num_gpus,
+                "num_workers": pool.num_workers,
+                "num_gpus": pool.num_gpus,
+                "busy": pool.busy,
+                "batch": pool.batch,
+                "usd_per_gpu_hour": pool.usd_per_gpu_hour,
+                "time_model": _prior(pool).coefficients,
+            }
+            for role, pool in zip(roles, fleet.pools, strict=True)
+        ],
+        "num_gpus": fleet.num_gpus,
+        "ttft_s": fleet.ttft_s,
+        "tpot_s": fleet.tpot_s,
+        "transfer_s": fleet.transfer_s,
+        "chunk_tokens": fleet.chunk_tokens,
+        "usd_per_hour": fleet.usd_per_hour,
+        "usd_per_million_tokens": _usd_per_million(fleet, load),
+    }
+
+
+def _usd_per_million(fleet: Fleet, load: Load) -> dict[str, float]:
+    requests = load.requests_per_s * 3600 / 1e6
+    both = load.mean_prompt_tokens + load.mean_output_tokens
+    return {
+        "output": fleet.usd_per_hour / (requests * load.mean_output_tokens),
+        "input_and_output": fleet.usd_per_hour / (requests * both),
+    }
+
+
+def _prior(pool: Pool) -> StepTimeModel:
+    return pool.placement.time_model(max(1, pool.batch))
+
+
+def _floor(each: Placement) -> Placement:
+    """The same on the datasheet's figures, which nothing can beat."""
+    return Placement(each.shape, each.gpu, each.num_gpus, each.weights, each.kv, DATASHEET)
+
+
+# For people.
+
+
+def show(
+    console: Console,
+    shape: ModelShape,
+    load: Load,
+    every: Sequence[Placement],
+    advice: Advice | None,
+    notes: Sequence[str],
+) -> None:
+    first = every[0]
+    console.print(
+        f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
+        f" {first.weights_nbytes / 1e9:.1f} GB in {first.weights};"
+        f" KV {first.kv_nbytes_per_token / 1024:g} KiB a token in {first.kv}"
+        f" ({shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}),"
+        f" from {shape.source}.",
+        soft_wrap=True,
+    )
+    console.print(f"All that follows are {PREDICTED}.\n")
+    console.print(_worker_table(load, every))
+    console.print()
+    console.print(_prior_table(every))
+    if advice is not None:
+        console.print()
+        console.print(_fleet_table(advice, load))
+        console.print()
+        console.print(advice.reason, soft_wrap=True)
+        console.print(f"Prices unless given: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.columns[0].justify = "left"
+    return table
+
+
+def _worker_table(load: Load, every: Sequence[Placement]) -> Table:
+    num_prompt = max(1, round(load.mean_prompt_tokens))
+    table = _table(
+        f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
+        f" {num_prompt:,} tokens)",
+        *("GPUs", "KV tokens", "FLOP/byte", "even batch", "prefill ms", "decode ms", "floor ms"),
+    )
+    for each in every:
+        table.add_row(
+            f"{each.num_gpus} x {each.gpu.name}",
+            f"{each.num_kv_tokens:,}",
+            f"{each.gpu.flops_per_byte(each.weights):.0f}",
+            f"{each.break_even_batch:.0f}",
+            f"{each.prefill_s(num_prompt) * 1e3:.1f}",
+            f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",
+            f"{_floor(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
+        )
+    return table
+
+
+def _prior_table(every: Sequence[Placement]) -> Table:
+    table = _table(
+        "Prior of the time model (predicted; microseconds)",
+        *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
+    )
+    for each in every:
+        step, token, position, sequence, context = each.time_model().coefficients
+        figures = (step, token, position * 1e3, sequence, context * 1e3)
+        table.add_row(
+            f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)
+        )
+    return table
+
+
+def _fleet_table(advice: Advice, load: Load) -> Table:
+    table = _table(
+        f"Fleets for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
+        f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",
+        *("", "apart", "together"),
+    )
+    fleets = (advice.apart, advice.together)
+
+    def row(name: str, text: Any) -> None:
+        table.add_row(name, *("-" if fleet is None else text(fleet) for fleet in fleets))
+
+    row("workers", lambda fleet: " + ".join(_workers(pool) for pool in fleet.pools))
+    row("prefill:decode", lambda fleet: ":".join(str(pool.num_workers) for pool in fleet.pools))
+    row("GPUs", lambda fleet: " + ".join(str(pool.num_gpus) for pool in fleet.pools))
+    row("busy", lambda fleet: ", ".join(f"{pool.busy:.0%}" for pool in fleet.pools))
+    row("sequences a worker", lambda fleet: str(fleet.pools[-1].batch))
+    row("TTFT ms", lambda fleet: f"{fleet.ttft_s * 1e3:,.0f}")
+    row("TPOT ms", lambda fleet: f"{fleet.tpot_s * 1e3:.1f}")
+    row("KV transfer ms", lambda fleet: f"{fleet.transfer_s * 1e3:.1f}")
+    row("prompt tokens a step", lambda fleet: str(fleet.chunk_tokens or "-"))
+    row("$ an hour", lambda fleet: f"{fleet.usd_per_hour:,.2f}")
+    for name, key in (("output", "output"), ("all", "input_and_output")):
+        row(
+            f"$ a million tokens, {name}",
+            lambda fleet, key=key: f"{_usd_per_million(fleet, load)[key]:.3f}",
+        )
+    return table
+
+
+def _workers(pool: Pool) -> str:
+    return f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"
