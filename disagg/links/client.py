@@ -18,10 +18,11 @@ from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
-from disagg.errors import DeadlineExceeded, DisaggError, Unavailable, WorkerLost
+from disagg.errors import Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
+from disagg.links.stream import Stream
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -199,69 +200,6 @@ class Link:
             await connection.welcomed
 
 
-class _Stream:
-    """Deltas on their way to one reader."""
-
-    __slots__ = ("_error", "_loop", "_waiter", "deltas")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.deltas: list[TokenDelta] = []
-        self._error: DisaggError | None = None
-        self._loop = loop
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: TokenDelta) -> None:
-        self.deltas.append(delta)
-        self._wake()
-
-    def fail(self, error: DisaggError) -> None:
-        """The first failure counts, after what has arrived before it."""
-        self._error = self._error or error
-        self._wake()
-
-    def expire(self) -> None:
-        self.fail(
-            DeadlineExceeded(
-                "The request's deadline passed before its answer was complete; ask for fewer"
-                " tokens or allow more time."
-            )
-        )
-
-    async def wait(self) -> None:
-        """Until there is something to take. Raises what ended the stream."""
-        while not self.deltas:
-            if self._error is not None:
-                raise self._error
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    def take(self) -> TokenDelta:
-        """All that arrived since the last call, as one delta."""
-        deltas, self.deltas = self.deltas, []
-        return deltas[0] if len(deltas) == 1 else merge(deltas)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
-    first, last = deltas[0], deltas[-1]
-    logprobs = None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
-    return TokenDelta(
-        stream_id=first.stream_id,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=last.finish_reason,
-        logprobs=logprobs,
-        num_cached_tokens=first.num_cached_tokens,
-        ticket=last.ticket,
-        error=last.error,
-    )
-
-
 class _WorkerConnection(Connection):
     """One TCP connection of a `Link`."""
 
@@ -272,7 +210,7 @@ class _WorkerConnection(Connection):
         self.is_up = False
         self._link = link
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._stream_ids = count(1)
         self._num_received = 0  # the last step frame's number
         self._is_synced = False
@@ -282,12 +220,12 @@ class _WorkerConnection(Connection):
 
     def start(
         self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
-    ) -> tuple[int, _Stream]:
+    ) -> tuple[int, Stream]:
         stream_id = next(self._stream_ids)
         self.send(Start(stream_id, request, hand_over, ticket))
         if not self.is_open:  # its buffer ran over with this
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = _Stream(self._loop)
+        stream = self._streams[stream_id] = Stream(self._loop)
         return stream_id, stream
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:

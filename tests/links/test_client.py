@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.links.client import Link, merge
+from disagg.links.client import Link
 from disagg.links.frames import HEADER, frame, worker_proof
 from disagg.links.server import LinkId
+from disagg.links.stream import merge
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,

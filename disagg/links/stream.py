@@ -1,0 +1,72 @@
+"""What arrives for one reader of a link, until he takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from disagg.errors import DeadlineExceeded, DisaggError
+from disagg.messages import TokenDelta
+
+
+class Stream:
+    """Deltas on their way to one reader."""
+
+    __slots__ = ("_error", "_loop", "_waiter", "deltas")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.deltas: list[TokenDelta] = []
+        self._error: DisaggError | None = None
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: DisaggError) -> None:
+        """The first failure counts, after what has arrived before it."""
+        self._error = self._error or error
+        self._wake()
+
+    def expire(self) -> None:
+        self.fail(
+            DeadlineExceeded(
+                "The request's deadline passed before its answer was complete; ask for fewer"
+                " tokens or allow more time."
+            )
+        )
+
+    async def wait(self) -> None:
+        """Until there is something to take. Raises what ended the stream."""
+        while not self.deltas:
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def take(self) -> TokenDelta:
+        """All that arrived since the last call, as one delta."""
+        deltas, self.deltas = self.deltas, []
+        return deltas[0] if len(deltas) == 1 else merge(deltas)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one stream as one."""
+    first, last = deltas[0], deltas[-1]
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
+    return TokenDelta(
+        stream_id=first.stream_id,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        ticket=last.ticket,
+        error=last.error,
+    )
