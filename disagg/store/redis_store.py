@@ -4,7 +4,8 @@ Keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the 
 cluster's key, so clusters and models that share a server never meet. A value is the block behind a
 digest of it that is keyed in the same way and covers the block's name: a truncated, damaged,
 misplaced or forged value is not accepted. The server bounds memory (`maxmemory` with
-`maxmemory-policy allkeys-lru`), a time to live bounds age.
+`maxmemory-policy allkeys-lru`, or `volatile-lru` if others keep in it what must not go), a time to
+live bounds age.
 """
 
 from __future__ import annotations
