@@ -191,6 +191,20 @@ TEXT_REFUSALS = [
     Refusal({"best_of": 21}, "integer_above_max_value", "best_of"),
     Refusal({"best_of": 2}, "invalid_value", "best_of"),
     Refusal({"suffix": "end"}, "unsupported_parameter", "suffix"),
+    *(
+        Refusal({name: {"a": 1}}, "unsupported_parameter", name)
+        for name in (
+            "bootstrap_host",
+            "bootstrap_room",
+            "ec_transfer_params",
+            "kv_transfer_params",
+            "priority",
+            "prompt_embeds",
+            "request_id",
+            "rid",
+            "vllm_xargs",
+        )
+    ),
     Refusal({"echo": True, "logprobs": 1}, "invalid_value", "echo"),
 ]
 
