@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from bench import faults_long
@@ -67,12 +68,15 @@ def main() -> int:
     names = (*IN_PROCESS, *GATES)
     parser.add_argument("gates", nargs="*", metavar="GATE", help=", ".join(names))
     parser.add_argument("--short", action="store_true", help="a rehearsal")
+    parser.add_argument("--soak-minutes", type=float, help="instead of 30")
     arguments = parser.parse_args()
     unknown = set(arguments.gates) - set(names)
     if unknown:
         parser.error(f"no gate is named {', '.join(sorted(unknown))}")
     wanted = arguments.gates or names
     sizes = REHEARSAL if arguments.short else Sizes()
+    if arguments.soak_minutes is not None:
+        sizes = replace(sizes, soak_s=60 * arguments.soak_minutes)
     began_s = time.monotonic()
     rows = [each for name in IN_PROCESS if name in wanted for each in in_process(name, sizes)]
     in_system = [name for name in GATES if name in wanted]
@@ -103,7 +107,7 @@ async def pass_gates(system: System, names: list[str], sizes: Sizes) -> Rows:
         print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
     counts = gates.tally.counts
     num, wrong, endless = counts.total(), counts["wrong"], counts["without end"]
-    is_enough = num >= NUM_END_TO_END or sizes is REHEARSAL
+    is_enough = num >= NUM_END_TO_END or sizes.is_rehearsal
     return [
         *rows,
         row("wrong tokens end to end", "0", f"{wrong} of {num} requests", not wrong and is_enough),
@@ -113,7 +117,7 @@ async def pass_gates(system: System, names: list[str], sizes: Sizes) -> Rows:
 
 def in_process(name: str, sizes: Sizes) -> Rows:
     """Gates that need no cluster; benches of their own."""
-    is_short = sizes is REHEARSAL
+    is_short = sizes.is_rehearsal
     if name == "property_steps":
         found = run(name, ["--steps", "2000"] if is_short else [])
         figures = [found.get(key) for key in ("steps", "wrong_tokens", "leaked_blocks")]

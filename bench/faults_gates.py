@@ -38,9 +38,10 @@ class Sizes:
     redis_down_s: float = 60.0
     soak_s: float = 1800.0
     overload_s: float = 300.0
+    is_rehearsal: bool = False
 
 
-REHEARSAL = Sizes(60, 1, 3.0, 60.0, 20.0)
+REHEARSAL = Sizes(60, 1, 3.0, 60.0, 20.0, is_rehearsal=True)
 
 
 @dataclass

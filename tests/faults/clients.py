@@ -105,8 +105,11 @@ class Answer:
                 self.finish_reason = choice.finish_reason
 
     def take_body(self, body: bytes) -> None:
-        """A reply that is no stream, which must be an error."""
-        self._take_error(json.loads(body))
+        """A reply that is no stream, which must be an error of ours; a proxy's own is trouble."""
+        try:
+            self._take_error(json.loads(body))
+        except ValueError:
+            self.trouble = f"{self.status} with a body that is not ours: {body[:100]!r}"
         self.is_done = True
 
     def _take_error(self, raw: dict[str, Any]) -> None:

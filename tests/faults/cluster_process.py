@@ -86,6 +86,7 @@ def main() -> None:
         if arguments.haproxy:
             os.environ.update(haproxy_environment(scratch / "h"))
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as `disagg serve` does
         serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
 
 
