@@ -226,7 +226,7 @@ class _Simulation:
         self._introduce()
 
     def _work(self) -> list[WorkDone]:
-        """Of the workers that prefill for others; of all, where each works for itself."""
+        """Of everybody, those who died too."""
         return [
             WorkDone(worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
             for worker in [*self._workers.values(), *self._past]
