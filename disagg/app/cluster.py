@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
@@ -38,16 +39,23 @@ class Cluster:
         self._has_left = False
 
     def start(self, http: HttpConfig) -> None:
+        """Raises `StartupError` when Ray Serve does not come up."""
         if self._address is None:
             self._start_local()
         else:
             self._join()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(
-            proxy_location=ProxyLocation.EveryNode,
-            # No request_timeout_s: it would cut a stream in the middle without an error.
-            http_options=HTTPOptions(host=http.host, port=http.port),
-        )
+        try:
+            serve.start(
+                proxy_location=ProxyLocation.EveryNode,
+                # No request_timeout_s: it would cut a stream in the middle without an error.
+                http_options=HTTPOptions(host=http.host, port=http.port),
+            )
+        except (RayError, TimeoutError) as error:
+            raise StartupError(
+                "Ray Serve's HTTP proxy did not start; is the machine too busy for Ray?"
+                f" Its own words: {str(error).splitlines()[0]}"
+            ) from error
 
     def _join(self) -> None:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)

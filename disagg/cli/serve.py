@@ -267,6 +267,8 @@ def _cluster(arguments: argparse.Namespace, scratch: Path) -> Any:
     if arguments.haproxy:
         os.environ.update(haproxy_environment(scratch / "h"))
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    # Ray runs its workers at nice 15, behind whatever else the machine does; ours are the service.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     from disagg.app.cluster import Cluster
 
     return Cluster(arguments.ray_address, scratch)

@@ -94,3 +94,17 @@ def test_what_never_started_needs_no_end(ray: FakeRay) -> None:
 
     Cluster("head:6379", Path("/nowhere")).stop()
     assert ray.calls == []
+
+
+def test_a_proxy_that_does_not_come_up_is_said_in_words(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from disagg.app import cluster
+    from disagg.errors import StartupError
+
+    def late(**options: Any) -> None:
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    monkeypatch.setattr(vars(cluster)["serve"], "start", late, raising=False)
+    with pytest.raises(StartupError, match="HTTP proxies not available"):
+        cluster.Cluster(None, Path("/nowhere")).start(HttpConfig())
