@@ -39,7 +39,7 @@ NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15
 
-# A mid-size CPU core running a small model; `disagg.planner` computes better ones for a machine.
+# A mid-size CPU core running a small model; `disagg plan` prints those of a model on a GPU.
 DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7)
 
 
