@@ -1,0 +1,55 @@
+"""A planned fleet, played by the product's own router and scheduler, holds what was planned.
+
+The simulator's steps follow the planner's prior; what is compared is the queueing and the batches.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from disagg.planner.gpus import GPUS, LINKS
+from disagg.planner.load import Load, Slo
+from disagg.planner.roofline import Placement
+from disagg.planner.shapes import SHAPES
+from disagg.planner.sizing import TRANSFER_LATENCY_S, disaggregated
+from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.trace import TraceRequest
+
+LENGTHS = [(1024, 128), (3000, 200), (200, 50)]
+BLOCK = 64
+
+
+def arrivals(load: Load, num_requests: int, seed: int) -> list[TraceRequest]:
+    rng = random.Random(seed)
+    now, requests = 0.0, []
+    for _ in range(num_requests):
+        now += rng.expovariate(load.requests_per_s)
+        requests.append(TraceRequest(now, *rng.choice(LENGTHS)))
+    return requests
+
+
+def test_a_planned_fleet_holds_its_slos_in_the_simulator() -> None:
+    worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
+    load, slo = Load(60.0, LENGTHS), Slo(0.3, 0.02)
+    fleet = disaggregated(load, slo, [worker], LINKS["400g"], lambda _: 3.0)
+    assert fleet is not None
+    prefill, decode = fleet.pools
+    config = SimConfig(
+        num_prefill=prefill.num_workers,
+        num_decode=decode.num_workers,
+        num_blocks=worker.num_kv_tokens // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=2 * decode.batch,
+        times=worker.time_model(decode.batch),
+        kv_nbytes=worker.kv_nbytes_per_token,
+        bytes_per_s=LINKS["400g"],
+        latency_s=TRANSFER_LATENCY_S,
+    )
+    played = simulate(config, arrivals(load, 800, seed=5))
+    assert played.num_failed == 0
+    assert played.ttft_p95_s <= slo.ttft_s and played.tpot_p95_s <= slo.tpot_s
+    assert played.ttft_p95_s == pytest.approx(fleet.ttft_s, rel=0.4)
+    assert played.tpot_p95_s == pytest.approx(fleet.tpot_s, rel=0.2)
+    assert played.utilisation == pytest.approx(prefill.busy, rel=0.2)
