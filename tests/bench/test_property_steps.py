@@ -26,7 +26,7 @@ def test_it_fails_where_a_fault_never_took_effect(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["property_steps", "--steps", "2000"])
-    monkeypatch.setitem(rehearsal.LEAST_PER_100_000_STEPS, "meteorite", 50)
+    monkeypatch.setitem(rehearsal.LEAST_PER_100_000_STEPS, "meteorite", 5000)
     assert property_steps.main() == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["too_seldom"]["meteorite"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -71,11 +72,15 @@ class Tally:
 
     @property
     def missing(self) -> dict[str, int]:
-        """What happened too seldom, and how often that was."""
+        """What happened too seldom, and how often that was. Short runs are given their spread."""
+        goals = {
+            what: least * self.num_steps / 100_000
+            for what, least in LEAST_PER_100_000_STEPS.items()
+        }
         return {
             what: self.met[what]
-            for what, least in LEAST_PER_100_000_STEPS.items()
-            if self.met[what] < least * self.num_steps // 100_000
+            for what, goal in goals.items()
+            if self.met[what] < goal - 3 * math.sqrt(goal)
         }
 
 
