@@ -50,6 +50,12 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
     group.add_argument(
+        "--ttft-slo-s",
+        type=float,
+        default=30.0,
+        help="refuse a request whose first token is predicted to come later (default: 30)",
+    )
+    group.add_argument(
         "--served-model-name", nargs="*", default=[], help="one per model, in their order"
     )
     group.add_argument("--chat-template", help="path of a Jinja template")
@@ -122,6 +128,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
             "decode": {"num_replicas": arguments.decode},
             "engine": engine,
             "chat_template": arguments.chat_template,
+            "ttft_slo_s": arguments.ttft_slo_s,
         }
         for model, name in zip(models, names or [None] * len(models), strict=True)
     ]

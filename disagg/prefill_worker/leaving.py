@@ -52,7 +52,8 @@ class Leaving:
             num_tokens=sequence.num_computed,
             block_ids=kept,
         )
-        self._holds.hold(ticket.ticket_id, kept, now, HOLD_TTL_S)
+        ttl_s = min(HOLD_TTL_S, max(0.0, sequence.deadline_unix_s - now))  # nobody comes later
+        self._holds.hold(ticket.ticket_id, kept, now, ttl_s)
         sequence.block_ids = []
         return ticket
 

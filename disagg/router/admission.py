@@ -15,37 +15,36 @@ from collections.abc import Sequence
 from disagg.errors import Overloaded
 from disagg.router.route import Candidate
 
-# Of the time allowed, what may be planned for. The rest is for the model's errors: 95 % of its
-# predictions are meant to be off by less than 30 %.
-HEADROOM = 0.75
 
-
-def in_time(candidates: Sequence[Candidate], ttft_slo_s: float, left_s: float) -> list[Candidate]:
+def in_time(
+    candidates: Sequence[Candidate], ttft_slo_s: float, left_s: float, delay: float
+) -> list[Candidate]:
     """Those of `candidates` whose first token is predicted to come early enough.
 
     Args:
         ttft_slo_s: how late a first token may come. A prompt that alone takes more than half of it
             may wait as long as it takes itself.
         left_s: until the request's deadline.
+        delay: by what factor first tokens may come later than predicted (`experience.Delays`).
 
     Raises:
         Overloaded: there is none. `retry_after_s` is when there may be one.
     """
-    late_s = [lateness_s(candidate, ttft_slo_s, left_s) for candidate in candidates]
+    late_s = [lateness_s(candidate, ttft_slo_s, left_s, delay) for candidate in candidates]
     least_s = min(late_s)
     if least_s <= 0.0:
         return [each for each, late in zip(candidates, late_s, strict=True) if late <= 0.0]
-    first_s = min(each.own_s + each.wait_s for each in candidates)
+    first_s = delay * min(each.own_s + each.wait_s for each in candidates)
     raise Overloaded(
-        f"All workers are busy: the first token would come after about {first_s:.1f} s, and"
+        f"All workers are busy: the first token would come after up to {first_s:.1f} s, and"
         f" {min(ttft_slo_s, left_s):.1f} s are allowed. Try again in {least_s:.0f} s.",
         retry_after_s=least_s,
     )
 
 
-def lateness_s(candidate: Candidate, ttft_slo_s: float, left_s: float) -> float:
+def lateness_s(candidate: Candidate, ttft_slo_s: float, left_s: float, delay: float) -> float:
     """By how much the queue before `candidate` is too long; 0 or less: it is not."""
     if candidate.wait_s <= 0.0:
         return 0.0
     allowed_s = min(max(ttft_slo_s, 2.0 * candidate.own_s), left_s)
-    return candidate.own_s + candidate.wait_s - HEADROOM * allowed_s
+    return delay * (candidate.own_s + candidate.wait_s) - allowed_s

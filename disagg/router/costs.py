@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from disagg.router.fleet import USUAL_OUTPUT_TOKENS, WorkerView
+from disagg.router.experience import USUAL_OUTPUT_TOKENS
+from disagg.router.fleet import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 
 # A decode worker is kept clear for streams: a prompt that it computes delays at least one, which
@@ -65,12 +66,15 @@ def prefill_cost(
     num_held_tokens: int,
     num_behind: float = 0.0,
     num_held_elsewhere: int = 0,
+    spares_decodes: bool = True,
 ) -> PrefillCost:
     """Computing a prompt's KV and its first token on `worker`.
 
     Args:
         num_behind: requests that will wait for this one; see `requests_behind`.
         num_held_elsewhere: leading tokens whose KV some worker of the pool has.
+        spares_decodes: False where everybody prefills: then each prompt delays somebody's streams,
+            and sending it where they are few only makes queues uneven.
     """
     times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
@@ -89,7 +93,7 @@ def prefill_cost(
         queue_s += ride_s * num_queued / CHUNK_TOKENS
     elif worker.record.role == "decode":
         num_delayed = NUM_STREAMS_EXPECTED
-    if num_delayed:
+    if num_delayed and spares_decodes:
         harm_s = num_delayed * (alone_s - num_steps * per_step_s)
     harm_s += num_behind * alone_s
     num_copied = num_held_elsewhere - num_cached
@@ -123,22 +127,27 @@ def decode_cost(
     decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
     place_s = 0.0
     if num_decoding:
-        num_missing = num_tokens + num_output_tokens - num_held_tokens
-        num_ends = _ends_before_place(worker, num_missing)
+        num_ends = _ends_before_place(worker, num_tokens - num_held_tokens, usual_output_tokens)
         if num_ends > 0.0:
             place_s = num_ends * usual_output_tokens * batch_s / num_decoding
     return DecodeCost(worker, num_held_tokens, place_s, decode_s)
 
 
-def _ends_before_place(worker: WorkerView, num_missing_tokens: int) -> float:
+def _ends_before_place(
+    worker: WorkerView, num_missing_tokens: int, usual_output_tokens: float
+) -> float:
     """How many sequences must end on `worker` before one more has a place and room for its KV.
 
-    Those who wait there already come first, and need as much room as those who decode.
+    Those who wait there already come first, and need as much room as a usual prompt. While one
+    sequence ends the others grow by as much as one answer together, so an end leaves the room of a
+    prompt: what a sequence holds on average, less half an answer.
     """
     num_decoding, num_waiting = worker.num_decoding, worker.num_waiting
-    num_usual = max(1.0, worker.num_context_tokens / num_decoding)
-    num_room = worker.num_free_blocks * worker.record.block_size
-    num_ends = (num_missing_tokens + num_waiting * num_usual - num_room) / num_usual
+    block_size = worker.record.block_size
+    num_freed = worker.num_context_tokens / num_decoding - 0.5 * usual_output_tokens
+    num_freed = max(float(block_size), num_freed)
+    num_room = (worker.num_free_blocks - num_decoding) * block_size  # as `Scheduler` keeps it
+    num_ends = (num_missing_tokens + num_waiting * num_freed - num_room) / num_freed
     num_places = worker.record.max_num_seqs
     if num_places:
         num_ends = max(num_ends, num_decoding + num_waiting + 1 - num_places)

@@ -30,7 +30,7 @@ from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.fleet import Fleet, FleetView, Load, Reservation
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.prefix_index import PrefixIndex
-from disagg.router.route import Route
+from disagg.router.route import Candidate, Route
 
 PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
 
@@ -176,6 +176,8 @@ class Dispatcher:
             async with aclosing(stream):
                 async for delta in stream:
                     self._fleet.release(reservation)  # its own reports show it from here on
+                    if journey.awaited is not None and delta.token_ids:
+                        self._learn_delay(journey, *journey.awaited)
                     shown = journey.take(delta)
                     if shown is not None:
                         yield shown
@@ -186,6 +188,13 @@ class Dispatcher:
         finally:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
+
+    def _learn_delay(self, journey: _Journey, since: float, way: Candidate) -> None:
+        """The first token came. Where nobody waits its time says nothing about queues."""
+        journey.awaited = None
+        if way.wait_s > way.own_s:
+            took_s = self._now() - since
+            self._fleet.delays.observe(journey.model, way.first_token_s, took_s)
 
     def _cancel_visits(self, journey: _Journey) -> None:
         for visit in journey.visits:
@@ -217,6 +226,7 @@ class Dispatcher:
             if telemetry.enabled():
                 _describe(route, journey.because, span)
         journey.wait_s = min(candidate.wait_s for candidate in route.candidates)
+        journey.awaited = None if journey.worker_id else (now, route.chosen)
         self._remember(
             request.request_id, Decision(now, route, len(request.token_ids), journey.because)
         )
@@ -281,6 +291,7 @@ class _Journey:
         self.is_finished = False
         self.worker_id = ""  # where it is
         self.wait_s = 0.0  # predicted when its route was chosen
+        self.awaited: tuple[float, Candidate] | None = None  # its first token: since when, and how
         self.is_turned_away = False  # all workers so far had no room for it to begin
         self._request = request
         self._generated: list[int] = []  # beyond `_request.token_ids`

@@ -16,13 +16,9 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.router.experience import AnswerLengths, Delays
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
-
-# How long answers get, until some have been seen; and what one more answer weighs. A figure of this
-# size ranks decode workers as the true length would, unless nearly all answers are far shorter.
-USUAL_OUTPUT_TOKENS = 128
-ANSWER_WEIGHT = 0.02
 
 # The report in flight when a request is sent, that of the step it arrives in, the first with it.
 NUM_STATUSES_UNTIL_SEEN = 3
@@ -79,24 +75,7 @@ class FleetView(msgspec.Struct, frozen=True):
 
     workers: Mapping[str, WorkerView]
     answers: AnswerLengths
-
-    def usual_output_tokens(self, model: str) -> float:
-        """How long answers of this model get."""
-        return self.answers.usual(model)
-
-
-class AnswerLengths:
-    """The mean number of tokens of a model's answers, the latest ones counting most."""
-
-    def __init__(self) -> None:
-        self._means: dict[str, float] = {}
-
-    def usual(self, model: str) -> float:
-        return self._means.get(model, USUAL_OUTPUT_TOKENS)
-
-    def observe(self, model: str, num_tokens: int) -> None:
-        before = self.usual(model)
-        self._means[model] = before + ANSWER_WEIGHT * (num_tokens - before)
+    delays: Delays
 
 
 class Reservation:
@@ -178,7 +157,8 @@ class Fleet:
         self._views: dict[str, WorkerView] = {}
         self._changed: set[str] = set()
         self.answers = AnswerLengths()
-        self._view = FleetView({}, self.answers)
+        self.delays = Delays()
+        self._view = FleetView({}, self.answers, self.delays)
 
     def view(self) -> FleetView:
         """The fleet now."""
@@ -190,7 +170,7 @@ class Fleet:
                     self._ledger.coming_to(worker_id),
                 )
             self._changed.clear()
-            self._view = FleetView(dict(self._views), self.answers)
+            self._view = FleetView(dict(self._views), self.answers, self.delays)
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -241,6 +221,6 @@ class Fleet:
         del self._statuses[worker_id]
         self._views.pop(worker_id, None)
         self._changed.discard(worker_id)
-        self._view = FleetView(dict(self._views), self.answers)
+        self._view = FleetView(dict(self._views), self.answers, self.delays)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)

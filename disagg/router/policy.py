@@ -65,7 +65,7 @@ def choose_route(
     decodes = _rotated(decodes, rng)
     held = held_tokens(index, request, decodes)
     num_tokens = len(request.token_ids)
-    usual = fleet.usual_output_tokens(request.model)
+    usual = fleet.answers.usual(request.model)
     num_output = _expected_output(request, usual)
     goals = [
         decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output, usual)
@@ -74,8 +74,12 @@ def choose_route(
     behind = requests_behind(decodes)
     # Where others prefill, decode workers hold what they decode, copies or not.
     most_held = 0 if prefills else _most_held(decodes, held)
+    spares = bool(prefills)
     candidates = [
-        _local(prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, most_held), goal)
+        _local(
+            prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, most_held, spares),
+            goal,
+        )
         for goal in goals
     ]
     if prefills:
@@ -94,8 +98,9 @@ def choose_route(
         candidates += [pair for pair in pairs if math.isfinite(pair.total_s)]
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
-    if ttft_slo_s is not None and lateness_s(candidates[0], ttft_slo_s, left_s) > 0.0:
-        candidates = in_time(candidates, ttft_slo_s, left_s)
+    delay = fleet.delays.factor(request.model)
+    if ttft_slo_s is not None and lateness_s(candidates[0], ttft_slo_s, left_s, delay) > 0.0:
+        candidates = in_time(candidates, ttft_slo_s, left_s, delay)
     return _choose(candidates, rng)
 
 
@@ -117,7 +122,7 @@ def choose_decode(
     held = held_tokens(index, request, decodes)
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
-    usual = fleet.usual_output_tokens(request.model)
+    usual = fleet.answers.usual(request.model)
     num_output = _expected_output(request, usual)
     candidates = []
     for worker in decodes:
@@ -190,9 +195,9 @@ def _arrival_s(goal: DecodeCost) -> float:
 
 
 def _local(source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0) -> Candidate:
-    """Waiting sequences are computed as they get places, so the two waits are one."""
+    """One engine does both: while it computes what is queued, those who decode end later."""
     own_s = source.own_s + pull_s
-    wait_s = max(source.queue_s, goal.place_s)
+    wait_s = source.queue_s + goal.place_s
     return Candidate(
         None,
         goal.worker.worker_id,

@@ -30,3 +30,8 @@ class Route(msgspec.Struct, frozen=True):
     num_cached_tokens: int  # predicted
     candidates: tuple[Candidate, ...]  # cheapest first, the chosen one among them
     reason: str
+
+    @property
+    def chosen(self) -> Candidate:
+        way = (self.prefill, self.decode)
+        return next(each for each in self.candidates if (each.prefill, each.decode) == way)

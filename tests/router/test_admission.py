@@ -8,7 +8,8 @@ import random
 import pytest
 
 from disagg.errors import Overloaded
-from disagg.router.admission import HEADROOM, in_time
+from disagg.router.admission import in_time
+from disagg.router.experience import USUAL_DELAY
 from disagg.router.fleet import Fleet, Load
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
@@ -26,37 +27,37 @@ def choose(fleet: Fleet, num_tokens: int = 1000, slo_s: float = 1.0, **changes: 
 
 
 def test_a_queue_may_be_as_long_as_the_slo_leaves_time() -> None:
-    ways = [way(0.1, HEADROOM * 4.0 - 0.11)]
-    assert in_time(ways, 4.0, math.inf) == ways
+    ways = [way(0.1, 4.0 / USUAL_DELAY - 0.11)]
+    assert in_time(ways, 4.0, math.inf, USUAL_DELAY) == ways
     with pytest.raises(Overloaded) as refused:
-        in_time([way(0.1, HEADROOM * 4.0 + 2.4)], 4.0, math.inf)
-    assert refused.value.retry_after_s == pytest.approx(2.5)
+        in_time([way(0.1, 4.0 / USUAL_DELAY + 2.4)], 4.0, math.inf, USUAL_DELAY)
+    assert refused.value.retry_after_s == pytest.approx(2.5 * USUAL_DELAY)
     assert "4.0 s are allowed" in refused.value.message
 
 
 def test_the_deadline_counts_where_it_is_shorter() -> None:
     ways = [way(0.1, 2.0)]
-    assert in_time(ways, 4.0, 4.0) == ways
+    assert in_time(ways, 4.0, 4.0, USUAL_DELAY) == ways
     with pytest.raises(Overloaded, match=r"1\.0 s are allowed"):
-        in_time(ways, 4.0, 1.0)
+        in_time(ways, 4.0, 1.0, USUAL_DELAY)
 
 
 def test_only_ways_in_time_remain() -> None:
     ways = [way(0.1, 9.0), way(0.1, 0.2, "d1"), way(0.2, 0.0, "d2")]
-    assert [each.decode for each in in_time(ways, 1.0, math.inf)] == ["d1", "d2"]
+    assert [each.decode for each in in_time(ways, 1.0, math.inf, USUAL_DELAY)] == ["d1", "d2"]
 
 
 def test_nobody_is_refused_where_nobody_waits() -> None:
     """The prediction may be wrong, and only a step can show it."""
     ways = [way(100.0, 0.0)]
-    assert in_time(ways, 1.0, 0.5) == ways
+    assert in_time(ways, 1.0, 0.5, USUAL_DELAY) == ways
 
 
 def test_a_long_prompt_may_wait_as_long_as_it_takes_itself() -> None:
-    ways = [way(10.0, 2 * 10.0 * HEADROOM - 10.1)]
-    assert in_time(ways, 1.0, math.inf) == ways
+    ways = [way(10.0, 2 * 10.0 / USUAL_DELAY - 10.1)]
+    assert in_time(ways, 1.0, math.inf, USUAL_DELAY) == ways
     with pytest.raises(Overloaded):
-        in_time([way(10.0, 2 * 10.0 * HEADROOM - 9.9)], 1.0, math.inf)
+        in_time([way(10.0, 2 * 10.0 / USUAL_DELAY - 9.9)], 1.0, math.inf, USUAL_DELAY)
 
 
 def test_a_fleet_takes_prompts_until_its_queues_are_as_long_as_the_slo() -> None:
@@ -71,7 +72,7 @@ def test_a_fleet_takes_prompts_until_its_queues_are_as_long_as_the_slo() -> None
             else:
                 fleet.reserve(route.decode, Load(1000, 1, 1000))
     own_s = fleet.view().workers["p0"].times.prefill_s(1000)  # 0.1 s
-    num_places = 3 * HEADROOM * 1.0 / own_s  # on three workers
+    num_places = 3 * 1.0 / USUAL_DELAY / own_s  # on three workers
     assert num_places - 4 < num_accepted < num_places + 3
     assert 0.0 < refused.value.retry_after_s < 3 * own_s
     again = fleet.view().workers["p0"].num_uncomputed_tokens
@@ -104,11 +105,11 @@ def test_a_worker_in_time_is_preferred_to_a_cheaper_one() -> None:
 def test_longer_answers_make_places_rarer() -> None:
     fleet = make_fleet(make_record("d0", max_num_seqs=8))
     fleet.worker_stepped("d0", (), make_status(num_running=8, num_context_tokens=800))
-    assert fleet.view().usual_output_tokens("toy") == 128
+    assert fleet.answers.usual("toy") == 128
     short = choose(fleet, 16, math.inf).candidates[0].wait_s
     for _ in range(500):
         fleet.answers.observe("toy", 1000)
-    assert fleet.view().usual_output_tokens("toy") == pytest.approx(1000, rel=0.01)
+    assert fleet.answers.usual("toy") == pytest.approx(1000, rel=0.01)
     assert choose(fleet, 16, math.inf).candidates[0].wait_s == pytest.approx(
         short * 1000 / 128, rel=0.01
     )

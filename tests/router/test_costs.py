@@ -100,7 +100,7 @@ def test_a_worker_without_room_costs_the_wait_for_it() -> None:
     full = make_status(num_running=4, num_context_tokens=4000, num_free_blocks=10)
     step_s = view(status=full).times.decode_step_s(4, 4000)
     without = decode_cost(view(status=full), 1500, 0, 100, 200.0)
-    num_ends = (1600 - 10 * 16) / 1000  # of sequences that have 1,000 tokens each
+    num_ends = (1500 - (10 - 4) * 16) / (1000 - 100)  # 1,000 tokens each, of 200 long answers
     assert without.place_s == pytest.approx(num_ends * 200 * step_s / 4)
     assert decode_cost(view(status=full), 1500, 1500, 50).place_s == 0.0
     queued = make_status(num_running=4, num_context_tokens=4000, num_free_blocks=10, num_waiting=3)

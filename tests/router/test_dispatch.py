@@ -368,10 +368,10 @@ async def test_the_length_of_answers_is_learned() -> None:
     workers, fleet = ScriptedWorkers(), make_fleet("d0")
     dispatcher = make_dispatcher(workers, fleet)
     await collect(dispatcher, make_request(max_tokens=20))
-    once = fleet.view().usual_output_tokens("toy")
+    once = fleet.answers.usual("toy")
     assert 20 < once < 128
     await collect(dispatcher, make_request(max_tokens=20))
-    assert 20 < fleet.view().usual_output_tokens("toy") < once
+    assert 20 < fleet.answers.usual("toy") < once
 
 
 async def test_a_stuck_worker_has_what_is_left_until_the_deadline() -> None:
