@@ -7,6 +7,7 @@ by the engine's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
+
+log = logging.getLogger(__name__)
 
 # A source that freezes may let a transfer hang with it. A pull may take so long, and so many times
 # what pulls from that source are predicted to take.
@@ -139,7 +142,9 @@ class Arrivals:
             return True
         try:
             pull_id = self._transport.pull(ticket, len(held), pulled)
-        except TransferFailed:
+        except Exception as error:  # whatever the ticket says harms nobody else
+            if not isinstance(error, TransferFailed):
+                log.exception("The pull of %s could not begin.", ticket.ticket_id)
             pool.release([*held, *pulled])
             self._compute_here(arrival)
         else:

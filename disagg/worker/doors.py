@@ -15,7 +15,7 @@ from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.limits import check_room
-from disagg.errors import DisaggError, TransferFailed
+from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import Start, TokenDelta, WorkerStatus
@@ -78,6 +78,9 @@ class Doors:
                 self._engine.submit(sequence)
         except DisaggError as error:
             self._engine.end(sequence, error)
+        except Exception as error:  # a request ends itself, never the worker
+            log.exception("A request could not be taken in.")
+            self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""
