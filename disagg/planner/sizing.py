@@ -219,7 +219,9 @@ def _together(
 
     def holds(batch: int | None, num_workers: int) -> bool:
         return batch is not None and (
-            both.step_s(batch) <= slo.tpot_s and both.ttft_s(batch, num_workers) <= slo.ttft_s
+            both.busy(batch, num_workers) <= MAX_BUSY
+            and both.step_s(batch) <= slo.tpot_s
+            and both.ttft_s(batch, num_workers) <= slo.ttft_s
         )
 
     if both.max_batch < 1 or not holds(1, MAX_WORKERS):

@@ -92,7 +92,9 @@ def test_better_gpus_and_links_never_need_more(load: Load, factor: float) -> Non
 
 @settings(max_examples=30, deadline=None)
 @given(load=loads)
-def test_prefill_workers_and_links_keep_their_reserve(load: Load) -> None:
+def test_workers_and_links_keep_their_reserve(load: Load) -> None:
+    both = together(load)
+    assert both is None or both.pools[0].busy <= MAX_BUSY
     fleet = apart(load)
     if fleet is None:
         return
