@@ -66,7 +66,7 @@ class RayNodes:
         self._wait_for_nodes(len(self._nodes))
 
     def _wait_for_nodes(self, num_nodes: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + READY_TIMEOUT_S
         url = f"http://127.0.0.1:{self.dashboard_port}/api/cluster_status"
         while time.monotonic() < deadline:
             assert all(node.poll() is None for node in self._nodes), self.logs()
