@@ -26,6 +26,7 @@ from tests.faults.system import Member, System
 CREW, LONE = "crew", "lone"  # names of the pools that gates use: 1 + 4 workers, 0 + 1
 RATE = 10.0  # requests a second
 SETTLE_S = 3.0  # of load before a fault, and after it
+BURST = 16
 LONG = 400  # tokens of streams that a fault is to hit
 
 
@@ -120,12 +121,16 @@ class Gates:
         self, name: str, role: str, kind: type[Killed] | type[Frozen], goal_s: float
     ) -> list[dict[str, Any]]:
         async with self.load() as running:
-            victim = await self.busiest(CREW, role)
+            questions = self.questions()  # at once, so that somebody is there when it happens
+            burst = [
+                asyncio.create_task(ask(self.system.port, questions.next())) for _ in range(BURST)
+            ]
+            victim = await self.busiest(CREW, role, least=2)
             worker_id, at = victim.state()["worker_id"], time.time()
             async with suffered(kind(victim.process)):
                 await asyncio.sleep(2 * goal_s + SETTLE_S)
-                hit = await running.answers()
-        answers = await running.answers()
+                hit = [*await running.answers(), *await asyncio.gather(*burst)]
+        answers = [*await running.answers(), *await asyncio.gather(*burst)]
         verdicts = self.tally.take(answers)
         chosen_s, known_s, num_moved = self._decisions(hit, worker_id, at)
         failed = num_failed(verdicts)

@@ -77,7 +77,7 @@ class Answer:
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
     num_ends: int = 0
-    is_done: bool = False  # `[DONE]`, or the whole of a body that is no stream
+    is_done: bool = False  # `[DONE]`, or an error
     has_left: bool = False
     trouble: str = ""
 
@@ -110,13 +110,13 @@ class Answer:
             self._take_error(json.loads(body))
         except ValueError:
             self.trouble = f"{self.status} with a body that is not ours: {body[:100]!r}"
-        self.is_done = True
 
     def _take_error(self, raw: dict[str, Any]) -> None:
         assert set(raw) == {"error"}, raw
         assert set(raw["error"]) == {"message", "type", "param", "code"}, raw
         self.error = raw["error"]
         self.num_ends += 1
+        self.is_done = True  # nothing follows an error, not even `[DONE]`
 
 
 async def ask(
