@@ -112,6 +112,13 @@ def test_without_decode_workers_prefill_workers_decode() -> None:
     assert route.reason == "local prefill: the only kind available"
 
 
+def test_where_everybody_prefills_streams_do_not_make_queues_uneven() -> None:
+    fleet = make_fleet("p0", "p1")
+    busy(fleet, "p0", num_running=12, num_context_tokens=12_000)
+    busy(fleet, "p1", num_running=8, num_context_tokens=8000, num_uncomputed_tokens=4000)
+    assert choose(fleet, make_request(2000, max_tokens=1)).decode == "p0"
+
+
 def test_only_workers_of_the_model_that_accept_and_are_not_excluded_are_chosen() -> None:
     fleet = make_fleet("d0", "d1", "d2", make_record("d3", model="large"))
     fleet.worker_stepped("d0", (), make_status(accepting=False))
