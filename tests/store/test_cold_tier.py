@@ -2,66 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from disagg.blocks import BlockHash
-from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
 from disagg.store import cold_tier
-from disagg.store.cold_tier import STORE_ID, ColdTier, Fetch
+from disagg.store.cold_tier import STORE_ID, ColdTier
 from disagg.store.memory_store import MemoryStore
-from disagg.store.redis_store import RedisStore
 from disagg.store.store import ColdStore
 from disagg.time_model import TransferTimeModel
-
-NBYTES = 1000
-
-
-def one_second_a_block() -> TransferTimeModel:
-    """And one before the first."""
-    return TransferTimeModel(latency_s=1.0, bytes_per_s=NBYTES)
-
-
-class Gate:
-    """A store whose calls wait until let through, and fail when told to."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore(1 << 20)
-        self.open = threading.Event()
-        self.open.set()
-        self.error: Exception | None = None
-        self.calls: list[str] = []
-        self.entered = threading.Semaphore(0)
-        self.closed = threading.Event()
-
-    def _pass(self, name: str) -> None:
-        self.calls.append(name)
-        self.entered.release()
-        assert self.open.wait(30)
-        if self.error is not None:
-            raise self.error
-
-    def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        self._pass("get")
-        return self.store.get_many(keys)
-
-    def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
-        self._pass("put")
-        self.store.put_many(items)
-
-    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
-        self._pass("contains")
-        return self.store.contains_prefix(keys)
-
-    def close(self) -> None:
-        self.closed.set()
+from tests.store.tiers import (
+    NBYTES,
+    Gate,
+    Opener,
+    block,
+    finish,
+    name,
+    names,
+    one_second_a_block,
+    settle,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -96,51 +61,6 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
     yield new
     for tier in tiers:
         assert tier.close(timeout_s=20)
-
-
-Opener = Callable[..., ColdTier]
-
-
-def name(i: int) -> BlockHash:
-    return i.to_bytes(16, "little")
-
-
-def names(*numbers: int) -> list[BlockHash]:
-    return [name(i) for i in numbers]
-
-
-def block(i: int) -> bytes:
-    return bytes([i % 256]) * NBYTES
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
-
-
-def finish(tier: ColdTier, *fetches: Fetch) -> None:
-    """Poll until these are done; each is reported exactly once."""
-    reported: list[Fetch] = []
-
-    def all_done() -> bool:
-        reported.extend(tier.poll())
-        return all(fetch.done for fetch in fetches)
-
-    wait_until(all_done)
-    for fetch in fetches:
-        assert reported.count(fetch) == 1
-
-
-def settle(tier: ColdTier) -> None:
-    """Wait until everything offered is stored, failed or dropped."""
-
-    def nothing_queued() -> bool:
-        tier.poll()
-        return tier.stats.queued_nbytes == 0
-
-    wait_until(nothing_queued)
 
 
 def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
@@ -472,87 +392,3 @@ def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
     gate.open.set()
     assert gate.closed.wait(30)
     assert tier.poll() == []
-
-
-def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
-    return ColdTier(
-        RedisStore(server.url, "tier", timeout_s=timeout_s), NBYTES, one_second_a_block()
-    )
-
-
-def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
-    tier = redis_tier(own_redis, timeout_s=5)
-    tier.offer(name(0), block(0))
-    settle(tier)
-    os.kill(own_redis.pid, signal.SIGKILL)
-    own_redis.stop()
-    lost = tier.lookup(names(0))
-    finish(tier, lost)
-    assert lost.blocks == [] and lost.error is not None
-    for i in range(50):
-        tier.offer(name(i), block(i))
-    assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (50, 0)  # nothing piles up
-    own_redis.restart()
-
-    def stored_again() -> bool:
-        tier.offer(name(0), block(0))
-        settle(tier)
-        return tier.likely(names(0)) == 1
-
-    wait_until(stored_again)
-    found = tier.lookup(names(0, 1))
-    finish(tier, found)
-    assert found.blocks == [block(0)]
-    assert tier.close(timeout_s=20)
-
-
-def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
-    tier = redis_tier(own_redis, timeout_s=0.5)
-    tier.offer(name(0), block(0))
-    settle(tier)
-    os.kill(own_redis.pid, signal.SIGSTOP)
-    try:
-        fetches = [tier.lookup(names(0)) for _ in range(20)]
-        finish(tier, *fetches)
-        assert all(fetch.blocks == [] and fetch.error for fetch in fetches)
-        assert sum("did not answer" in (fetch.error or "") for fetch in fetches) < 20
-        for i in range(200):
-            tier.offer(name(i), block(i))
-        assert tier.stats.num_dropped >= 199 and tier.stats.queued_nbytes <= NBYTES
-        assert tier.close(timeout_s=20)
-    finally:
-        os.kill(own_redis.pid, signal.SIGCONT)
-
-
-def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
-    own_redis: EmbeddedRedis,
-) -> None:
-    tier = redis_tier(own_redis, timeout_s=0.5)
-    tier.offer(name(0), block(0))
-    settle(tier)
-    os.kill(own_redis.pid, signal.SIGSTOP)
-    try:
-        for i in range(1, 200):
-            tier.offer(name(i), block(i))
-            assert tier.stats.queued_nbytes <= 200 * NBYTES
-        settle(tier)
-        assert tier.is_away and tier.stats.num_put_failures > 0
-    finally:
-        os.kill(own_redis.pid, signal.SIGCONT)
-    wait_until(lambda: tier.offer(name(500), block(500)))
-    settle(tier)
-    found = tier.lookup(names(0))
-    finish(tier, found)
-    assert found.blocks == [block(0)]
-    assert tier.close(timeout_s=20)
-
-
-def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:
-    one, other = redis_tier(own_redis, timeout_s=10), redis_tier(own_redis, timeout_s=10)
-    for i in range(20):
-        one.offer(name(i), block(i))
-    settle(one)
-    fetch = other.lookup(names(*range(25)))
-    finish(other, fetch)
-    assert fetch.blocks == [block(i) for i in range(20)]
-    assert one.close(timeout_s=20) and other.close(timeout_s=20)

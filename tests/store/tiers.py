@@ -1,0 +1,99 @@
+"""A store that tests hold back, and words for what they do with a tier."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from disagg.blocks import BlockHash
+from disagg.store.cold_tier import ColdTier, Fetch
+from disagg.store.memory_store import MemoryStore
+from disagg.time_model import TransferTimeModel
+
+NBYTES = 1000
+
+
+def one_second_a_block() -> TransferTimeModel:
+    """And one before the first."""
+    return TransferTimeModel(latency_s=1.0, bytes_per_s=NBYTES)
+
+
+class Gate:
+    """A store whose calls wait until let through, and fail when told to."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(1 << 20)
+        self.open = threading.Event()
+        self.open.set()
+        self.error: Exception | None = None
+        self.calls: list[str] = []
+        self.entered = threading.Semaphore(0)
+        self.closed = threading.Event()
+
+    def _pass(self, name: str) -> None:
+        self.calls.append(name)
+        self.entered.release()
+        assert self.open.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
+        self._pass("get")
+        return self.store.get_many(keys)
+
+    def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
+        self._pass("put")
+        self.store.put_many(items)
+
+    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+        self._pass("contains")
+        return self.store.contains_prefix(keys)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+Opener = Callable[..., ColdTier]
+
+
+def name(i: int) -> BlockHash:
+    return i.to_bytes(16, "little")
+
+
+def names(*numbers: int) -> list[BlockHash]:
+    return [name(i) for i in numbers]
+
+
+def block(i: int) -> bytes:
+    return bytes([i % 256]) * NBYTES
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+def finish(tier: ColdTier, *fetches: Fetch) -> None:
+    """Poll until these are done; each is reported exactly once."""
+    reported: list[Fetch] = []
+
+    def all_done() -> bool:
+        reported.extend(tier.poll())
+        return all(fetch.done for fetch in fetches)
+
+    wait_until(all_done)
+    for fetch in fetches:
+        assert reported.count(fetch) == 1
+
+
+def settle(tier: ColdTier) -> None:
+    """Wait until everything offered is stored, failed or dropped."""
+
+    def nothing_queued() -> bool:
+        tier.poll()
+        return tier.stats.queued_nbytes == 0
+
+    wait_until(nothing_queued)
