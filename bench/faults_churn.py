@@ -217,17 +217,13 @@ class Churn:
             self.tally.met["cut"] += bool(links)
             return
         if what == "stall":
-            self._later(self._stall(victim, rng.uniform(0.05, 0.5)))
+            self._leaving.add(asyncio.create_task(self._stall(victim, rng.uniform(0.05, 0.5))))
             return
         self._steady.remove(victim)
         if what == "crash":  # nothing that was said arrives any more
             for link in list(victim._server._links.values()):
                 link.abort()
-        self._later(self._leave(cluster, victim, what))
-
-    def _later(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._leaving.add(task)
+        self._leaving.add(asyncio.create_task(self._leave(cluster, victim, what)))
 
     async def _leave(self, cluster: LocalCluster, worker: Worker, how: str) -> None:
         self.tally.met[how] += 1
