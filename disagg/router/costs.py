@@ -31,7 +31,8 @@ NUM_STREAMS_EXPECTED = 1
 NUM_BEHIND_PER_QUEUED = 2.0
 
 # A prefix held twice is room for one prefix less, which will be computed again, and displace one
-# itself. Measured on the Mooncake trace (docs/performance.md, "Simulator").
+# itself. What several workers hold is in demand everywhere, and one copy more is none too many.
+# Measured on the Mooncake trace (docs/performance.md, "Simulator").
 NUM_COMPUTED_AGAIN = 7.0
 
 # To a decode worker that has pulled from nobody. Optimistic: too high a price would never be found
@@ -65,14 +66,15 @@ def prefill_cost(
     num_tokens: int,
     num_held_tokens: int,
     num_behind: float = 0.0,
-    num_held_elsewhere: int = 0,
+    num_held_once: tuple[int, int] = (0, 0),
     spares_decodes: bool = True,
 ) -> PrefillCost:
     """Computing a prompt's KV and its first token on `worker`.
 
     Args:
         num_behind: requests that will wait for this one; see `requests_behind`.
-        num_held_elsewhere: leading tokens whose KV some worker of the pool has.
+        num_held_once: after how many tokens the part of the prompt begins, and ends, whose KV one
+            worker of the pool has and no other.
         spares_decodes: False where everybody prefills: then each prompt delays somebody's streams,
             and sending it where they are few only makes queues uneven.
     """
@@ -96,7 +98,8 @@ def prefill_cost(
     if num_delayed and spares_decodes:
         harm_s = num_delayed * (alone_s - num_steps * per_step_s)
     harm_s += num_behind * alone_s
-    num_copied = num_held_elsewhere - num_cached
+    num_shared, num_held_anywhere = num_held_once
+    num_copied = num_held_anywhere - max(num_shared, num_cached)
     if num_copied > 0:
         harm_s += NUM_COMPUTED_AGAIN * alone_s * min(1.0, num_copied / num_new)
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)

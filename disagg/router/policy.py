@@ -73,19 +73,19 @@ def choose_route(
     ]
     behind = requests_behind(decodes)
     # Where others prefill, decode workers hold what they decode, copies or not.
-    most_held = 0 if prefills else _most_held(decodes, held)
+    once = (0, 0) if prefills else _held_once(decodes, held)
     spares = bool(prefills)
     candidates = [
         _local(
-            prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, most_held, spares),
+            prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, once, spares),
             goal,
         )
         for goal in goals
     ]
     if prefills:
-        behind, most_held = requests_behind(prefills), _most_held(prefills, held)
+        behind, once = requests_behind(prefills), _held_once(prefills, held)
         sources = [
-            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0), behind, most_held)
+            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0), behind, once)
             for worker in prefills
         ]
         sources.sort(key=_total_s)
@@ -178,8 +178,10 @@ def held_tokens(
     }
 
 
-def _most_held(workers: Sequence[WorkerView], held: Mapping[str, int]) -> int:
-    return max(held.get(worker.worker_id, 0) for worker in workers)
+def _held_once(workers: Sequence[WorkerView], held: Mapping[str, int]) -> tuple[int, int]:
+    """How many leading tokens at least two workers hold, and how many at least one."""
+    *_, second, most = sorted([0, *(held.get(worker.worker_id, 0) for worker in workers)])
+    return second, most
 
 
 def _expected_output(request: GenerateRequest, usual: float) -> int:

@@ -77,9 +77,11 @@ def test_those_who_come_behind_wait_for_what_is_computed() -> None:
 
 def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
     alone_s = view("p0").times.prefill_s(1000)
-    half = prefill_cost(view("p0"), 1000, 0, num_held_elsewhere=500)
+    half = prefill_cost(view("p0"), 1000, 0, num_held_once=(0, 500))
     assert half.harm_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
-    assert prefill_cost(view("p0"), 1000, 500, num_held_elsewhere=500).harm_s == 0.0
+    assert prefill_cost(view("p0"), 1000, 500, num_held_once=(0, 500)).harm_s == 0.0
+    shared = prefill_cost(view("p0"), 1000, 0, num_held_once=(400, 500))
+    assert shared.harm_s == pytest.approx(0.1 * NUM_COMPUTED_AGAIN * alone_s)
     assert half.first_token_s == pytest.approx(alone_s)
 
 

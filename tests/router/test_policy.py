@@ -89,6 +89,19 @@ def test_a_prefix_is_left_when_the_queue_before_it_is_longer() -> None:
     assert choose(fleet, request).prefill == "p0"
 
 
+def test_a_prefix_that_is_in_demand_spreads() -> None:
+    request = make_request(2000)
+    head = list(request.block_hashes[:100])
+    for holders, prefill in ((("p1",), "p1"), (("p1", "p2"), "p0")):
+        fleet = make_fleet("p0", "p1", "p2", "d0", held=dict.fromkeys(holders, head))
+        busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
+        for worker_id in holders:
+            busy(fleet, worker_id, num_uncomputed_tokens=8000)
+        if holders == ("p1",):
+            busy(fleet, "p2", num_uncomputed_tokens=8000)
+        assert choose(fleet, request).prefill == prefill
+
+
 def test_decode_goes_to_the_least_crowded_worker() -> None:
     fleet = make_fleet("d0", "d1", "d2")
     busy(fleet, "d0", num_running=10, num_context_tokens=10_000)
