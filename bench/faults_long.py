@@ -35,6 +35,9 @@ async def soak(gates: Gates) -> list[dict[str, Any]]:
         while time.monotonic() < ends_at:
             await asyncio.sleep(SAMPLE_S)
             times.append(time.monotonic())
+            gone = [name for name, process in processes.items() if not process.is_running()]
+            if gone:
+                return [row("memory of the same processes", "all live", f"{gone} ended", False)]
             for name, process in processes.items():
                 sizes[name].append(process.memory_info().rss / 1e6)
             gates.tally.take(running.take_done())
