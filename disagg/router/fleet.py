@@ -47,12 +47,14 @@ class WorkerView(msgspec.Struct, frozen=True):
     transfers: tuple[TransferFigure, ...]  # what pulling from each source took
 
     @classmethod
-    def of(cls, record: WorkerRecord, status: WorkerStatus, coming: Load) -> WorkerView:
+    def of(
+        cls, record: WorkerRecord, status: WorkerStatus, coming: Load, times: StepTimeModel
+    ) -> WorkerView:
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
         return cls(
             record.worker_id,
             record,
-            _times_of(status.step_costs),
+            times,
             status.num_waiting + (coming.num_uncomputed_tokens > 0),
             status.num_uncomputed_tokens + coming.num_uncomputed_tokens,
             status.num_running + coming.num_sequences,
@@ -61,13 +63,6 @@ class WorkerView(msgspec.Struct, frozen=True):
             status.accepting,
             status.transfers,
         )
-
-
-_DEFAULT_TIMES = StepTimeModel()
-
-
-def _times_of(costs: StepCosts | None) -> StepTimeModel:
-    return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -146,12 +141,40 @@ class Ledger:
 _NOTHING = Load()
 
 
+class PoolTimes:
+    """Step times of workers, and for those that have run no step yet, of their like.
+
+    A worker that kept the default while others have learned to be faster would seem the slowest,
+    get no request, and learn nothing.
+    """
+
+    def __init__(self) -> None:
+        self.untried: set[str] = set()
+        self._by_pool: dict[tuple[str, str], StepCosts] = {}
+
+    def heard(self, record: WorkerRecord, costs: StepCosts | None) -> None:
+        if costs is None or not costs.num_observed:
+            self.untried.add(record.worker_id)
+        else:
+            self.untried.discard(record.worker_id)
+            self._by_pool[record.model, record.role] = costs
+
+    def of(self, record: WorkerRecord, costs: StepCosts | None) -> StepTimeModel:
+        if record.worker_id in self.untried:
+            costs = self._by_pool.get((record.model, record.role))
+        return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+
+
+_DEFAULT_TIMES = StepTimeModel()
+
+
 class Fleet:
     """Keeps the view and the prefix index current. The observer of an ingress's links."""
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = index if index is not None else PrefixIndex()
         self._ledger = Ledger()
+        self._times = PoolTimes()
         self._records: dict[str, WorkerRecord] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}
@@ -163,12 +186,11 @@ class Fleet:
     def view(self) -> FleetView:
         """The fleet now."""
         if self._changed:
-            for worker_id in self._changed:
-                self._views[worker_id] = WorkerView.of(
-                    self._records[worker_id],
-                    self._statuses[worker_id],
-                    self._ledger.coming_to(worker_id),
-                )
+            for worker_id in self._changed | self._times.untried:
+                record, status = self._records[worker_id], self._statuses[worker_id]
+                times = self._times.of(record, status.step_costs)
+                coming = self._ledger.coming_to(worker_id)
+                self._views[worker_id] = WorkerView.of(record, status, coming, times)
             self._changed.clear()
             self._view = FleetView(dict(self._views), self.answers, self.delays)
         return self._view
@@ -201,15 +223,18 @@ class Fleet:
     ) -> None:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
+        self._times.heard(record, status.step_costs)
         self._changed.add(record.worker_id)
         self.index.snapshot(record.worker_id, block_hashes)
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
     ) -> None:
-        if worker_id not in self._records:
+        record = self._records.get(worker_id)
+        if record is None:
             return
         self._statuses[worker_id] = status
+        self._times.heard(record, status.step_costs)
         self._changed.add(worker_id)
         self._ledger.heard(worker_id)
         if kv_events:
@@ -221,6 +246,7 @@ class Fleet:
         del self._statuses[worker_id]
         self._views.pop(worker_id, None)
         self._changed.discard(worker_id)
+        self._times.untried.discard(worker_id)
         self._view = FleetView(dict(self._views), self.answers, self.delays)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from disagg.messages import TransferFigure, WorkerStatus
+from disagg.messages import TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.costs import (
     NUM_COMPUTED_AGAIN,
     decode_cost,
@@ -15,11 +15,16 @@ from disagg.router.costs import (
     transfer_s,
 )
 from disagg.router.fleet import Load, WorkerView
+from disagg.time_model import StepTimeModel
 from tests.router.fakes import make_record, make_status
 
 
 def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: str) -> WorkerView:
-    return WorkerView.of(make_record(worker_id, **changes), status or make_status(), Load())
+    return view_of(make_record(worker_id, **changes), status or make_status())
+
+
+def view_of(record: WorkerRecord, status: WorkerStatus) -> WorkerView:
+    return WorkerView.of(record, status, Load(), StepTimeModel.of(status.step_costs))
 
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
@@ -114,9 +119,9 @@ def test_a_full_batch_costs_the_wait_until_others_end() -> None:
     status = make_status(num_running=8, num_context_tokens=800, num_waiting=5)
     step_s = view(status=status).times.decode_step_s(8, 800)
     record = make_record("d0", max_num_seqs=8)
-    full = WorkerView.of(record, status, Load())
+    full = view_of(record, status)
     assert decode_cost(full, 100, 0, 100).place_s == pytest.approx(6 * 128 * step_s / 8)
-    larger = WorkerView.of(make_record("d0", max_num_seqs=14), status, Load())
+    larger = view_of(make_record("d0", max_num_seqs=14), status)
     assert decode_cost(larger, 100, 0, 100).place_s == 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.messages import KVEvent
+from disagg.messages import KVEvent, StepCosts
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Load, WorkerView
 from disagg.time_model import StepTimeModel
 from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
@@ -36,6 +36,25 @@ def test_a_view_does_not_change_under_a_decision() -> None:
     assert fleet.view() is fleet.view()
 
 
+def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
+    """Else the first one of a fast pool gets all requests, and the others never learn."""
+    fleet = Fleet()
+    untried = make_status(step_costs=StepCosts(StepTimeModel().coefficients, 0, 0.0))
+    for name in ("p0", "p1", "d0"):
+        fleet.worker_synced(make_record(name), [], untried)
+    assert worker(fleet, "p1").times == StepTimeModel()
+    fleet.worker_stepped("p0", (), make_status(step_costs=COSTS))
+    assert worker(fleet, "p1").times == StepTimeModel.of(COSTS)
+    assert worker(fleet, "d0").times == StepTimeModel()  # another pool
+    slower = StepCosts((1.0, *COSTS.coefficients[1:]), 1, 0.0)
+    fleet.worker_stepped("p1", (), make_status(step_costs=slower))
+    assert worker(fleet, "p1").times == StepTimeModel.of(slower)
+    assert worker(fleet, "p0").times == StepTimeModel.of(COSTS)
+    fleet.worker_synced(make_record("p2"), [], untried)
+    fleet.worker_lost("p2")
+    assert "p2" not in fleet.view().workers
+
+
 def test_events_and_losses_reach_the_index() -> None:
     request = make_request(64)
     fleet = make_fleet("d0", "d1", held={"d0": list(request.block_hashes)})
@@ -47,10 +66,11 @@ def test_events_and_losses_reach_the_index() -> None:
 
 
 def test_a_view_speaks_the_workers_own_costs() -> None:
-    fleet = make_fleet("d0")
-    assert worker(fleet).times == StepTimeModel(COSTS.coefficients)
-    fleet.worker_stepped("d0", (), make_status(step_costs=None))
+    fleet = Fleet()
+    fleet.worker_synced(make_record("d0"), [], make_status(step_costs=None))
     assert worker(fleet).times == StepTimeModel()
+    fleet.worker_stepped("d0", (), make_status())
+    assert worker(fleet).times == StepTimeModel(COSTS.coefficients)
 
 
 def test_a_reservation_counts_at_once_and_until_release() -> None:
