@@ -107,7 +107,7 @@ async def pass_gates(system: System, names: list[str], sizes: Sizes) -> Rows:
         print(f"{name}: {time.monotonic() - began_s:.0f} s", flush=True)
     counts = gates.tally.counts
     num, wrong, endless = counts.total(), counts["wrong"], counts["without end"]
-    is_enough = num >= NUM_END_TO_END or sizes.is_rehearsal
+    is_enough = num >= NUM_END_TO_END or sizes.is_rehearsal or len(names) < len(GATES)
     return [
         *rows,
         row("wrong tokens end to end", "0", f"{wrong} of {num} requests", not wrong and is_enough),
