@@ -212,7 +212,7 @@ class HandOvers:
     def __init__(self, side: Side, process: subprocess.Popen[str]) -> None:
         self._side = side
         self._process = process
-        self._arrivals = Arrivals(side.engine, side.transport)
+        self._arrivals = Arrivals(side.engine, side.transport, lambda source_id, num_blocks: 1.0)
 
     def row(self, num_tokens: int) -> dict[str, Any]:
         rounds = [self._one(f"{num_tokens}-{turn}", num_tokens) for turn in range(NUM_REPEATS)]
