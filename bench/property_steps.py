@@ -28,9 +28,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first play")
     arguments = parser.parse_args()
-    logging.getLogger("disagg").setLevel(logging.ERROR)  # most pulls fail here
+    log = logging.getLogger("disagg")
+    level = log.level
+    log.setLevel(logging.ERROR)  # most pulls fail here
     began_s = time.perf_counter()
     tally = play_many(arguments.steps, arguments.seed)
+    log.setLevel(level)
     failures = tally.failures
     print_table([{"took effect": what, "times": n} for what, n in tally.met.most_common()])
     for what, seeds in failures.items():

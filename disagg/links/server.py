@@ -113,6 +113,7 @@ class LinkServer:
         self._ids = count(1)
         self._server: asyncio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def num_links(self) -> int:
@@ -175,6 +176,7 @@ class LinkServer:
 
         What was published still leaves, unless a reader takes longer than `flush_s` for it.
         """
+        self._is_closed = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._server is not None:
@@ -197,12 +199,14 @@ class LinkServer:
 
     # called by the links
 
-    def arrived(self, link: _IngressLink) -> bool:
-        """A connection was accepted. False: too many are in the middle of a handshake."""
+    def arrived(self, link: _IngressLink) -> str:
+        """A connection was accepted. Returns why it cannot stay; empty: it may."""
+        if self._is_closed:  # it was accepted before, and is heard of only now
+            return "the worker shuts down"
         if len(self._strangers) >= MAX_NUM_STRANGERS:
-            return False
+            return "too many handshakes at a time"
         self._strangers.add(link)
-        return True
+        return ""
 
     def established(self, link: _IngressLink) -> LinkId:
         self._strangers.discard(link)
@@ -232,8 +236,9 @@ class _IngressLink(Connection):
         self._status: WorkerStatus | None = None  # the last one sent
 
     def opened(self) -> None:
-        if not self._server.arrived(self):
-            self.end("too many handshakes at a time")
+        refusal = self._server.arrived(self)
+        if refusal:
+            self.end(refusal)
             return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(

@@ -201,6 +201,24 @@ async def test_a_silent_stranger_is_cut_off() -> None:
         assert await ingress.is_closed()
 
 
+async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None:
+    """The loop may have accepted it just before the server closed."""
+    loop = asyncio.get_running_loop()
+    async with fake_worker() as worker:
+        await worker.server.close()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            with socket.create_connection(listening.getsockname()) as ingress:
+                accepted, _ = listening.accept()
+                accepted.setblocking(False)
+                _, link = await loop.connect_accepted_socket(
+                    lambda: server._IngressLink(worker.server), accepted
+                )
+                await asyncio.wait_for(link.ended, timeout=5)
+                assert link.reason == "the worker shuts down"
+                assert ingress.fileno() >= 0
+    assert worker.received == []
+
+
 async def test_a_crowd_of_strangers_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_NUM_STRANGERS", 1)
     async with fake_worker() as worker, RawIngress(worker) as first:
