@@ -206,16 +206,17 @@ async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None
     loop = asyncio.get_running_loop()
     async with fake_worker() as worker:
         await worker.server.close()
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            with socket.create_connection(listening.getsockname()) as ingress:
-                accepted, _ = listening.accept()
-                accepted.setblocking(False)
-                _, link = await loop.connect_accepted_socket(
-                    lambda: server._IngressLink(worker.server), accepted
-                )
-                await asyncio.wait_for(link.ended, timeout=5)
-                assert link.reason == "the worker shuts down"
-                assert ingress.fileno() >= 0
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            socket.create_connection(listening.getsockname()),
+        ):
+            accepted, _ = listening.accept()
+            accepted.setblocking(False)
+            _, link = await loop.connect_accepted_socket(
+                lambda: server._IngressLink(worker.server), accepted
+            )
+            await asyncio.wait_for(link.ended, timeout=5)
+            assert link.reason == "the worker shuts down"
     assert worker.received == []
 
 
