@@ -20,6 +20,8 @@ from tests.tiny_model import write_tiny_model
 
 PROMPT = "the prefix that must survive its own eviction: " * 9
 NUM_OTHERS = 6  # enough other prompts to evict everything from caches of 40 blocks
+# A lookup that takes longer than computing is given up, as it should be; on a busy machine one may.
+NUM_ATTEMPTS = 5
 
 
 async def chat(client: httpx.AsyncClient, content: str) -> tuple[str, int]:
@@ -106,15 +108,19 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
             transport = httpx.ASGITransport(app=cluster.ingress.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 assert await chat(client, PROMPT) == (expected, 0)
-                for number in range(NUM_OTHERS):
-                    await chat(client, f"{number}: something else entirely, as long as it; " * 9)
-                assert not cluster.ingress.fleet.index.match(names), "it is still in a cache"
-                happens(values, await keys_of(names, values))
-                text, num_cached = await chat(client, PROMPT)
+                for _ in range(NUM_ATTEMPTS):
+                    for number in range(NUM_OTHERS):
+                        await chat(client, f"{number}: something else, as long as it; " * 11)
+                    assert not cluster.ingress.fleet.index.match(names), "it is still in a cache"
+                    happens(values, await keys_of(names, values))
+                    text, num_cached = await chat(client, PROMPT)
+                    assert text == expected
+                    if num_cached or not comes_back:
+                        break
                 metrics = (await client.get("/metrics")).text
-            assert text == expected
             assert num_cached > 300 if comes_back else num_cached == 0
-            assert blocks(metrics, "hits") == num_cached // 16
+            hits = blocks(metrics, "hits")  # those of a lookup that was given up included
+            assert hits >= num_cached // 16 if comes_back else hits == 0
             assert blocks(metrics, "stored") >= len(names)
             for worker in cluster.workers:
                 await worker.check()
