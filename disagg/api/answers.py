@@ -145,7 +145,7 @@ class Run:
         """Prompt tokens that were not computed; further choices of a prompt do not count."""
         return sum(answer.num_cached_tokens for answer in self._answers[:: self.job.num_choices])
 
-    async def batches(self) -> AsyncGenerator[list[Piece], None]:
+    def batches(self) -> AsyncGenerator[list[Piece], None]:
         """Pieces as they come, at most one per choice at a time, each choice ending once.
 
         Closing the iterator cancels what still runs, and returns when that is done.
@@ -154,12 +154,7 @@ class Run:
             DisaggError: the first failure of any choice; the others are cancelled.
         """
         choices = self.job.choices
-        batches = self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
-        async with aclosing(batches):
-            async for batch in batches:
-                for piece in batch:
-                    self.num_completion_tokens += piece.num_tokens
-                yield batch
+        return self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
 
     async def _alone(self, choice: Choice) -> AsyncGenerator[list[Piece], None]:
         """The common case, without a task of its own: that would cost as much as a token does."""
@@ -197,6 +192,7 @@ class Run:
         async with aclosing(self._generate(choice.request)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
+                self.num_completion_tokens += piece.num_tokens
                 if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
                     yield piece
                 if piece.finish_reason is not None:
