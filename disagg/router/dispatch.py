@@ -174,8 +174,11 @@ class Dispatcher:
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
+                is_silent = True
                 async for delta in stream:
-                    self._fleet.release(reservation)  # its own reports show it from here on
+                    if is_silent:
+                        is_silent = False
+                        self._fleet.release(reservation)  # its own reports show it from here on
                     if journey.awaited is not None and delta.token_ids:
                         self._learn_delay(journey, *journey.awaited)
                     shown = journey.take(delta)
