@@ -164,10 +164,12 @@ class _App:
             self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
             for task in (work, gone):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-            self._num_running -= 1
-            self._metrics.num_running.dec()
-            self._bodies.give_back(request.num_body_bytes)
+            try:
+                await asyncio.gather(work, gone, return_exceptions=True)
+            finally:  # also when we are cancelled a second time
+                self._num_running -= 1
+                self._metrics.num_running.dec()
+                self._bodies.give_back(request.num_body_bytes)
         return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:

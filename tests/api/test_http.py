@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from disagg.api import http_reply, http_request
 from disagg.api.http import AsgiApp, Readiness
 from disagg.api.metrics import ApiMetrics
 from disagg.config import HttpConfig
+from disagg.messages import GenerateRequest, TokenDelta
 from tests.api.apps import http_client, make_app, until
 from tests.api.fakes import FakeGenerate
 from tests.api.hostile_requests import CHAT
@@ -148,6 +149,30 @@ async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.Monke
     await exchange.done
     assert (generate.num_open, generate.num_closed) == (0, 1)
     assert len(exchange.sent) == 2  # the head and the write that blocked
+
+
+async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice() -> None:
+    asked, leaving = asyncio.Event(), asyncio.Event()
+
+    async def reluctant(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            asked.set()
+            await never()
+            yield TokenDelta(0, ())
+        finally:
+            leaving.set()
+            await asyncio.sleep(0.05)
+
+    metrics = ApiMetrics()
+    exchange = Exchange(make_app(reluctant, metrics=metrics), CHAT)
+    await asyncio.wait_for(asked.wait(), timeout=5)
+    exchange.done.cancel()
+    await asyncio.wait_for(leaving.wait(), timeout=5)
+    exchange.done.cancel()
+    await asyncio.wait([exchange.done])
+    shown = metrics.expose().decode()
+    assert "disagg_requests_body_bytes 0.0" in shown
+    assert "disagg_num_requests_running 0.0" in shown
 
 
 async def test_tokens_that_wait_for_a_slow_client_leave_together() -> None:
