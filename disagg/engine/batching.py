@@ -24,6 +24,7 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     logits_rows, query_start = array("q"), array("i", [0])
     for work, end in zip(plan.work, ends, strict=True):
         sequence, begin = work.sequence, end - work.num_tokens
+        num_known = len(sequence.tokens)
         if work.num_tokens == 1:
             token_ids.append(sequence.tokens[begin])
             positions.append(begin)
@@ -32,9 +33,13 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
             token_ids.extend(sequence.tokens[begin:end])
             positions.extend(range(begin, end))
             _extend_slots(slots, sequence, begin, end, block_size)
-        query_start.append(len(token_ids))
-        if end == len(sequence.tokens):
-            logits_rows.append(len(token_ids) - 1)
+        if end > num_known:
+            token_ids.extend(sequence.draft[: end - num_known])
+        query_start.append(num_packed := len(token_ids))
+        if end == num_known:
+            logits_rows.append(num_packed - 1)
+        elif end > num_known:
+            logits_rows.extend(range(num_packed - 1 - (end - num_known), num_packed))
     tables, num_columns = _block_tables(plan, ends, block_size)
     wide = (token_ids, positions, slots, logits_rows)
     narrow = (query_start, array("i", ends), tables)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 from disagg.blocks import BlockHash
 from disagg.engine.block_pool import BlockPool
+from disagg.engine.grammar import Grammars
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import Runner, StepPlan, TokenEvent
@@ -27,14 +28,20 @@ class Engine:
         runner: computes.
         save_evicted: called with findable blocks that were given up, while their bytes are still
             intact; the cold tier reads them here.
+        grammars: what the runner follows.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, save_evicted: SaveEvicted | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        save_evicted: SaveEvicted | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.save_evicted = save_evicted
+        self.grammars = grammars
         self.last_plan = _IDLE
         self.is_stuck = False  # the last step found sequences and could advance none of them
         self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
@@ -62,6 +69,16 @@ class Engine:
         if not plan.work:
             return ended
         return ended + self.scheduler.apply(plan, self.runner.run(plan))
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether no step would have to wait for the sequence's grammar. If not, ask again.
+
+        Raises:
+            GrammarError: it cannot be followed.
+            Overloaded: too many others are being compiled.
+        """
+        grammar = sequence.sampling.grammar
+        return grammar is None or self.grammars is None or self.grammars.is_ready(grammar)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed here from its first token on.

@@ -1,26 +1,28 @@
 """The memory that KV lives in, and how much of it there should be.
 
-One tensor [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: a block is one run of
-bytes, which is what lets transfers and the cold tier know nothing of models. Must not know who
-holds a block.
+Blocks lie one after the other, each with all layers, keys and values, and the scales of a quantised
+format (`kernels.kv_pages`): a block is one run of bytes, which is what lets transfers and the cold
+tier know nothing of models and formats. Must not know who holds a block.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from disagg.config import EngineConfig
-from disagg.errors import NotEnoughMemory
+from disagg.errors import NotEnoughMemory, StartupError
+from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat, format_of, pages_of
 from disagg.kvtransfer.slab import allocate_host
 from disagg.models.model_config import ModelConfig
 
 LAYOUT_VERSION = 1
 CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
 CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequence
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3, and for which Triton does
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +33,71 @@ class KVShape:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: torch.dtype
+    format: KVFormat
     fingerprint: str  # of the weights
 
     @classmethod
-    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    def of(cls, model: ModelConfig, block_size: int, format: KVFormat) -> KVShape:
         return cls(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             block_size=block_size,
             head_dim=model.head_dim,
-            dtype=dtype,
+            format=format,
             fingerprint=model.fingerprint,
         )
 
     @property
     def block_nbytes(self) -> int:
-        num_elements = 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
-        return num_elements * self.dtype.itemsize
+        num_pages = 2 * self.num_layers * self.num_kv_heads
+        return num_pages * self.format.page_nbytes(self.block_size, self.head_dim)
 
     @property
     def layout(self) -> str:
         shape = f"{self.num_layers}x2x{self.num_kv_heads}x{self.block_size}x{self.head_dim}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{dtype}:{shape}"
+        format = self.format.name
+        if self.format.has_scales:
+            format += f"+scale{8 * SCALE_NBYTES}"  # behind the values of each page
+        return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
+
+
+def choose_format(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> KVFormat:
+    """How KV is stored: as asked for; else as the model computes it.
+
+    Args:
+        dtype: of the model.
+
+    Raises:
+        StartupError: not with this dtype, or not on this device; says what is possible.
+    """
+    own = format_of(dtype)
+    if config.kv_cache_dtype in ("auto", own.name):
+        return own
+    reason = f"values of a model in {own.name} are stored as they are, or with scales"
+    possible = [own.name, "int8"]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability >= FP8_CAPABILITY:
+        possible.append("fp8")
+    elif config.kv_cache_dtype == "fp8":
+        reason = (
+            f"this GPU is an sm_{capability[0]}{capability[1]}, and e4m3 numbers need an sm_89 or"
+            " later"
+        )
+    if config.kv_cache_dtype not in possible:
+        raise StartupError(
+            f"kv_cache_dtype = {config.kv_cache_dtype!r} does not go with dtype = {own.name!r} on"
+            f" {device.type}: {reason}. Possible here: auto, {', '.join(possible)}.",
+            param="kv_cache_dtype",
+        )
+    return FORMATS[config.kv_cache_dtype]
 
 
 class KVCache:
     """The slab of one engine, zero-initialised: rubbish in unwritten slots could be NaN.
 
     Attributes:
-        slab: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        pages: what kernels index.
+        slab: one row for each block; the same memory.
         layout: fingerprint; equal strings mean interchangeable bytes.
     """
 
@@ -73,13 +109,21 @@ class KVCache:
         # With the kind of device: a GPU leaves the unwritten end of a block as it was, and
         # attention on a CPU relies on zeros there.
         self.layout = f"{shape.layout}:{device.type}"
-        dims = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        nbytes = num_blocks * self.block_nbytes
         if device.type == "cpu":
             # Other workers read it from outside, twice as fast from huge pages.
-            memory = allocate_host(num_blocks * self.block_nbytes)
-            self.slab = torch.frombuffer(memory, dtype=shape.dtype).view(num_blocks, *dims)
+            memory = torch.frombuffer(allocate_host(nbytes), dtype=torch.uint8)
         else:
-            self.slab = torch.zeros((num_blocks, *dims), dtype=shape.dtype, device=device)
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.pages = pages_of(
+            memory,
+            shape.format,
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.block_size,
+            shape.head_dim,
+        )
+        self.slab = self.pages.blocks
 
     @property
     def base_address(self) -> int:
@@ -147,9 +191,10 @@ def choose_num_blocks(
     if num_blocks < num_needed:
         raise NotEnoughMemory(
             f"One sequence of max_model_len = {max_model_len} tokens needs {num_needed} KV blocks"
-            f" of {shape.block_size} tokens and {shape.block_nbytes} bytes, {full_nbytes} bytes in"
-            f" all; {source} give {num_blocks} blocks. Lower max_model_len to"
-            f" {num_blocks * shape.block_size} or less, or raise {_flag(config, device)}.",
+            f" of {shape.block_size} tokens and {shape.block_nbytes} bytes ({shape.format.name}),"
+            f" {full_nbytes} bytes in all; {source} give {num_blocks} blocks. Lower max_model_len"
+            f" to {num_blocks * shape.block_size} or less, or raise {_flag(config, device)}"
+            f"{_smaller_format(shape)}.",
             param=_flag(config, device),
         )
     return num_blocks
@@ -161,6 +206,13 @@ def _flag(config: EngineConfig, device: torch.device) -> str:
     if config.kv_cache_memory_bytes is None and device.type == "cuda":
         return "gpu_memory_utilization"
     return "kv_cache_memory_bytes"
+
+
+def _smaller_format(shape: KVShape) -> str:
+    smaller = replace(shape, format=FORMATS["int8"])
+    if shape.format.has_scales:
+        return ""
+    return f", or set kv_cache_dtype = int8 ({smaller.block_nbytes} bytes a block)"
 
 
 def _host_memory_nbytes() -> int:

@@ -38,6 +38,16 @@ def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
     return True
 
 
+def trim(pool: BlockPool, sequence: Sequence) -> None:
+    """Give back the blocks beyond the sequence's tokens."""
+    num_kept = -(-len(sequence.tokens) // pool.block_size)
+    spare = sequence.block_ids[num_kept:]
+    if spare:
+        pool.release(spare)
+        del sequence.block_ids[num_kept:]
+        sequence.num_slots = num_kept * pool.block_size
+
+
 def give_back(pool: BlockPool, sequence: Sequence) -> None:
     pool.release(sequence.block_ids)
     sequence.block_ids = []

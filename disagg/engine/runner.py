@@ -7,24 +7,34 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, MutableSequence
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.batching import make_batch
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.kv_cache import KVCache, KVShape, choose_num_blocks
+from disagg.engine.grammar import Grammars
+from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
 from disagg.engine.sampler import sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan, Work
-from disagg.errors import StartupError
+from disagg.engine.speculation import MAX_AHEAD, Continued, rows
+from disagg.engine.step import Sampled, SampledToken, StepPlan, Work
+from disagg.engine.token_masks import token_masks
+from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.model_config import ModelConfig
 from disagg.time_model import StepFeatures
+
+if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+    from disagg.engine.decode_graphs import DecodeGraphs
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
@@ -38,20 +48,54 @@ Tell = Callable[[StartStep], None]
 class ModelRunner:
     """A decoder over a KV cache; one call of `run` is one forward pass and one draw."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, grammars: Grammars | None = None
+    ) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
+        self.grammars = grammars
+        self.graphs: DecodeGraphs | None = None
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
-        """One result for each item; None where the chunk ends before the sequence's tokens do."""
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """One result for each item; `engine.step.Sampled` says what it is."""
         batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device)
-        logits = self.decoder.forward(batch, self.kv_cache.slab)
+        logits = None if self.graphs is None else self.graphs.forward(batch)
+        if logits is None:
+            logits = self.decoder.forward(batch, self.kv_cache.pages)
+        if plan.num_ahead:
+            return self._verified(plan, logits)
         reaches_end = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
         sequences = [
             work.sequence for work, ends in zip(plan.work, reaches_end, strict=True) if ends
         ]
-        tokens = iter(sample(logits, sequences) if sequences else ())
+        tokens = iter(self._sample(logits, sequences) if sequences else ())
         return [next(tokens) if ends else None for ends in reaches_end]
+
+    def _verified(self, plan: StepPlan, logits: Tensor) -> list[Sampled]:
+        """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
+        continued = [list(rows(work)) for work in plan.work]
+        tokens = iter(self._sample(logits, list(chain.from_iterable(continued))))
+        sampled: list[Sampled] = []
+        for each in continued:
+            some = [next(tokens) for _ in each]
+            # A draft has no error: whoever follows a grammar has no draft.
+            verified = tuple(token for token in some if isinstance(token, SampledToken))
+            sampled.append(verified if len(verified) > 1 else some[0] if some else None)
+        return sampled
+
+    def _sample(
+        self, logits: Tensor, sequences: SequenceOf[Continued]
+    ) -> SequenceOf[SampledToken | DisaggError]:
+        """The next token of each, or why its grammar has none."""
+        bound = [row for row, each in enumerate(sequences) if each.sampling.grammar is not None]
+        if not bound:
+            return sample(logits, sequences)
+        # On a GPU the logits are still being computed.
+        masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
+        sampled: list[SampledToken | DisaggError] = [*sample(logits, sequences, masks)]
+        for row, error in failed.items():
+            sampled[row] = error
+        return sampled
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
@@ -66,6 +110,14 @@ class ModelRunner:
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
         decodes = tuple(Work(_scratch_sequence(1, [i]), 1) for i in range(num_seqs))
         self.run(StepPlan(decodes, num_seqs, num_seqs, StepFeatures()))
+
+    def capture(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Keep the decode steps of up to `max_num_seqs` sequences as CUDA graphs, from now on."""
+        from disagg.engine.decode_graphs import DecodeGraphs, record_cuda_graph
+
+        max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
+        pages, record = self.kv_cache.pages, record_cuda_graph()
+        self.graphs = DecodeGraphs(self.decoder, pages, max_num_seqs, max_num_blocks, record)
 
 
 def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
@@ -111,24 +163,30 @@ def build_engine(
     max_model_len = _choose_max_model_len(config, model)
     device = _choose_device(config)
     dtype = _choose_dtype(config, model, device)
+    format = choose_format(config, dtype, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     decoder = load_model(
         directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
     )
     default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
-    shape = KVShape.of(model, config.block_size or default_block_size, dtype)
+    shape = KVShape.of(model, config.block_size or default_block_size, format)
     workspace_nbytes = _workspace_nbytes(config, model, dtype)
     num_blocks = choose_num_blocks(config, shape, max_model_len, device, workspace_nbytes)
     progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
-    runner = ModelRunner(decoder, kv_cache)
+    grammars = Grammars(
+        lambda: (directory / "tokenizer.json").read_text("utf-8"), model.eos_token_ids
+    )
+    runner = ModelRunner(decoder, kv_cache, grammars)
     progress(StartStep("warm_up"))
     is_cpu = device.type == "cpu"
     num_tokens = min(config.max_num_batched_tokens, max_model_len - 1)
     runner.warm_up(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
     )
+    if not is_cpu and not config.enforce_eager:
+        runner.capture(config.max_num_seqs, max_model_len)
     scheduler = Scheduler(
         BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),
         max_num_seqs=config.max_num_seqs,
@@ -138,7 +196,7 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=frozenset(model.eos_token_ids),
     )
-    return Engine(scheduler, runner), kv_cache, model
+    return Engine(scheduler, runner, grammars=grammars), kv_cache, model
 
 
 def check_engine(config: EngineConfig, directory: Path) -> None:
@@ -152,10 +210,10 @@ def check_engine(config: EngineConfig, directory: Path) -> None:
     model = ModelConfig.from_directory(directory)
     max_model_len = _choose_max_model_len(config, model)
     device = _choose_device(config)
-    dtype = _choose_dtype(config, model, device)
+    format = choose_format(config, _choose_dtype(config, model, device), device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
     if device.type == "cpu":
-        choose_num_blocks(config, KVShape.of(model, block_size, dtype), max_model_len, device, 0)
+        choose_num_blocks(config, KVShape.of(model, block_size, format), max_model_len, device, 0)
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -202,5 +260,6 @@ def _workspace_nbytes(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     num_heads = model.num_heads + 2 * model.num_kv_heads
     wide = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * num_heads * model.head_dim
     activations = config.max_num_batched_tokens * wide * dtype.itemsize
-    logits = config.max_num_seqs * model.vocab_size * 32  # float32 twice, float64 scores, sorting
+    num_rows = config.max_num_seqs + MAX_AHEAD
+    logits = num_rows * model.vocab_size * 32  # float32 twice, float64 scores, sorting
     return activations + logits

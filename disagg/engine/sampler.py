@@ -6,8 +6,8 @@ moves or is recomputed goes on as if nothing had happened. A draw adds Gumbel no
 logits and takes the largest, which is a draw from their softmax (Gumbel, 1954); and unlike a
 cumulative sum, rounding that differs from one device to another hardly ever changes the outcome.
 
-Order, as in vLLM: penalties, temperature, min-p, top-k, top-p. Reported log-probabilities are of
-the model's own distribution, before any of these.
+Order, as in vLLM: what a grammar allows, penalties, temperature, min-p, top-k, top-p. Reported
+log-probabilities are of the model's own distribution, before any of these.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.engine.sequence import Sequence
+from disagg.engine.speculation import Continued
 from disagg.engine.step import SampledToken
+from disagg.engine.token_masks import TokenMasks
 from disagg.messages import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
@@ -40,15 +41,20 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+def sample(
+    logits: Tensor, sequences: SequenceOf[Continued], masks: TokenMasks | None = None
+) -> list[SampledToken]:
     """The next token of each sequence.
 
     Args:
         logits: float32 [num_sequences, vocab_size]; consumed.
         sequences: row i belongs to sequences[i], whose tokens all have been computed.
+        masks: what grammars allow.
     """
-    wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    wanted = [i for i, sequence in enumerate(sequences) if _is_scored(sequence)]
     log_probs = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
+    if masks is not None:
+        masks.apply_(logits)
     for i, sequence in enumerate(sequences):
         if _is_adjusted(sequence):
             _adjust_(logits[i], sequence)
@@ -56,7 +62,7 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken
     if len(drawn) == len(sequences):
         token_ids = _draw(logits, sequences)
     else:
-        token_ids = logits.argmax(dim=-1)
+        token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
         if drawn:
             token_ids[drawn] = _draw(logits[drawn], [sequences[i] for i in drawn])
     chosen = token_ids.tolist()
@@ -68,11 +74,18 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken
     return [SampledToken(*pair) for pair in zip(chosen, logprobs, strict=True)]
 
 
-def _is_greedy(sequence: Sequence) -> bool:
+def _is_scored(sequence: Continued) -> bool:
+    sampling = sequence.sampling
+    if sampling.logprobs is None:
+        return False
+    return sampling.logprobs_until is None or sequence.num_output_tokens < sampling.logprobs_until
+
+
+def _is_greedy(sequence: Continued) -> bool:
     return sequence.sampling.temperature < GREEDY_BELOW
 
 
-def _is_adjusted(sequence: Sequence) -> bool:
+def _is_adjusted(sequence: Continued) -> bool:
     sampling = sequence.sampling
     return (
         sampling.repetition_penalty != 1.0
@@ -82,7 +95,7 @@ def _is_adjusted(sequence: Sequence) -> bool:
     )
 
 
-def _adjust_(row: Tensor, sequence: Sequence) -> None:
+def _adjust_(row: Tensor, sequence: Continued) -> None:
     """Apply the penalties, and before `min_tokens` rule out the end, in place.
 
     Repetition (Keskar et al., 2019) is over prompt and output; presence and frequency, as OpenAI
@@ -107,7 +120,7 @@ def _adjust_(row: Tensor, sequence: Sequence) -> None:
         row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf
 
 
-def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+def _draw(logits: Tensor, sequences: SequenceOf[Continued]) -> Tensor:
     """One token id for each row, int64 [num_rows]; consumes the logits.
 
     Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
@@ -122,7 +135,7 @@ def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
     padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-math.inf)
     groups = padded.view(num_rows, -1, GROUP_SIZE)
     keys = torch.tensor(
-        [_key(sequence.sampling.seed, len(sequence.tokens)) for sequence in sequences],
+        [_key(sequence.sampling.seed, sequence.num_tokens) for sequence in sequences],
         device=device,
     ).unsqueeze(1)
     counters = torch.arange(groups.shape[1], device=device) + FIRST_GROUP_COUNTER

@@ -12,24 +12,23 @@ come back no other way). Memory is taken back from the latest arrival, by recomp
 
 from __future__ import annotations
 
-from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import cast
 
 from disagg.engine.block_pool import BlockPool
+from disagg.engine.chunks import Chunks
 from disagg.engine.limits import check_step_size, token_limit
 from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
+from disagg.engine.queues import Queues
 from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan, TokenEvent, Work
-from disagg.errors import RequestError
-from disagg.messages import FinishReason, WorkerStatus
-from disagg.time_model import StepFeatures
+from disagg.engine.speculation import gain, usable
+from disagg.engine.step import Sampled, SampledToken, StepPlan, TokenEvent, Work
+from disagg.errors import DisaggError
+from disagg.messages import TokenLogprobs, WorkerStatus
 
 _NEVER = 1 << 62
-
-
-def _by_arrival(sequence: Sequence) -> int:
-    return sequence.arrival
 
 
 class Scheduler:
@@ -64,23 +63,20 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.enable_prefix_caching = enable_prefix_caching
         self.eos_token_ids = eos_token_ids
-        self.running: list[Sequence] = []  # all three lists are ordered by arrival
-        self.arrived: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self._by_id: dict[str, Sequence] = {}
-        self.num_preempted = 0  # ever
-        self._next_arrival = 0
+        self.queues = queues = Queues()
+        self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
+        self.num_preempted = 0  # ever, as the next two
+        self.num_drafted = 0  # tokens that were verified
+        self.num_accepted = 0  # of these
         self._short: Sequence | None = None  # oldest waiting one that found too few blocks
         self._refused = _NEVER  # place of the oldest arrival that was refused since the last plan
-        self._num_queued_tokens = 0  # uncomputed tokens of arrived and waiting sequences
+        self._has_drafts = False  # True: some sequence may have one
 
     # Entering and leaving.
 
     def number(self, sequence: Sequence) -> None:
         """Give a sequence its place in the queue, before it is ready to be submitted or joined."""
-        if sequence.arrival < 0:
-            sequence.arrival = self._next_arrival
-            self._next_arrival += 1
+        self.queues.number(sequence)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence that owns no blocks.
@@ -91,7 +87,7 @@ class Scheduler:
         if sequence.block_ids or sequence.num_computed:
             raise ValueError(f"{sequence} owns blocks: join it instead")
         self._accept(sequence)
-        self._queue(sequence, self.waiting)
+        self.queues.put(sequence, self.waiting)
 
     def join(self, sequence: Sequence) -> None:
         """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
@@ -112,7 +108,7 @@ class Scheduler:
         self._watch_blocks(sequence)
         if sequence.num_computed >= sequence.publish_at:
             publish(self.pool, sequence)
-        self._queue(sequence, self.arrived)
+        self.queues.put(sequence, self.arrived)
 
     def reserve(self, num_blocks: int, arrival: int | None = None) -> list[int] | None:
         """Blocks for KV that arrives from elsewhere, or None if they are better kept.
@@ -135,7 +131,7 @@ class Scheduler:
 
     def remove(self, request_id: str) -> Sequence | None:
         """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
-        sequence = self._by_id.get(request_id)
+        sequence = self.queues.by_id.get(request_id)
         if sequence is not None:
             self._forget(sequence)
             give_back(self.pool, sequence)
@@ -143,44 +139,23 @@ class Scheduler:
 
     def abandon(self) -> list[Sequence]:
         """Forget all sequences without giving back their blocks; for a broken engine."""
-        sequences = self.sequences()
-        for queue in (self.running, self.arrived, self.waiting, self._by_id):
-            queue.clear()
-        self._short, self._num_queued_tokens = None, 0
-        return sequences
+        self._short = None
+        return self.queues.clear()
 
     def check(self) -> None:
-        """Recount the queues and each sequence's relation to its blocks.
-
-        Raises:
-            AssertionError: names the first difference.
-        """
-        queued = [*self.arrived, *self.waiting]
-        num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
-        require(num_queued_tokens == self._num_queued_tokens, "queued tokens are miscounted")
+        """Recount the queues. Raises `AssertionError`, which names the first difference."""
         require(len(self.running) <= self.max_num_seqs, "too many sequences run")
-        everyone = [*self.running, *queued]
-        require(sorted(map(id, everyone)) == sorted(map(id, self.sequences())), "lost sequences")
-        for queue in (self.running, self.arrived, self.waiting):
-            arrivals = [sequence.arrival for sequence in queue]
-            require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
-        for sequence in everyone:
-            num_slots = len(sequence.block_ids) * self.pool.block_size
-            require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
-            require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
-            require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
-        for sequence in self.waiting:
-            require(not sequence.block_ids, f"{sequence} waits and holds blocks")
+        self.queues.check(self.pool.block_size)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return self._by_id.get(sequence.request_id) is sequence
+        return self.queues.by_id.get(sequence.request_id) is sequence
 
     def sequences(self) -> list[Sequence]:
-        return list(self._by_id.values())
+        return list(self.queues.by_id.values())
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_id)
+        return bool(self.queues.by_id)
 
     @property
     def is_short(self) -> bool:
@@ -189,7 +164,7 @@ class Scheduler:
 
     def status(self) -> WorkerStatus:
         """Load as of now. Transfers, holds and step costs are for the worker to add."""
-        num_uncomputed, num_context = self._num_queued_tokens, 0
+        num_uncomputed, num_context = self.queues.num_queued_tokens, 0
         for sequence in self.running:
             num_computed = sequence.num_computed
             num_context += num_computed
@@ -203,6 +178,8 @@ class Scheduler:
             num_context_tokens=num_context,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )
 
     # Deciding.
@@ -214,35 +191,32 @@ class Scheduler:
         preemption sets it to 0.
         """
         decodes: list[Work] = []
+        drafted: list[Sequence] = []
         prefills: list[Sequence] = []
         num_context = 0
-        num_preempted = self.num_preempted
+        num_preempted, has_drafts = self.num_preempted, self._has_drafts
         for sequence in self.running:  # oldest first; preemption shortens the list at its end
             num_tokens = len(sequence.tokens)
             if num_tokens - sequence.num_computed != 1:
                 prefills.append(sequence)
             elif num_tokens <= sequence.num_slots or self._grow(sequence):
+                if has_drafts and sequence.draft:
+                    drafted.append(sequence)
+                    continue
                 decodes.append(Work(sequence, 1))
                 num_context += num_tokens
-        budget = self.max_num_batched_tokens - len(decodes)
-        chunks: list[Work] = []
-        num_attended = num_chunk_tokens = 0
-        admitted = self._admit(budget, prefills) if num_preempted == self.num_preempted else []
-        for sequence in [*prefills, *admitted]:
-            num_before = sequence.num_computed
-            num_tokens = min(budget, len(sequence.tokens) - num_before)
-            if num_tokens == 1:
-                decodes.append(Work(sequence, 1))
-                num_context += num_before + 1
-            elif num_tokens:
-                chunks.append(Work(sequence, num_tokens))
-                num_chunk_tokens += num_tokens
-                num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
-            budget -= num_tokens
-        num_decodes = len(decodes)
-        features = StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context)
-        num_new_tokens = num_decodes + num_chunk_tokens
-        return StepPlan((*decodes, *chunks), num_decodes, num_new_tokens, features)
+        budget = self.max_num_batched_tokens - len(decodes) - len(drafted)
+        chunks = Chunks(self.pool, budget, self.running)
+        for sequence in drafted:
+            chunks.budget += 1  # a token of each was left out above, whatever drafts take
+            chunks.add(sequence)
+        if num_preempted == self.num_preempted:
+            prefills += self._admit(chunks.budget, prefills)
+        for sequence in prefills:
+            chunks.add(sequence)
+        if has_drafts:
+            self._has_drafts = any(sequence.draft for sequence in self.sequences())
+        return chunks.step_plan(decodes, num_context)
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""
@@ -260,10 +234,7 @@ class Scheduler:
                     break
                 self._short = sequence
                 continue
-            del queue[0]
-            self._num_queued_tokens -= num_queued_tokens
-            insort(self.running, sequence, key=_by_arrival)
-            admitted.append(sequence)
+            admitted.append(self.queues.admit(queue, num_queued_tokens))
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
@@ -324,53 +295,79 @@ class Scheduler:
 
     def _preempt_latest(self) -> Sequence:
         """Send the latest arrival that owns blocks back to `waiting`, without them."""
-        running, arrived = self.running, self.arrived
-        if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
-            victim = running.pop()
-        else:
-            victim = arrived.pop()
-            self._num_queued_tokens -= victim.num_uncomputed
+        victim = self.queues.pop_latest()
         self.num_preempted += 1
+        victim.draft = ()  # or it would need more room than it had
         give_back(self.pool, victim)
-        self._queue(victim, self.waiting)
+        self.queues.put(victim, self.waiting)
         if self._short is None or victim.arrival < self._short.arrival:
             self._short = victim  # or a later arrival took what was given up, to give it up again
         return victim
 
     # Advancing.
 
-    def apply(self, plan: StepPlan, sampled: SequenceOf[SampledToken | None]) -> list[TokenEvent]:
+    def apply(self, plan: StepPlan, sampled: SequenceOf[Sampled]) -> list[TokenEvent]:
         """Advance every sequence of the plan by what was computed and sampled."""
-        events: list[TokenEvent] = []
-        for work, token in zip(plan.work, sampled, strict=True):
+        if plan.num_ahead:
+            events, plain = self._apply_drafts(plan, sampled)
+        else:
+            ones = cast("SequenceOf[SampledToken]", sampled)
+            events, plain = [], zip(plan.work, ones, strict=True)
+        for work, token in plain:  # a token, or what else `Sampled` is: its class tells
             sequence = work.sequence
             sequence.num_computed = num_computed = sequence.num_computed + work.num_tokens
             if num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            if token is None:
+            if token.__class__ is not SampledToken:  # which costs as little as `is None`
+                if token is not None:
+                    self.remove(sequence.request_id)
+                    events.append(TokenEvent(sequence, error=cast("DisaggError", token)))
                 continue
             token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
             logprobs = None if token.logprobs is None else (token.logprobs,)
-            reason: FinishReason | None = None
-            if token_id in sequence.stop_ids and len(tokens) >= sequence.min_num_tokens:
-                reason = "stop"
-            elif len(tokens) >= sequence.max_num_tokens:
-                reason = "length"
-            elif not sequence.hand_over:
+            is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
+            if is_at_end or sequence.hand_over:
+                events.append(self._gained(sequence, (token_id,), logprobs))
+            else:
                 events.append(TokenEvent(sequence, (token_id,), logprobs))
-                continue
-            self._forget(sequence)
-            if reason is not None:
-                give_back(self.pool, sequence)
-            events.append(TokenEvent(sequence, (token_id,), logprobs, reason, left=reason is None))
         return events
+
+    def _apply_drafts(
+        self, plan: StepPlan, sampled: SequenceOf[Sampled]
+    ) -> tuple[list[TokenEvent], Iterable[tuple[Work, SampledToken]]]:
+        """Advance those whose drafts were verified. Returns their events, and the other items."""
+        events: list[TokenEvent] = []
+        others: list[tuple[Work, SampledToken]] = []
+        for work, tokens in zip(plan.work, sampled, strict=True):
+            if not isinstance(tokens, tuple):
+                others.append((work, cast("SampledToken", tokens)))
+                continue
+            token_ids, logprobs = gain(self.pool, work.sequence, tokens)
+            self.num_drafted += len(tokens) - 1
+            self.num_accepted += len(token_ids) - 1
+            events.append(self._gained(work.sequence, token_ids, logprobs))
+        return events, others
+
+    def _gained(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> TokenEvent:
+        """The event of a sequence that has gained tokens, and that may end or leave with them."""
+        reason = sequence.finish_reason()
+        if reason is None and not sequence.hand_over:
+            return TokenEvent(sequence, token_ids, logprobs)
+        self._forget(sequence)
+        if reason is not None:
+            give_back(self.pool, sequence)
+        return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 
     # Bookkeeping.
 
     def _accept(self, sequence: Sequence) -> None:
-        if sequence.request_id in self._by_id:
-            raise RequestError(f"Request {sequence.request_id!r} is already running here.")
+        self.queues.check_new(sequence)
         sequence.max_num_tokens = token_limit(
             sequence,
             max_model_len=self.max_model_len,
@@ -380,20 +377,13 @@ class Scheduler:
         )
         if sequence.sampling.ignore_eos:
             sequence.stop_ids -= self.eos_token_ids
+        if sequence.draft:
+            sequence.draft = usable(sequence, self.vocab_size)
+            self._has_drafts = True
         self.number(sequence)
-        self._by_id[sequence.request_id] = sequence
-
-    def _queue(self, sequence: Sequence, queue: list[Sequence]) -> None:
-        insort(queue, sequence, key=_by_arrival)
-        self._num_queued_tokens += sequence.num_uncomputed
+        self.queues.by_id[sequence.request_id] = sequence
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._by_id[sequence.request_id]
+        self.queues.forget(sequence)
         if self._short is sequence:
             self._short = None
-        for queue in (self.running, self.arrived, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
-                if queue is not self.running:
-                    self._num_queued_tokens -= sequence.num_uncomputed
-                return

@@ -6,14 +6,20 @@ arrival from another worker are all values of `num_computed`; there are no phase
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from disagg.blocks import BlockHash
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import FinishReason, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from disagg.engine.grammar import GrammarState
 
 
 class Sequence:
     """Mutable state of one request; only the thread that owns the engine touches it.
 
     tokens: the prompt, then every token generated so far (also those generated elsewhere).
+    draft: what somebody proposes to come after them; see `speculation`.
     num_computed: leading tokens whose KV lies in `block_ids`; below len(tokens) while it lives.
     block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
     block_hashes: names of full blocks, extended as blocks fill up with generated tokens.
@@ -21,6 +27,7 @@ class Sequence:
     arrival: place in the queue, given by the scheduler; -1 before.
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: leave this engine, with the blocks, after one token.
+    grammar_state: where the answer is in its grammar, if it has one; the runner's.
     max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
     """
 
@@ -29,6 +36,8 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "deadline_unix_s",
+        "draft",
+        "grammar_state",
         "hand_over",
         "hash_root",
         "max_num_tokens",
@@ -50,6 +59,8 @@ class Sequence:
         sampling: SamplingParams = request.sampling
         self.request_id = request.request_id
         self.tokens: list[int] = list(request.token_ids)
+        # Each token of an answer under a grammar is masked by those before it.
+        self.draft: tuple[int, ...] = request.draft_token_ids if sampling.grammar is None else ()
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
         self.block_ids: list[int] = []
@@ -64,9 +75,14 @@ class Sequence:
         self.was_admitted = False
         self.num_cached_tokens = 0
         self.hand_over = hand_over
+        self.grammar_state: GrammarState | None = None
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -75,6 +91,13 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ends with its last token, if it does."""
+        tokens = self.tokens
+        if tokens[-1] in self.stop_ids and len(tokens) >= self.min_num_tokens:
+            return "stop"
+        return "length" if len(tokens) >= self.max_num_tokens else None
 
     def __repr__(self) -> str:
         return (

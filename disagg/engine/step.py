@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -13,7 +14,10 @@ from disagg.time_model import StepFeatures
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on."""
+    """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on.
+
+    Where that is more than it has, the rest are the first tokens of its draft.
+    """
 
     sequence: Sequence
     num_tokens: int
@@ -23,17 +27,25 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step's decisions. The first `num_decodes` items have one token each.
 
     features: what the step will cost, in the terms of the time model.
+    num_ahead: tokens of drafts among the new ones.
     """
 
     work: tuple[Work, ...]
     num_decodes: int
     num_new_tokens: int  # of all items
     features: StepFeatures
+    num_ahead: int = 0
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+# What a step chose for an item of its plan: no token where the chunk ends before the sequence's
+# tokens do; several where a draft was computed along, each as if what is before it were right.
+# An error ends that sequence alone.
+Sampled: TypeAlias = SampledToken | tuple[SampledToken, ...] | DisaggError | None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +70,6 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 class Runner(Protocol):
     """Whatever computes a plan: a model on a device, a fake in tests, a clock in a simulator."""
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
-        """One result for each item; None where the chunk ends before the sequence's tokens do."""
+    def run(self, plan: StepPlan) -> SequenceOf[Sampled]:
+        """One result for each item."""
         ...

@@ -16,3 +16,8 @@ def ops_for(device: torch.device, num_heads: int) -> Ops:
 
     properties = torch.cuda.get_device_properties(device)
     return TritonOps(num_heads, properties.multi_processor_count)
+
+
+def device_name(device_id: int) -> str:
+    """What the driver calls a GPU; empty for a CPU, whose id is -1."""
+    return torch.cuda.get_device_name(device_id) if device_id >= 0 else ""

@@ -1,4 +1,8 @@
-"""A step's keys and values into their slots of a paged cache, as a Triton kernel."""
+"""A step's keys and values into their slots of a paged cache, as a Triton kernel.
+
+A format with scales is made here: one pass reads a vector, finds its largest value, and stores
+rounded values and the scale. Keys and values, tokens and heads, each have a scale of their own.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -8,52 +12,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
+
+_SMALLEST_PEAK = tl.constexpr(1.0e-30)  # a vector of zeros has a scale too
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to even
+
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a part of one upload a step
 def _kv_write_kernel(
     qkv_ptr,
     pages_ptr,
+    scales_ptr,
     slots_ptr,
     token_stride,
     block_stride,
+    scale_block_stride,
     NUM_QUERY_VALUES: tl.constexpr,
-    NUM_VALUES: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SCALE_PAGE_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)  # int64: a slab is larger than 2^31 values
-    values = tl.arange(0, BLOCK)
-    inside = values < NUM_VALUES
-    page, column = values // HEAD_DIM, values % HEAD_DIM
-    loaded = tl.load(qkv_ptr + token * token_stride + NUM_QUERY_VALUES + values, mask=inside)
-    target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
-    target += page * BLOCK_SIZE * HEAD_DIM + column
-    tl.store(pages_ptr + target, loaded, mask=inside)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    page = tl.arange(0, PAGES)
+    column = tl.arange(0, BLOCK_D)
+    is_page = (page < NUM_PAGES) & (slot >= 0)
+    inside = is_page[:, None] & (column < HEAD_DIM)[None, :]
+    source = token * token_stride + NUM_QUERY_VALUES + page[:, None] * HEAD_DIM + column[None, :]
+    loaded = tl.load(qkv_ptr + source, mask=inside, other=0.0)
+    target = block * block_stride + page[:, None] * PAGE_STRIDE
+    target += offset * HEAD_DIM + column[None, :]
+    if LARGEST > 0.0:
+        wide = loaded.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(wide), axis=1), _SMALLEST_PEAK) / LARGEST
+        total = tl.sum(wide, axis=1)
+        scale = tl.where(total == total, scale, total)  # NaN: rounded values could not show it
+        scaled = wide / scale[:, None]
+        if pages_ptr.dtype.element_ty == tl.int8:
+            scaled = (scaled + _ROUND) - _ROUND
+        tl.store(pages_ptr + target, scaled.to(pages_ptr.dtype.element_ty), mask=inside)
+        scale_target = block * scale_block_stride + page * SCALE_PAGE_STRIDE + offset
+        tl.store(scales_ptr + scale_target, scale, mask=is_page)
+    else:
+        tl.store(pages_ptr + target, loaded, mask=inside)
 
 
-def kv_write(qkv: Tensor, kv_cache: Tensor, layer: int, slots: Tensor) -> None:
+def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store keys and values of `qkv` in one layer of the cache.
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
-        slots: int64 [num_tokens]: block_id * block_size + offset.
+        slots: int64 [num_tokens]: block_id * block_size + offset; below 0: written nowhere.
     """
-    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
-    num_values = 2 * num_kv_heads * head_dim
+    values = kv_cache.values
+    num_kv_heads, block_size, head_dim = values.shape[3:]
+    num_pages = 2 * num_kv_heads
     if qkv.shape[0]:
+        scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
         _kv_write_kernel[(qkv.shape[0],)](
             qkv,
-            kv_cache[:, layer],
+            values[:, layer],
+            scales,
             slots,
             qkv.stride(0),
-            kv_cache.stride(0),
-            NUM_QUERY_VALUES=qkv.shape[1] * head_dim - num_values,
-            NUM_VALUES=num_values,
+            values.stride(0),
+            0 if scales is None else scales.stride(0),
+            NUM_QUERY_VALUES=(qkv.shape[1] - num_pages) * head_dim,
+            NUM_PAGES=num_pages,
+            PAGES=triton.next_power_of_2(num_pages),
+            PAGE_STRIDE=values.stride(3),
+            SCALE_PAGE_STRIDE=values.stride(3) // SCALE_NBYTES,
             HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
-            BLOCK=triton.next_power_of_2(num_values),
+            LARGEST=kv_cache.format.largest,
             num_warps=4,
         )

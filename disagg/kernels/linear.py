@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+ROWS_AT_ONCE = 64
+
 _ops: Any = torch.ops.mkldnn
 
 
@@ -36,7 +38,12 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The same products from a weight in oneDNN's own layout."""
+    """The same products from a weight in oneDNN's own layout.
+
+    oneDNN makes a program for every number of rows that it has not seen lately, which takes some
+    milliseconds, and prompts have all lengths: many rows are filled up to a multiple of
+    `ROWS_AT_ONCE`.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = _ops._reorder_linear_weight(weight.contiguous())
@@ -45,20 +52,35 @@ class PackedLinear:
         self._binary = _ops._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
-        result: Tensor = self._unary(x, self._weight, self._bias, "none", [], "")
-        return result
+        return self._one(x, "none")
 
     def silu(self, x: Tensor) -> Tensor:
-        result: Tensor = self._unary(x, self._weight, self._bias, "swish", [], "")
-        return result
+        return self._one(x, "swish")
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        result: Tensor = self._binary(x, factor, self._weight, self._bias, "mul")
-        return result
+        return self._two(x, factor, "mul")
 
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
-        result: Tensor = self._binary(x, summand, self._weight, self._bias, "add")
-        return result
+        return self._two(x, summand, "add")
+
+    def _one(self, x: Tensor, then: str) -> Tensor:
+        filled = _filled(x)
+        result: Tensor = self._unary(filled, self._weight, self._bias, then, [], "")
+        return result if filled is x else result[: x.shape[0]]
+
+    def _two(self, x: Tensor, other: Tensor, then: str) -> Tensor:
+        filled = _filled(x)
+        result: Tensor = self._binary(filled, _filled(other), self._weight, self._bias, then)
+        return result if filled is x else result[: x.shape[0]]
+
+
+def _filled(x: Tensor) -> Tensor:
+    """With rows of zeros at the end; a few rows stay as they are."""
+    num_rows = x.shape[0]
+    num_more = -num_rows % ROWS_AT_ONCE
+    if num_rows < ROWS_AT_ONCE or not num_more:
+        return x
+    return functional.pad(x, (0, 0, 0, num_more))
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | PackedLinear:

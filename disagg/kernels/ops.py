@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from disagg.kernels.kv_pages import KVPages
+
 Weight: TypeAlias = Any  # what an implementation made of a matrix; only it looks inside
 Paging: TypeAlias = Any  # what an implementation derived from one batch; only it looks inside
 
@@ -40,10 +42,7 @@ class PagedBatch(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on rows of tokens. `kv_cache` is the slab of `engine/kv_cache.py`:
-
-    [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
-    """
+    """Operations on rows of tokens. `kv_cache` is the slab of `engine/kv_cache.py`."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Weight:
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""
@@ -83,12 +82,12 @@ class Ops(Protocol):
         """
         ...
 
-    def plan(self, batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]) -> Paging:
+    def plan(self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]) -> Paging:
         """Derive once per step what all layers need to find their keys and values."""
         ...
 
     def attention(
-        self, qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: Paging
+        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: Paging
     ) -> Tensor:
         """Store the keys and values of this step in `kv_cache`, then attend causally.
 

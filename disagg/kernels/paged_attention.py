@@ -19,71 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.attention_tile import attend_tile
 from disagg.kernels.attention_work import Piece, Reduction, split_keys, split_queries
+from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
 
 KEY_TILE = 64
 MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
 LONG_ROWS = 128
 _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing has no NaN
-
-
-@triton.jit
-def _attend_tile(
-    q,
-    acc,
-    total,
-    peak,
-    start,
-    pages_ptr,
-    table_ptr,
-    positions,
-    oldest,
-    context,
-    scale,
-    block_stride,
-    value_offset,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add keys [start, start + TILE) to the running softmax of all rows."""
-    keys = start + tl.arange(0, TILE)
-    columns = tl.arange(0, BLOCK_D)
-    written = (keys < context) & (keys >= oldest)
-    if BLOCK_SIZE % TILE == 0:  # one page per tile: a single contiguous run of memory
-        page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        rows = page * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
-    else:
-        page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context, other=0).to(tl.int64)
-        rows = page * block_stride + (keys % BLOCK_SIZE) * HEAD_DIM
-    offsets = rows[:, None] + columns[None, :]
-    # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
-    if MASKED:
-        loaded = written[:, None] & (columns < HEAD_DIM)[None, :]
-        key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
-        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
-    elif HEAD_DIM != BLOCK_D:
-        loaded = (columns < HEAD_DIM)[None, :]
-        key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
-        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
-    else:
-        key = tl.load(pages_ptr + offsets)
-        value = tl.load(pages_ptr + value_offset + offsets)
-    scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-    if MASKED:
-        seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen &= keys[None, :] > positions[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, axis=1)
-    weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return acc * decay[:, None] + weighted, total, new_peak
 
 
 # These are parts of one upload and change from step to step: neither their alignment nor their
@@ -95,6 +38,7 @@ _STEP_TENSORS = ("tables_ptr", "query_start_ptr", "context_lens_ptr", "reduction
 def _paged_attention_kernel(
     qkv_ptr,
     pages_ptr,
+    scales_ptr,
     tables_ptr,
     query_start_ptr,
     context_lens_ptr,
@@ -106,10 +50,14 @@ def _paged_attention_kernel(
     token_stride,
     table_stride,
     block_stride,
+    scale_block_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SCALE_PAGE_STRIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -137,6 +85,9 @@ def _paged_attention_kernel(
         qkv_ptr + (token * token_stride + heads)[:, None] + columns[None, :], mask=used, other=0.0
     )
 
+    if pages_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # what e4m3 is widened to in one instruction for two
+
     # Keys in [full_start, full_end) are seen by every row; tiles around them are masked.
     oldest = 0
     full_start = first_key
@@ -151,28 +102,34 @@ def _paged_attention_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    page_ptr = pages_ptr + head * BLOCK_SIZE * HEAD_DIM
-    value_offset = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    page_ptr = pages_ptr + head * PAGE_STRIDE
+    if LARGEST > 0.0:
+        scales_ptr += head * SCALE_PAGE_STRIDE
     if WINDOW > 0:
         for start in range(first_key, tl.minimum(full_start, end_key), TILE):
-            acc, total, peak = _attend_tile(
+            acc, total, peak = attend_tile(
                 q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-                scale, block_stride, value_offset,
+                scale, block_stride, scales_ptr, scale_block_stride,
+                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
                 TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
-        acc, total, peak = _attend_tile(
+        acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-            scale, block_stride, value_offset,
+            scale, block_stride, scales_ptr, scale_block_stride,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
-        acc, total, peak = _attend_tile(
+        acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-            scale, block_stride, value_offset,
+            scale, block_stride, scales_ptr, scale_block_stride,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
         )  # fmt: skip
 
+    if LARGEST > 0.0:
+        acc /= LARGEST
     acc /= tl.where(total > 0.0, total, 1.0)[:, None]
     if partial < 0:
         target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
@@ -222,7 +179,8 @@ def _reduce_kernel(
     token = (tl.load(query_start_ptr + sequence) + query).to(tl.int64)
     heads = (head * GROUP + row % GROUP) * HEAD_DIM
     target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
-    tl.store(out_ptr + target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
+    acc /= tl.where(total > 0.0, total, 1.0)[:, None]  # an empty reduction adds up to nothing
+    tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=used)
 
 
 def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
@@ -238,12 +196,12 @@ def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
     """One kernel launch: its pieces on the device, and the rows of a query tile."""
 
     pieces: Tensor  # int32 [num_pieces, 6]
     reductions: Tensor  # int32 [num_reductions, 4]
-    num_partials: int
+    num_partials: int  # room for so many
     rows: int
 
 
@@ -251,7 +209,7 @@ class _Launch:
 class PagedWork:
     """Everything about one step and one window that its layers share."""
 
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
     window: int | None
 
 
@@ -289,7 +247,7 @@ def plan_work(
 
 def _launch(
     pieces: list[Piece], reductions: list[Reduction], rows: int, device: torch.device
-) -> _Launch:
+) -> Launch:
     numbers: list[int] = []
     for p in pieces:
         numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
@@ -299,7 +257,7 @@ def _launch(
     if device.type == "cuda":
         uploaded = uploaded.pin_memory().to(device, non_blocking=True)
     num_first = len(pieces) * 6
-    return _Launch(
+    return Launch(
         pieces=uploaded[:num_first].view(-1, 6),
         reductions=uploaded[num_first:].view(-1, 4),
         num_partials=sum(merge.num_partials for merge in reductions),
@@ -309,7 +267,7 @@ def _launch(
 
 def paged_attention(
     qkv: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVPages,
     layer: int,
     block_tables: Tensor,
     query_start: Tensor,
@@ -320,14 +278,13 @@ def paged_attention(
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of which the queries are read.
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `plan_work`.
 
     Returns:
         [num_tokens, num_heads * head_dim].
     """
-    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_kv_heads, _, head_dim = kv_cache.values.shape[3:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     out = torch.empty(qkv.shape[0], num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     step = (block_tables, query_start, context_lens)
@@ -337,16 +294,18 @@ def paged_attention(
 
 
 def _run(
-    launch: _Launch,
+    launch: Launch,
     qkv: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVPages,
     layer: int,
     step: tuple[Tensor, Tensor, Tensor],
     window: int | None,
     out: Tensor,
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
-    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    values = kv_cache.values
+    scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
+    num_kv_heads, block_size, head_dim = values.shape[3:]
     block_tables, query_start, _ = step
     block_d = max(16, triton.next_power_of_2(head_dim))
     sizes = {
@@ -361,7 +320,8 @@ def _run(
     partials, weights = buffer[: num_rows * block_d], buffer[num_rows * block_d :]
     _paged_attention_kernel[(launch.pieces.shape[0], num_kv_heads)](
         qkv,
-        kv_cache[:, layer],
+        values[:, layer],
+        scales,
         *step,
         launch.pieces,
         out,
@@ -370,11 +330,15 @@ def _run(
         head_dim**-0.5 * math.log2(math.e),
         qkv.stride(0),
         block_tables.stride(0),
-        kv_cache.stride(0),
+        values.stride(0),
+        0 if scales is None else scales.stride(0),
         TILE=KEY_TILE,
+        PAGE_STRIDE=values.stride(3),
+        SCALE_PAGE_STRIDE=values.stride(3) // SCALE_NBYTES,
+        LARGEST=kv_cache.format.largest,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
-        **launch_options(launch.rows, head_dim * qkv.element_size()),
+        **launch_options(launch.rows, head_dim * values.element_size()),
         **sizes,
     )
     if launch.num_partials:

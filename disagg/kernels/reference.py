@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.kv_pages import KVFormat, KVPages
+
+SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
@@ -44,19 +48,34 @@ def norm_rope(heads: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: 
     return turned.to(heads.dtype)
 
 
-def kv_write(qkv: Tensor, kv_cache: Tensor, layer: int, slots: Tensor) -> None:
+def quantize(vectors: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
+    """Return values of `format.dtype`, and a float32 scale for each vector (the last dimension).
+
+    The largest value becomes `format.largest`; the others are rounded to the nearest, to even.
+    """
+    wide = vectors.float()
+    scales = wide.abs().amax(-1).clamp(min=SMALLEST_PEAK) / format.largest
+    scaled = wide / scales.unsqueeze(-1)
+    return (scaled if format.dtype.is_floating_point else scaled.round()).to(format.dtype), scales
+
+
+def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store the keys and values of `qkv` at `slots`; shapes as in `kernels.kv_write`."""
-    num_kv_heads, block_size = kv_cache.shape[3:5]
-    keys, values = qkv[:, -2 * num_kv_heads :].chunk(2, dim=1)
+    num_kv_heads, block_size, head_dim = kv_cache.values.shape[3:]
+    vectors = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, head_dim)
     for row, slot in enumerate(slots.tolist()):
         block_id, offset = divmod(slot, block_size)
-        kv_cache[block_id, layer, 0, :, offset] = keys[row]
-        kv_cache[block_id, layer, 1, :, offset] = values[row]
+        if kv_cache.scales is None:
+            kv_cache.values[block_id, layer, :, :, offset] = vectors[row]
+            continue
+        values, scales = quantize(vectors[row], kv_cache.format)
+        kv_cache.values[block_id, layer, :, :, offset] = values
+        kv_cache.scales[block_id, layer, :, :, offset] = scales
 
 
 def paged_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVPages,
     layer: int,
     block_tables: Tensor,
     query_lens: Sequence[int],
@@ -67,7 +86,6 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim], sequences packed back to back.
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         block_tables: [num_seqs, max_num_blocks].
         query_lens: tokens of each sequence in `q`; they are its last ones.
         context_lens: positions of each sequence in the cache, the step's own included.
@@ -77,11 +95,14 @@ def paged_attention(
         [num_tokens, num_heads, head_dim].
     """
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = kv_cache.shape[3]
+    num_kv_heads = kv_cache.values.shape[3]
     parts = []
     for row, own in enumerate(torch.split(q.float(), list(query_lens))):
         length = context_lens[row]
-        blocks = kv_cache[block_tables[row].long(), layer].float()
+        block_ids = block_tables[row].long()
+        blocks = kv_cache.values[block_ids, layer].float()
+        if kv_cache.scales is not None:
+            blocks = blocks * kv_cache.scales[block_ids, layer].unsqueeze(-1)
         dense = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]
         keys, values = dense.repeat_interleave(num_heads // num_kv_heads, dim=1).unbind(0)
         scores = torch.einsum("qhd,hkd->hqk", own, keys) * head_dim**-0.5

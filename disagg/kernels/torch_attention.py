@@ -4,8 +4,8 @@ Decoding sequences of similar length are gathered into one dense batch and atten
 a prompt without cached prefix is attended straight from the step's own keys and values. All index
 arithmetic happens once per step (`plan_paging`), not once per layer.
 
-The cache is seen as pages, one row each: [num_blocks * num_layers * 2 * num_kv_heads,
-block_size * head_dim]. Page numbers are for layer 0; a layer adds its offset.
+The cache is seen as pages, one row each (`KVPages.rows`). Page numbers are for layer 0; a layer
+adds its offset. A cache with scales is attended in `torch_quantized.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
+from disagg.kernels.torch_quantized import attend_quantized, store_quantized
 
 _MAX_WASTED_TOKENS = 512  # padding in a group of decodes that costs as much as one more group
 _PIECE_TOKENS = 256  # queries of a prompt that share one mask
@@ -55,15 +57,17 @@ class Chunk:
 class TorchPaging:
     """What one step's layers need."""
 
-    write_rows: Tensor  # int64 [num_tokens, 2 * num_kv_heads] of the cache as [*, head_dim]
+    # Where the step's vectors go, [num_tokens, 2 * num_kv_heads]: (pages, offsets in them)
+    # of a cache with scales, else one row number each of the cache as [*, head_dim].
+    write_rows: tuple[Tensor, ...]
     groups: dict[int | None, list[DecodeGroup]]  # by window
     chunks: dict[int | None, list[Chunk]]
     num_decodes: int
-    scratch: Tensor  # [num_pages, block_size * head_dim]: where pages are gathered
+    scratch: Tensor  # rows as the cache's: where pages are gathered
 
 
 def plan_paging(
-    batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None], scratch: Tensor
+    batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None], scratch: Tensor
 ) -> TorchPaging:
     """Derive the rows to write and to read, for every window size in use.
 
@@ -77,22 +81,25 @@ def plan_paging(
     gathered = [group.keys for some in groups.values() for group in some]
     gathered += [piece.keys for some in chunks.values() for piece in some if piece.keys]
     num_pages = max((keys.pages.shape[0] for keys in gathered), default=0)
-    page_size = kv_cache.shape[4] * kv_cache.shape[5]
-    fits = scratch.shape[0] >= num_pages and scratch.shape[1] == page_size
-    if scratch.dtype != kv_cache.dtype or not fits:
-        scratch = kv_cache.new_empty(num_pages + num_pages // 4, page_size)
+    rows = kv_cache.rows
+    fits = scratch.shape[0] >= num_pages and scratch.shape[1] == rows.shape[1]
+    if scratch.dtype != rows.dtype or not fits:
+        scratch = rows.new_empty(num_pages + num_pages // 4, rows.shape[1])
     return TorchPaging(planner.write_rows(), groups, chunks, batch.num_decodes, scratch)
 
 
 def paged_attention(
-    qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: TorchPaging
+    qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TorchPaging
 ) -> Tensor:
     """Write this step's keys and values, then attend. See `Ops.attention`."""
-    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    num_kv_heads, block_size, head_dim = kv_cache.values.shape[3:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     first_page = layer * 2 * num_kv_heads
-    vectors = kv_cache.view(-1, head_dim)[first_page * block_size :]
-    vectors.index_put_((paging.write_rows,), qkv[:, num_heads:])
+    if kv_cache.scales is None:
+        vectors = kv_cache.rows.view(-1, head_dim)[first_page * block_size :]
+        vectors.index_put_(paging.write_rows, qkv[:, num_heads:])
+    else:
+        store_quantized(qkv[:, num_heads:], kv_cache, first_page, paging.write_rows)
     attend = _Attend(kv_cache, first_page, paging.scratch)
     parts = []
     groups = paging.groups[window]
@@ -111,58 +118,55 @@ def paged_attention(
 class _Attend:
     """Attention calls of one layer."""
 
-    def __init__(self, kv_cache: Tensor, first_page: int, scratch: Tensor) -> None:
-        self._num_kv_heads, block_size, self._head_dim = kv_cache.shape[3:]
-        self._pages = kv_cache.view(-1, block_size * self._head_dim)[first_page:]
+    def __init__(self, kv_cache: KVPages, first_page: int, scratch: Tensor) -> None:
+        self._kv_cache = kv_cache
+        self._num_kv_heads, _, self._head_dim = kv_cache.values.shape[3:]
+        self._pages = kv_cache.rows[first_page:]
         self._scratch = scratch
 
     def group(self, q: Tensor, cached: CachedKeys) -> Tensor:
         """One query each: [num_seqs, num_heads, head_dim] in, heads flat out."""
-        keys, values = self._gather(cached)
-        out = scaled_dot_product_attention(
-            q.unsqueeze(2),
-            keys,
-            values,
-            attn_mask=cached.mask,
-            enable_gqa=q.shape[1] != self._num_kv_heads,
-        )
-        return out.reshape(q.shape[0], -1)
+        return self._attend(q.unsqueeze(2), cached).reshape(q.shape[0], -1)
 
     def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
         """Queries of one sequence: [num_queries, all heads, head_dim] in, heads flat out."""
         own = qkv.transpose(0, 1).unsqueeze(0)
         q, keys, values = own.tensor_split((-2 * self._num_kv_heads, -self._num_kv_heads), dim=1)
-        mask = None
         if chunk.keys is not None:
-            keys, values = self._gather(chunk.keys)
-            mask = chunk.keys.mask
-        out = scaled_dot_product_attention(
+            out = self._attend(q, chunk.keys)
+        else:
+            out = scaled_dot_product_attention(
+                q, keys, values, is_causal=True, enable_gqa=q.shape[1] != self._num_kv_heads
+            )
+        return out.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+    def _attend(self, q: Tensor, cached: CachedKeys) -> Tensor:
+        """Look at gathered pages: [num_seqs, num_heads, num_queries, head_dim] in and out."""
+        gathered = self._scratch[: cached.pages.shape[0]]
+        torch.index_select(self._pages, 0, cached.pages, out=gathered)
+        shape = (2, cached.num_seqs, self._num_kv_heads, -1)
+        seen = slice(cached.first, cached.last)
+        if self._kv_cache.scales is not None:
+            rows = gathered.view(*shape, gathered.shape[1])
+            return attend_quantized(q, rows, seen, cached.mask, self._kv_cache)
+        keys, values = gathered.view(*shape, self._head_dim)[:, :, :, seen].unbind(0)
+        return scaled_dot_product_attention(
             q,
             keys,
             values,
-            attn_mask=mask,
-            is_causal=chunk.keys is None,
+            attn_mask=cached.mask,
             enable_gqa=q.shape[1] != self._num_kv_heads,
         )
-        return out.transpose(1, 2).reshape(qkv.shape[0], -1)
-
-    def _gather(self, cached: CachedKeys) -> tuple[Tensor, Tensor]:
-        """Copy pages side by side: keys and values [num_seqs, num_kv_heads, num_keys, head_dim]."""
-        gathered = self._scratch[: cached.pages.shape[0]]
-        torch.index_select(self._pages, 0, cached.pages, out=gathered)
-        seen = gathered.view(2, cached.num_seqs, self._num_kv_heads, -1, self._head_dim)
-        keys, values = seen[:, :, :, cached.first : cached.last].unbind(0)
-        return keys, values
 
 
-def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
+def _clear_begun_blocks(batch: PagedBatch, kv_cache: KVPages) -> None:
     """Zero the blocks that this step begins and does not fill.
 
     A group reads whole blocks and masks their unwritten ends, but a NaN that an earlier owner
     left there would survive the mask (0 * NaN is NaN). Blocks that come from another worker were
     begun by one that did the same.
     """
-    block_size = kv_cache.shape[4]
+    block_size = kv_cache.values.shape[4]
     spans = zip(batch.context_lens_host, batch.query_lens, strict=True)
     begun = [
         (row, length // block_size)
@@ -172,25 +176,27 @@ def _clear_begun_blocks(batch: PagedBatch, kv_cache: Tensor) -> None:
     if begun:
         rows, columns = zip(*begun, strict=True)
         block_ids = batch.block_tables[list(rows), list(columns)]
-        kv_cache.index_fill_(0, block_ids.long(), 0)
+        kv_cache.blocks.index_fill_(0, block_ids.long(), 0)
 
 
 class _Planner:
     """Turns block tables into page numbers, for one batch."""
 
-    def __init__(self, batch: PagedBatch, kv_cache: Tensor) -> None:
-        _, num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.shape
+    def __init__(self, batch: PagedBatch, kv_cache: KVPages) -> None:
+        _, num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.values.shape
         self._batch = batch
-        self._dtype = kv_cache.dtype
-        self._device = kv_cache.device
+        self._has_scales = kv_cache.scales is not None
+        self._mask_dtype = torch.float32 if self._has_scales else kv_cache.values.dtype
+        self._device = kv_cache.values.device
         self._pages_per_block = num_layers * 2 * self._num_kv_heads
         self._page = torch.arange(2 * self._num_kv_heads, device=self._device)
 
-    def write_rows(self) -> Tensor:
+    def write_rows(self) -> tuple[Tensor, ...]:
         slots, size = self._batch.slots, self._block_size
         blocks = slots.div(size, rounding_mode="floor")
         pages = (blocks * self._pages_per_block)[:, None] + self._page
-        return pages * size + (slots - blocks * size)[:, None]
+        offsets = (slots - blocks * size)[:, None]
+        return (pages, offsets) if self._has_scales else (pages * size + offsets,)
 
     def groups(self, window: int | None) -> list[DecodeGroup]:
         """Cut the decodes, longest first, where padding would cost more than another group."""
@@ -257,7 +263,9 @@ class _Planner:
         for row in range(batch.num_decodes, len(batch.query_lens)):
             start, end = end, end + batch.query_lens[row]
             length = batch.context_lens_host[row]
-            fresh = length == end - start
+            # With scales also a prompt's own keys are read as they are stored: what comes out
+            # must not depend on how a prompt was cut.
+            fresh = length == end - start and not self._has_scales
             if fresh and (window is None or length <= window):
                 chunks.append(Chunk(start, end, None))
                 continue
@@ -284,5 +292,5 @@ class _Planner:
         return CachedKeys(pages, 1, first_key - base, end - base, self._mask(hidden))
 
     def _mask(self, hidden: Tensor) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear, PlainLinear, linear
 from disagg.kernels.ops import PagedBatch
 from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
@@ -73,13 +74,13 @@ class TorchOps:
         heads.mul_(cos).addcmul_(swapped, sin)
 
     def plan(
-        self, batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TorchPaging:
         paging = plan_paging(batch, kv_cache, windows, self._scratch)
         self._scratch = paging.scratch
         return paging
 
     def attention(
-        self, qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: TorchPaging
+        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TorchPaging
     ) -> Tensor:
         return paged_attention(qkv, kv_cache, layer, window, paging)

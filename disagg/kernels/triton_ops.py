@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.fixed_work import FixedWork
+from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import PagedBatch
@@ -36,6 +38,17 @@ class TritonPaging:
 
     batch: PagedBatch
     work: dict[int | None, PagedWork]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPaging(TritonPaging):
+    """Paging that a captured graph reads: its pieces change with `fill`, its shapes never."""
+
+    fixed: tuple[FixedWork, ...]
+
+    def fill(self, context_lens: Sequence[int]) -> None:
+        for each in self.fixed:
+            each.fill(context_lens)
 
 
 class TritonOps:
@@ -78,9 +91,9 @@ class TritonOps:
         norm_rope_(heads, norm, eps, rope_rows)
 
     def plan(
-        self, batch: PagedBatch, kv_cache: Tensor, windows: Iterable[int | None]
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TritonPaging:
-        num_kv_heads = kv_cache.shape[3]
+        num_kv_heads = kv_cache.values.shape[3]
         return TritonPaging(
             batch,
             {
@@ -90,14 +103,31 @@ class TritonOps:
                     self._num_heads // num_kv_heads,
                     window,
                     max(self._num_programs // num_kv_heads, 1),
-                    kv_cache.device,
+                    kv_cache.values.device,
                 )
                 for window in set(windows)
             },
         )
 
+    def plan_decodes(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> FixedPaging:
+        """As `plan`, for all steps of at most as many decodes as `batch` has, in its tensors."""
+        num_kv_heads = kv_cache.values.shape[3]
+        fixed = tuple(
+            FixedWork(
+                len(batch.query_lens),
+                self._num_heads // num_kv_heads,
+                window,
+                max(self._num_programs // num_kv_heads, 1),
+                kv_cache.values.device,
+            )
+            for window in set(windows)
+        )
+        return FixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+
     def attention(
-        self, qkv: Tensor, kv_cache: Tensor, layer: int, window: int | None, paging: TritonPaging
+        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TritonPaging
     ) -> Tensor:
         batch = paging.batch
         kv_write(qkv, kv_cache, layer, batch.slots)

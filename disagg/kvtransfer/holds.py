@@ -7,8 +7,8 @@ because the stamps change when the blocks are used again. Knows no transport and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -79,6 +79,13 @@ class Holds:
         self.num_released += 1
         self._returned.append(hold.block_ids)
         return True
+
+    def expire_by(self, which: Callable[[str], bool], expires_at: float) -> None:
+        """Keep the blocks of some tickets, chosen by their ids, no longer than until then."""
+        for ticket_id, hold in self._holds.items():
+            if hold.expires_at > expires_at and which(ticket_id):
+                self._holds[ticket_id] = replace(hold, expires_at=expires_at)
+                self._next_expiry = min(self._next_expiry, expires_at)
 
     def collect(self, now: float) -> list[tuple[int, ...]]:
         """Blocks to give back to the pool, one entry per hold that ended since the last call."""

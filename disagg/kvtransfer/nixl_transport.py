@@ -19,7 +19,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from nixl_cu13 import nixl_agent, nixl_agent_config, nixl_xfer_handle
+from nixl_cu13 import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.mover import (
@@ -40,6 +40,8 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 
 TRANSPORT = "nixl"
+# UCX wakes the progress thread; this is for transports of UCX that cannot.
+PROGRESS_DELAY_US = 5_000
 
 
 class NixlTransport:
@@ -150,7 +152,7 @@ class _NixlWire:
         if logger.level == logging.INFO:  # the default: two lines on stdout per agent
             logger.setLevel(logging.WARNING)
         try:
-            self._agent = nixl_agent(name, nixl_agent_config(backends=[]))
+            self._agent = _agent(name)
             options = {"engine_config": ucx_config} if ucx_config else {}
             self._agent.create_backend("UCX", options)
             self._registered = [
@@ -227,6 +229,20 @@ class _NixlWire:
     def _register(self, address: int, nbytes: int, memory: tuple[str, int]) -> Any:
         kind, device = memory
         return self._agent.register_memory([(address, nbytes, device, "")], kind)
+
+
+def _agent(name: str) -> nixl_agent:
+    """An agent whose progress thread sleeps until UCX has something for it.
+
+    NIXL's Python API fixes the thread's delay at 0, with which it polls without a pause: a core
+    lost for each idle worker. So the agent below the API is made anew, before it has a backend.
+    """
+    config = _bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = PROGRESS_DELAY_US
+    agent = nixl_agent(name, nixl_agent_config(backends=[]))
+    agent.agent = _bindings.nixlAgent(name, config)
+    return agent
 
 
 def _memory_of(device_id: int) -> tuple[str, int]:

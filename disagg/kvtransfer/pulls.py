@@ -19,7 +19,7 @@ from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 
 MAX_PEERS = 1024
-MAX_USED_TICKETS = 16_384  # forgetting one is harmless: the stamps still decide
+MAX_USED_TICKETS = 4096  # forgetting one is harmless: the stamps still decide
 MAX_TICKET_ID_NBYTES = 256
 
 TicketName: TypeAlias = tuple[str, int, str]  # source, epoch, id: unique among all workers

@@ -14,7 +14,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.dispatch import ops_for
-from disagg.kernels.ops import Ops, Weight
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import Ops, Paging, Weight
 from disagg.models.batch import Batch
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import (
@@ -54,19 +55,19 @@ class Decoder:
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._ops = ops or ops_for(self.device, config.num_heads)
+        self.ops = ops or ops_for(self.device, config.num_heads)
         self._embedding = weights.embedding
         self._norm = weights.norm
-        self._lm_head = self._ops.pack(weights.lm_head, None)
+        self._lm_head = self.ops.pack(weights.lm_head, None)
         self._layers = [
             self._pack(layer, window)
             for layer, window in zip(weights.layers, config.sliding_windows, strict=True)
         ]
         cos, sin = config.rope.tables(config.head_dim, config.max_model_len)
-        self._rope = self._ops.rope_table(cos, sin, self.dtype).to(self.device)
+        self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
 
     def _pack(self, layer: LayerWeights, window: int | None) -> _Layer:
-        ops, config = self._ops, self.config
+        ops, config = self.ops, self.config
         qk_norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             qk_norm = torch.cat(
@@ -87,20 +88,22 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         """Compute one step; the keys and values of its tokens are written to `kv_cache`.
 
         Args:
             batch: the step's tokens; `models.batch.Batch` gives the shapes.
-            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            kv_cache: of the model's dtype, or of a format with scales.
+            paging: what `ops.plan` would derive from both, where that was done before.
 
         Returns:
             float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`.
         """
-        ops, eps = self._ops, self.config.rms_norm_eps
+        ops, eps = self.ops, self.config.rms_norm_eps
         num_turned = self.config.num_heads + self.config.num_kv_heads
         num_tokens = batch.token_ids.shape[0]
-        paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
+        if paging is None:
+            paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         rope_rows = self._rope.index_select(0, batch.positions)
         hidden = functional.embedding(batch.token_ids, self._embedding)
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)

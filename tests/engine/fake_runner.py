@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, SampledToken, StepPlan
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211
@@ -49,6 +49,20 @@ def expected_tokens(
             break
         pending = output[-1:]
     return output
+
+
+def draft_of(
+    prompt: SequenceOf[int], num_right: int, num_wrong: int, seed: int = 0
+) -> tuple[int, ...]:
+    """A proposed continuation that any engine agrees with for `num_right` tokens and no longer.
+
+    It goes on after tokens that end an answer.
+    """
+    right = expected_tokens(prompt, num_right + num_wrong, frozenset(), seed)
+    return tuple(
+        token if place < num_right else (token + 1) % VOCAB_SIZE
+        for place, token in enumerate(right)
+    )
 
 
 class FakeKV:
@@ -90,8 +104,9 @@ class FakeKV:
         """Fill in the KV of positions [first, end), reading that of position first - 1."""
         kv = self.read(sequence.block_ids, first)
         before = kv[-SLOT_NBYTES:] if first else _NO_KV
+        tokens = [*sequence.tokens, *sequence.draft]
         for position in range(first, end):
-            before = slot_digest(before, sequence.tokens[position])
+            before = slot_digest(before, tokens[position])
             self.write(sequence.block_ids, position, before)
 
 
@@ -102,18 +117,24 @@ class FakeRunner:
         self.kv = kv
         self.num_computed = 0  # tokens, ever
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         sampled = [self._advance(work.sequence, work.num_tokens) for work in reversed(plan.work)]
         return sampled[::-1]
 
-    def _advance(self, sequence: Sequence, num_tokens: int) -> SampledToken | None:
+    def _advance(self, sequence: Sequence, num_tokens: int) -> Sampled:
         first = sequence.num_computed
         end = first + num_tokens
         self.num_computed += num_tokens
         self.kv.compute(sequence, first, end)
-        if end < len(sequence.tokens):
+        num_known = len(sequence.tokens)
+        if end < num_known:
             return None
-        kv = self.kv.read(sequence.block_ids, end)
+        if end == num_known:
+            return self._next(sequence, end)
+        return tuple(self._next(sequence, position) for position in range(num_known, end + 1))
+
+    def _next(self, sequence: Sequence, position: int) -> SampledToken:
+        kv = self.kv.read(sequence.block_ids, position)
         return SampledToken(next_token(kv, self.seed_of(sequence)))
 
     def seed_of(self, sequence: Sequence) -> int:

@@ -12,6 +12,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.engine.kv_cache import CPU_CACHE_NBYTES, KVCache, KVShape, choose_num_blocks
 from disagg.errors import NotEnoughMemory
+from disagg.kernels.kv_pages import FORMATS
 
 CPU = torch.device("cpu")
 SHAPE = KVShape(
@@ -19,7 +20,7 @@ SHAPE = KVShape(
     num_kv_heads=2,
     block_size=4,
     head_dim=8,
-    dtype=torch.bfloat16,
+    format=FORMATS["bfloat16"],
     fingerprint="weights",
 )
 
@@ -30,11 +31,11 @@ def choose(config: EngineConfig, max_model_len: int = 100, shape: KVShape = SHAP
 
 def test_a_block_is_one_run_of_bytes() -> None:
     cache = KVCache(SHAPE, 5, CPU)
-    assert cache.slab.shape == (5, 3, 2, 2, 4, 8)
+    assert cache.pages.values.shape == (5, 3, 2, 2, 4, 8)
     assert cache.block_nbytes == 3 * 2 * 2 * 4 * 8 * 2
     assert not cache.slab.any()
     assert cache.device_id == -1
-    cache.slab[3] = torch.randn(3, 2, 2, 4, 8)
+    cache.pages.values[3] = torch.randn(3, 2, 2, 4, 8)
     raw = ctypes.string_at(cache.base_address + 3 * cache.block_nbytes, cache.block_nbytes)
     assert cache.read_block(3) == raw
 
@@ -57,7 +58,9 @@ def test_blocks_move_as_bytes() -> None:
         {"num_kv_heads": 1},
         {"block_size": 8},
         {"head_dim": 16},
-        {"dtype": torch.float16},
+        {"format": FORMATS["float16"]},
+        {"format": FORMATS["int8"]},
+        {"format": FORMATS["fp8"]},
         {"fingerprint": "other"},
     ],
 )

@@ -133,7 +133,7 @@ def test_another_choice_of_victim_would_be_noticed(
         victim = running.pop(place)
         self.num_preempted += 1
         give_back(self.pool, victim)
-        self._queue(victim, self.waiting)
+        self.queues.put(victim, self.waiting)
         return victim
 
     monkeypatch.setattr(Scheduler, "_preempt_latest", preempt)

@@ -20,7 +20,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.runner import build_engine, check_engine
 from disagg.engine.sequence import Sequence
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
-from disagg.messages import GenerateRequest, SamplingParams, StartStep
+from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.model_config import ModelConfig
 
 BLOCK_SIZE = 4
@@ -67,7 +67,11 @@ def config(**changes: object) -> EngineConfig:
 
 
 def new_sequence(
-    name: str, prompt: list[int], output: tuple[int, ...] = (), **sampling: object
+    name: str,
+    prompt: list[int],
+    output: tuple[int, ...] = (),
+    draft: tuple[int, ...] = (),
+    **sampling: object,
 ) -> Sequence:
     root = hash_root("test", BLOCK_SIZE)
     tokens = [*prompt, *output]
@@ -80,6 +84,7 @@ def new_sequence(
         block_hashes=tuple(hash_blocks(root, tokens, BLOCK_SIZE)),
         sampling=SamplingParams(**{"max_tokens": 16, **sampling}),  # type: ignore[arg-type]
         deadline_unix_s=1e12,
+        draft_token_ids=draft,
     )
     return Sequence(request)
 
@@ -145,6 +150,54 @@ def test_sampled_tokens_do_not_depend_on_batch_chunks_or_worker(
         assert run(roomy, [new_sequence(str(i), prompt, **sampling)]) == [together[i]]
         moved = new_sequence("moved", prompt, tuple(together[i][:6]), **sampling)
         assert run(roomy, [moved]) == [together[i]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 0.3, "min_tokens": 3},
+        {"temperature": 1.1, "top_k": 20, "seed": 7},
+    ],
+    ids=lambda sampling: " ".join(sampling),
+)
+def test_a_draft_changes_no_token_and_no_logprob(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], sampling: dict[str, Any]
+) -> None:
+    """Right to its end, wrong somewhere, wrong at once; whole or in the pieces of small steps."""
+    _, directory = checkpoint
+    asked: dict[str, Any] = {**sampling, "logprobs": 2, "stop_token_ids": (3, 50)}
+    plain, _, _ = build_engine(config(max_num_batched_tokens=64), directory)
+    for max_num_batched_tokens in (64, 7):
+        engine, _, _ = build_engine(
+            config(max_num_batched_tokens=max_num_batched_tokens), directory
+        )
+        for prompt in prompts()[1:4]:
+            expected = said(plain, new_sequence("plain", prompt, **asked))
+            answer = tuple(token_id for token_id, _ in expected)
+            for num_right in (0, 1, 5, 15):
+                wrong = tuple((token_id + 1) % VOCAB_SIZE for token_id in answer[num_right:])
+                draft = answer[:num_right] + wrong
+                found = said(engine, new_sequence("drafted", prompt, draft=draft, **asked))
+                assert [token_id for token_id, _ in found] == list(answer)
+                for (_, logprobs), (_, wanted) in zip(found, expected, strict=True):
+                    assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+                    assert [token for token, _ in logprobs.top] == [t for t, _ in wanted.top]
+        assert engine.scheduler.num_accepted > 0
+        assert engine.scheduler.num_drafted > engine.scheduler.num_accepted
+        assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def said(engine: Engine, sequence: Sequence) -> list[tuple[int, TokenLogprobs]]:
+    """An answer's tokens with their log-probabilities."""
+    engine.submit(sequence)
+    pairs: list[tuple[int, TokenLogprobs]] = []
+    while engine.has_work:
+        for event in engine.step():
+            assert event.logprobs is not None
+            pairs += zip(event.token_ids, event.logprobs, strict=True)
+    return pairs
 
 
 def test_logprobs_are_those_of_transformers(
@@ -214,7 +267,7 @@ def test_settings_reach_the_engine(
     assert engine.pool.generations is tables[0] and len(tables[0]) == 9
     assert engine.pool.block_size == kv_cache.block_size == 16
     assert engine.scheduler.max_model_len == model.max_model_len == 128
-    assert kv_cache.slab.dtype is torch.bfloat16 and model.fingerprint in kv_cache.layout
+    assert kv_cache.pages.format.name == "bfloat16" and model.fingerprint in kv_cache.layout
     *weights, blocks, last = told
     assert all(step.phase == "weights" for step in weights)
     assert weights[0].num_done < weights[-1].num_done == weights[-1].num_total
@@ -230,7 +283,7 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
     for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
         monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
         _, kv_cache, _ = build_engine(config(dtype="auto"), directory)
-        assert kv_cache.slab.dtype is dtype
+        assert kv_cache.pages.values.dtype is dtype
 
 
 def test_what_cannot_work_is_refused_at_start(

@@ -280,6 +280,13 @@ def test_logprobs_are_the_models_own() -> None:
     assert third.logprobs.logprob == pytest.approx(float(expected[2, third.token_id]), abs=1e-6)
 
 
+def test_logprobs_can_be_asked_for_of_the_first_tokens_only() -> None:
+    asked = params(temperature=0.0, logprobs=1, logprobs_until=2)
+    sequences = [new_sequence(asked, output=(4,) * length) for length in range(4)]
+    tokens = sample(random_logits(4), sequences)
+    assert [token.logprobs is not None for token in tokens] == [True, True, False, False]
+
+
 def test_more_logprobs_than_tokens_gives_all_of_them() -> None:
     token = sample(torch.zeros(1, 4), [new_sequence(params(temperature=0.0, logprobs=20))])[0]
     assert token.logprobs is not None and len(token.logprobs.top) == 4

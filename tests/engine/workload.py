@@ -16,7 +16,7 @@ from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.messages import GenerateRequest, SamplingParams
-from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
+from tests.engine.fake_runner import FakeKV, FakeRunner, draft_of, expected_tokens
 
 STOP_IDS = frozenset({1, 2, 3})
 ROOT = hash_root("fake", 4)
@@ -34,6 +34,7 @@ class Job:
     door: str = "submit"  # or "arrive" (KV computed elsewhere) or "hand_over"
     abort_after: int | None = None  # steps
     hold_for: int = 1  # steps that a reader takes to fetch what was handed over
+    draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def new_sequence(
     seed: int = 0,
     hand_over: bool = False,
     deadline_unix_s: float = FOREVER_S,
+    draft: tuple[int, ...] = (),
 ) -> Sequence:
     tokens = prompt + output
     request = GenerateRequest(
@@ -93,6 +95,7 @@ def new_sequence(
             max_tokens=max_tokens, seed=seed, stop_token_ids=tuple(stop_ids), temperature=0.0
         ),
         deadline_unix_s=deadline_unix_s,
+        draft_token_ids=draft,
     )
     return Sequence(request, hand_over=hand_over)
 
@@ -117,6 +120,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             door=draw(st.sampled_from(["submit", "submit", "arrive", "hand_over"])),
             abort_after=draw(st.none() | st.none() | st.integers(0, 12)),
             hold_for=draw(st.integers(0, 5)),
+            draft=draw(st.just((0, 0)) | st.tuples(st.integers(0, 11), st.integers(0, 3))),
         )
         jobs.append(job)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
@@ -153,6 +157,7 @@ class Driver:
         self.arriving: list[Sequence] = []
         self.holds: list[tuple[int, list[int]]] = []  # (step at which it ends, blocks)
         self.findable: set[bytes] = set()
+        self.true_names: set[bytes] = set()
 
     def play(self) -> None:
         starts = defaultdict(list)
@@ -177,6 +182,9 @@ class Driver:
     def _start(self, job: Job, step: int, aborts: dict[int, list[str]]) -> None:
         sequence = self._sequence(job)
         self.jobs[sequence.request_id] = job
+        answer = expected_tokens(job.prompt, job.max_tokens, STOP_IDS, job.seed)
+        whole = [*job.prompt, *answer[:-1]]  # the last token gets no KV
+        self.true_names.update(hash_blocks(ROOT, whole, self.workload.block_size))
         if job.abort_after is not None:
             aborts[step + job.abort_after].append(sequence.request_id)
         if job.door == "arrive" and job.max_tokens > 1 and len(sequence.tokens) > len(job.prompt):
@@ -198,6 +206,7 @@ class Driver:
             output=first,
             seed=job.seed,
             hand_over=job.door == "hand_over",
+            draft=draft_of(job.prompt, *job.draft, job.seed)[len(first) :],
         )
         self.outputs[sequence.request_id].extend(first)
         return sequence
@@ -253,7 +262,8 @@ class Driver:
         if event.is_last:
             self.ended.add(request_id)
         if event.left:
-            assert len(output) == 1 and sequence.hand_over
+            assert sequence.hand_over and (len(output) == 1 or any(job.draft))
+            assert sequence.num_computed == len(sequence.tokens) - 1
             self.holds.append((step + job.hold_for, sequence.block_ids))
         elif event.is_last:
             assert output == expected and not sequence.block_ids
@@ -263,6 +273,7 @@ class Driver:
         for event in self.engine.pool.take_events():
             for name in event.block_hashes:
                 assert (name in self.findable) == (event.kind == "removed")
+                assert name in self.true_names, "a block of tokens that are nobody's"
             if event.kind == "stored":
                 self.findable.update(event.block_hashes)
             else:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from disagg.kernels import reference
+from disagg.kernels.fixed_work import FixedWork
+from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.paged_attention import paged_attention, plan_work
@@ -16,7 +18,7 @@ from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope import RopeConfig
 from disagg.models.weights import random_weights
-from tests.kernels.paged_inputs import LAYER, paged_inputs
+from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, paged_inputs
 from tests.models.paging import Tokens, new_slab, run_step
 
 CPU = torch.device("cpu")
@@ -35,12 +37,13 @@ def _attend(
     lens: list[tuple[int, int]],
     window: int | None,
     num_programs: int,
-    **shape: int | torch.dtype,
+    **shape: int | torch.dtype | KVFormat,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = paged_inputs(lens, **shape)  # type: ignore[arg-type]
+    _onto_grid(inputs)
     expected = inputs.expected(window)
     kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
-    num_kv_heads = inputs.kv_cache.shape[3]
+    num_kv_heads = inputs.kv_cache.values.shape[3]
     group = inputs.qkv.shape[1] // num_kv_heads - 2
     work = plan_work(inputs.query_lens, inputs.context_lens_host, group, window, num_programs, CPU)
     out = paged_attention(
@@ -53,6 +56,14 @@ def _attend(
         work,
     )
     return out, expected
+
+
+def _onto_grid(inputs: PagedInputs) -> None:
+    """The interpreter rounds to e4m3 wrongly where a fraction overflows; no GPU does."""
+    cache = inputs.kv_cache
+    if cache.format.dtype == torch.float8_e4m3fn:
+        keys_values = inputs.qkv[:, -2 * cache.values.shape[3] :]
+        keys_values.copy_(on_grid(keys_values, cache.format))
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 7])
@@ -78,6 +89,26 @@ def test_paged_attention_in_half_precision() -> None:
     _assert_close(out, expected, HALF)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "window"),
+    [(1, 64, 16, None), (3, 80, 64, None), (7, 20, 5, 50), (2, 16, 1, None), (4, 128, 128, 50)],
+)
+def test_paged_attention_with_scales(
+    group: int, head_dim: int, block_size: int, window: int | None, name: str
+) -> None:
+    sizes = {"group": group, "head_dim": head_dim, "block_size": block_size}
+    out, expected = _attend(MIXED, window, 2, format=FORMATS[name], **sizes)
+    _assert_close(out, expected, SINGLE)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_paged_attention_with_scales_in_half_precision(name: str) -> None:
+    lens = [(1, 65), (3, 70), (35, 99)]
+    out, expected = _attend(lens, None, 2, group=4, dtype=torch.float16, format=FORMATS[name])
+    _assert_close(out, expected, HALF)
+
+
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
     cut, expected = _attend([(1, 1100), (4, 515)], window, num_programs=64, group=3)
@@ -85,6 +116,18 @@ def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
     assert any(
         launch.num_partials for launch in plan_work([1, 4], [1100, 515], 3, None, 64, CPU).launches
     )
+
+
+def test_work_of_a_fixed_shape() -> None:
+    inputs = paged_inputs([(1, 700), (1, 3), (1, 40)], group=3)
+    expected = inputs.expected(None)
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    fixed = FixedWork(3, 3, None, 3, CPU)
+    fixed.fill(inputs.context_lens_host[:2])
+    step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
+    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, fixed.work)
+    _assert_close(out[:2], expected[:2], SINGLE)
+    assert not out[2].any()  # nobody's row
 
 
 @pytest.mark.parametrize("size", [1, 48, 384, 1000])
@@ -121,13 +164,37 @@ def test_silu_mul(size: int) -> None:
     _assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), SINGLE)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (80, 16), (64, 64)])
-def test_kv_write_touches_its_slots_and_nothing_else(head_dim: int, block_size: int) -> None:
-    inputs = paged_inputs([(1, 5), (9, 20)], head_dim=head_dim, block_size=block_size, group=3)
-    written, expected = inputs.kv_cache.clone(), inputs.kv_cache.clone()
-    kv_write(inputs.qkv, written, LAYER, inputs.slots)
+@pytest.mark.parametrize("name", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (80, 16), (64, 64), (20, 3)])
+def test_kv_write_touches_its_slots_and_nothing_else(
+    head_dim: int, block_size: int, name: str
+) -> None:
+    inputs = paged_inputs(
+        [(1, 5), (9, 20)],
+        group=3,
+        head_dim=head_dim,
+        block_size=block_size,
+        format=FORMATS[name],
+    )
+    _onto_grid(inputs)
+    inputs.qkv[0, -1] = 0.0  # a vector of zeros
+    expected = copy_of(inputs.kv_cache)
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
     reference.kv_write(inputs.qkv, expected, LAYER, inputs.slots)
-    torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+    written = inputs.kv_cache.blocks.view(torch.uint8)
+    assert torch.equal(written, expected.blocks.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of the interpreter
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_nan_reaches_the_scale(name: str) -> None:
+    inputs = paged_inputs([(1, 1)], format=FORMATS[name])
+    inputs.qkv[0, -1, 3] = torch.nan
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    block_id, offset = divmod(int(inputs.slots[0]), 16)
+    assert inputs.kv_cache.scales is not None
+    scales = inputs.kv_cache.scales[block_id, LAYER, :, :, offset]
+    assert scales.isnan().tolist() == [[False, False], [False, True]]
 
 
 def test_a_decoder_on_the_kernels_equals_one_on_torch() -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
 
 NUM_LAYERS = 2
+NAN_BYTE = 0xFF  # repeated, a NaN in every format and in its scales
 LAYER = 1
 
 
@@ -19,7 +21,7 @@ class PagedInputs:
     """The fields that kernels read of a batch, with `qkv` and a cache that holds the past."""
 
     qkv: Tensor  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    kv_cache: Tensor
+    kv_cache: KVPages
     slots: Tensor
     query_start: Tensor
     context_lens: Tensor
@@ -41,9 +43,9 @@ class PagedInputs:
 
     def expected(self, window: int | None) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
-        cache = self.kv_cache.clone()
+        cache = copy_of(self.kv_cache)
         reference.kv_write(self.qkv, cache, LAYER, self.slots)
-        num_heads = self.qkv.shape[1] - 2 * cache.shape[3]
+        num_heads = self.qkv.shape[1] - 2 * cache.values.shape[3]
         out = reference.paged_attention(
             self.qkv[:, :num_heads],
             cache,
@@ -56,6 +58,26 @@ class PagedInputs:
         return out.flatten(1)
 
 
+def copy_of(pages: KVPages) -> KVPages:
+    _, num_layers, _, *heads = pages.values.shape
+    memory = pages.blocks.view(torch.uint8).flatten().clone()
+    return pages_of(memory, pages.format, num_layers, *heads)
+
+
+def numbers(pages: KVPages) -> Tensor:
+    """What the stored values stand for."""
+    wide = pages.values.float()
+    return wide if pages.scales is None else wide * pages.scales.unsqueeze(-1)
+
+
+def on_grid(vectors: Tensor, format: KVFormat) -> Tensor:
+    """Vectors near to these that the format stores as they are: the scale of each is 1 / 64."""
+    values, _ = reference.quantize(vectors, format)
+    wide = values.float()
+    wide[..., 0] = format.largest
+    return (wide / 64).to(vectors.dtype)
+
+
 def paged_inputs(
     lens: Sequence[tuple[int, int]],
     *,
@@ -64,19 +86,22 @@ def paged_inputs(
     head_dim: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    format: KVFormat | None = None,
     begun_blocks_are_clean: bool = False,
 ) -> PagedInputs:
     """Draw inputs for sequences of (query_len, context_len); single queries come first.
 
-    Only what earlier steps would have written is finite; the rest of every block is NaN, save
-    with `begun_blocks_are_clean`: there, those steps zeroed the blocks that they began.
+    The cache is of `format`, or of `dtype`. Only what earlier steps would have written is finite;
+    the rest of every block is NaN, scales included, save with `begun_blocks_are_clean`: there,
+    those steps zeroed the blocks that they began.
     """
     generator = torch.Generator().manual_seed(0)
     counts = [-(-context // block_size) for _, context in lens]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=generator).tolist()
-    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
-    kv_cache = torch.full(shape, torch.nan, dtype=dtype)
+    heads = (NUM_LAYERS, num_kv_heads, block_size, head_dim)
+    kv_cache = new_pages(format or format_of(dtype), num_blocks, *heads, torch.device("cpu"))
+    kv_cache.blocks.view(torch.uint8).fill_(NAN_BYTE)
     tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
     slots = []
     for row, (query_len, context_len) in enumerate(lens):
@@ -85,10 +110,9 @@ def paged_inputs(
         own = [blocks[p // block_size] * block_size + p % block_size for p in range(context_len)]
         past = own[: context_len - query_len]
         if begun_blocks_are_clean:
-            kv_cache[[slot // block_size for slot in past]] = 0.0
-        for slot in past:
-            drawn = torch.randn(2, num_kv_heads, head_dim, generator=generator)
-            kv_cache[slot // block_size, LAYER, :, :, slot % block_size] = drawn.to(dtype)
+            kv_cache.blocks[[slot // block_size for slot in past]] = 0
+        drawn = torch.randn(len(past), 2 * num_kv_heads, head_dim, generator=generator)
+        reference.kv_write(drawn.to(dtype), kv_cache, LAYER, torch.tensor(past))
         slots += own[context_len - query_len :]
     num_heads = group * num_kv_heads + 2 * num_kv_heads
     query_lens = [query_len for query_len, _ in lens]

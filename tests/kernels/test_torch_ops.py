@@ -8,8 +8,9 @@ from torch import Tensor
 
 from disagg.kernels import linear, reference
 from disagg.kernels.dispatch import ops_for
+from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.torch_ops import TorchOps
-from tests.kernels.paged_inputs import LAYER, paged_inputs
+from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
@@ -98,6 +99,78 @@ def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> 
     ops = TorchOps()
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (20, 3), (64, 1), (128, 8)])
+def test_what_is_stored_with_scales_is_the_references(
+    head_dim: int, block_size: int, name: str, dtype: torch.dtype
+) -> None:
+    """To the byte, and nothing else of the cache changes: not even the padding of a page."""
+    inputs = paged_inputs(
+        [(1, 7), (9, 20)],
+        group=3,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        format=FORMATS[name],
+    )
+    inputs.qkv[0, -1] = 0.0  # a vector of zeros
+    inputs.qkv[1, -1] *= 1e-20
+    expected, ops = copy_of(inputs.kv_cache), TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    expected.blocks.copy_(inputs.kv_cache.blocks)  # with what planning cleared
+    ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging)
+    reference.kv_write(inputs.qkv, expected, LAYER, inputs.slots)
+    assert torch.equal(inputs.kv_cache.blocks, expected.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (3, 20, 5), (7, 64, 1)])
+def test_attention_with_scales(
+    group: int, head_dim: int, block_size: int, window: int | None, name: str, dtype: torch.dtype
+) -> None:
+    lens = [(1, 1), (1, 16), (1, 65), (3, 40), (30, 30), (17, 50)]
+    inputs = paged_inputs(
+        lens,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        format=FORMATS[name],
+    )
+    expected = inputs.expected(window)
+    ops = TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging)
+    _assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.01), ("fp8", 0.04)])
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("window", [None, 33])
+def test_attention_with_scales_stays_near_to_exact_attention(
+    window: int | None, magnitude: float, name: str, bound: float
+) -> None:
+    """Largest error of values in the usual range, as a fraction of the largest value."""
+    lens = [(1, 1), (1, 400), (5, 77), (64, 64), (50, 300)]
+    exact, stored = (
+        paged_inputs(lens, group=3, head_dim=64, format=format) for format in (None, FORMATS[name])
+    )
+    for inputs in (exact, stored):
+        inputs.qkv[:, -2:] *= magnitude  # the values of both heads
+        values = inputs.kv_cache.values if inputs is exact else inputs.kv_cache.scales
+        assert values is not None
+        values[:, :, 1] *= magnitude
+    ops = TorchOps()
+    paging = ops.plan(stored, stored.kv_cache, [window])
+    out = ops.attention(stored.qkv, stored.kv_cache, LAYER, window, paging)
+    expected = exact.expected(window)
+    error = float((out - expected).abs().max() / expected.abs().max())
+    assert 1e-4 < error < bound
 
 
 def test_plans_of_different_steps_share_one_scratch() -> None:

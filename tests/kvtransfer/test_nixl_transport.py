@@ -314,3 +314,11 @@ def test_memory_that_is_not_there_is_refused_at_start() -> None:
 def resident_nbytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_transport_with_nothing_to_do_uses_no_processor(open_reader: Open) -> None:
+    open_reader(Memory("idle"))
+    before = time.process_time()
+    time.sleep(1.0)
+    used_s = time.process_time() - before
+    assert used_s < 0.1  # a thread that polls without a pause takes all that it can get

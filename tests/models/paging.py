@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
@@ -25,9 +26,11 @@ class Tokens:
 
 def new_slab(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, fill: float = 0.0
-) -> Tensor:
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-    return torch.full(shape, fill, dtype=dtype)
+) -> KVPages:
+    heads = (config.num_layers, config.num_kv_heads, block_size, config.head_dim)
+    pages = new_pages(format_of(dtype), num_blocks, *heads, torch.device("cpu"))
+    pages.values.fill_(fill)
+    return pages
 
 
 def make_batch(
@@ -67,7 +70,7 @@ def make_batch(
 
 
 def run_step(
-    decoder: Decoder, slab: Tensor, work: Sequence[tuple[Tokens, int]], block_size: int
+    decoder: Decoder, slab: KVPages, work: Sequence[tuple[Tokens, int]], block_size: int
 ) -> None:
     """Compute the next tokens of some sequences and keep the logits that come out."""
     logits = decoder.forward(make_batch(work, block_size), slab)

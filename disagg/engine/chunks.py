@@ -1,0 +1,65 @@
+"""Fills a step with what is not a plain decode: chunks of prompts, and drafts to verify.
+
+Decides how many tokens each sequence gets of a budget, in the order in which they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.sequence import Sequence
+from disagg.engine.speculation import MAX_AHEAD, claim
+from disagg.engine.step import StepPlan, Work
+from disagg.time_model import StepFeatures
+
+
+class Chunks:
+    """Work of one step, while its tokens last.
+
+    Args:
+        budget: tokens.
+        running: a draft leaves a free block for each of these.
+    """
+
+    __slots__ = ("_num_ahead", "_pool", "_running", "_work", "budget")
+
+    def __init__(self, pool: BlockPool, budget: int, running: SequenceOf[Sequence]) -> None:
+        self.budget = budget
+        self._pool = pool
+        self._running = running
+        self._num_ahead = 0
+        self._work: list[Work] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """The next tokens of a sequence, and of its draft if these are the last ones."""
+        num_left = len(sequence.tokens) - sequence.num_computed
+        num_tokens = min(self.budget, num_left)
+        if num_tokens == num_left and sequence.draft:
+            limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
+            num_spare_blocks = self._pool.num_free - len(self._running)
+            num_ahead = claim(self._pool, sequence, limit, num_spare_blocks)
+            self._num_ahead += num_ahead
+            num_tokens += num_ahead
+        if num_tokens:
+            self._work.append(Work(sequence, num_tokens))
+            self.budget -= num_tokens
+
+    def step_plan(self, decodes: list[Work], num_context: int) -> StepPlan:
+        """The step: `decodes`, whose sequences have `num_context` tokens, and what was added."""
+        chunks: list[Work] = []
+        num_attended = num_chunk_tokens = 0
+        for work in self._work:
+            num_before, num_tokens = work.sequence.num_computed, work.num_tokens
+            if num_tokens == 1:
+                decodes.append(work)
+                num_context += num_before + 1
+            else:
+                chunks.append(work)
+                num_chunk_tokens += num_tokens
+                num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+        num_decodes = len(decodes)
+        features = StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context)
+        num_new_tokens = num_decodes + num_chunk_tokens
+        work_items = (*decodes, *chunks)
+        return StepPlan(work_items, num_decodes, num_new_tokens, features, self._num_ahead)

@@ -1,0 +1,131 @@
+"""Decode steps as captured CUDA graphs: one launch in the place of hundreds.
+
+A step that decodes few sequences is over on the device before the host has launched its kernels
+one by one. A graph has them all, with the addresses and grids of its capture, so it is captured for
+some numbers of sequences; a step uses the next larger one, and its unused rows write nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
+
+# Runs once what it is given; returns what repeats it, and the result, which a repetition replaces.
+Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences to capture: few rows too many at any number, and not too many graphs."""
+    sizes = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 32)}
+    return sorted(size for size in sizes | {max_num_seqs} if size <= max_num_seqs)
+
+
+def record_cuda_graph() -> Record:
+    """Captures on the current device; all graphs share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(forward: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        forward()  # compiles and loads kernels, which must not happen in a capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of a worker may call CUDA meanwhile: the transport does.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = forward()
+        return graph.replay, result
+
+    return record
+
+
+class DecodeGraphs:
+    """A decoder's steps of up to `max_num_seqs` sequences with one token each.
+
+    Args:
+        decoder: on `TritonOps`.
+        kv_cache: its cache. Nothing in it is changed by capturing.
+        max_num_blocks: of one sequence.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVPages,
+        max_num_seqs: int,
+        max_num_blocks: int,
+        record: Record,
+    ) -> None:
+        self._sizes = capture_sizes(max_num_seqs)
+        # The largest first: the others then fit into the memory that it has left in the pool.
+        graphs = [_Graph(decoder, kv_cache, n, max_num_blocks, record) for n in self._sizes[::-1]]
+        self._graphs = graphs[::-1]
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """As `Decoder.forward`; None for a step that is none of these.
+
+        The logits are overwritten by the next step.
+        """
+        num_seqs = len(batch.query_lens)
+        index = bisect_left(self._sizes, num_seqs)
+        are_decodes = batch.max_query_len == 1 and batch.logits_rows.shape[0] == num_seqs
+        if not are_decodes or index == len(self._sizes):
+            return None
+        return self._graphs[index].forward(batch)
+
+
+class _Graph:
+    """The steps of up to `num_seqs` sequences, in tensors of its own."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVPages,
+        num_seqs: int,
+        max_num_blocks: int,
+        record: Record,
+    ) -> None:
+        ops = decoder.ops
+        if not isinstance(ops, TritonOps):
+            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
+        self._batch = batch = _empty_batch(num_seqs, max_num_blocks, decoder.device)
+        self._paging = paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
+        self._replay, self._logits = record(lambda: decoder.forward(batch, kv_cache, paging))
+
+    def forward(self, batch: Batch) -> Tensor:
+        own, num_seqs = self._batch, len(batch.query_lens)
+        own.token_ids[:num_seqs].copy_(batch.token_ids)
+        own.positions[:num_seqs].copy_(batch.positions)
+        own.slots[:num_seqs].copy_(batch.slots)
+        own.slots[num_seqs:].fill_(-1)  # or the rows of an earlier step would be written again
+        own.context_lens[:num_seqs].copy_(batch.context_lens)
+        own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        self._paging.fill(batch.context_lens_host)
+        self._replay()
+        return self._logits[:num_seqs]
+
+
+def _empty_batch(num_seqs: int, max_num_blocks: int, device: torch.device) -> Batch:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Batch(
+        token_ids=zeros(num_seqs, dtype=torch.int64),
+        positions=zeros(num_seqs, dtype=torch.int64),
+        slots=zeros(num_seqs, dtype=torch.int64).fill_(-1),
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
+        context_lens=zeros(num_seqs).fill_(1),
+        block_tables=zeros(num_seqs, max_num_blocks),
+        logits_rows=torch.arange(num_seqs, device=device),
+        num_decodes=num_seqs,
+        max_query_len=1,
+        max_context_len=1,
+        query_lens=(1,) * num_seqs,
+        context_lens_host=(1,) * num_seqs,
+    )

@@ -1,0 +1,302 @@
+"""Which tokens may come next in an answer that must follow a grammar.
+
+Where an answer is in its grammar is a function of its tokens so far: a sequence that moves, or is
+computed again, replays its answer and goes on. Grammars come from strangers. Their size is bounded
+before llguidance sees them, what they may use is bounded while it works, and they are compiled in
+a thread of its own: with a deep stack, since nesting is recursion there, and away from whoever
+must not wait. Ingresses refuse with the same code with which workers compile.
+
+llguidance is imported when the first grammar comes: a machine without it serves everything else.
+Must not know logits, devices or requests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import GrammarError, Overloaded
+from disagg.messages import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_SCHEMA_NBYTES = 65_536  # also of a list of choices
+MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
+MAX_SCHEMA_DEPTH = 64
+MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
+MAX_WAITING = 64  # grammars that wait to be compiled
+MAX_CACHED = 16  # compiling takes about a millisecond, and a large one has 50 MB of lexer states
+NUM_PROBES = 3
+# Recursion over a source of the largest size took 22 MB. Only pages that are touched take memory.
+STACK_NBYTES = 128 << 20
+# Between tokens of JSON: nothing, one space, or a new line and its indentation. Without a bound, a
+# model may write white space until its tokens are used up.
+WHITE_SPACE = r" |\n[ \t]{0,32}"
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,  # at the default a{1000000} takes seconds
+    "max_lexer_states": 50_000,  # of all answers that share a compiled grammar; about 1 KB each
+    "verbose_errors": False,
+}
+
+
+class Compiled:
+    """A grammar that is ready to be followed.
+
+    num_mask_nbytes: of a mask, one bit for each token of the tokenizer.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, num_mask_nbytes: int) -> None:
+        self.grammar = grammar
+        self.num_mask_nbytes = num_mask_nbytes
+        self._matcher = matcher
+
+    def matcher(self) -> LLMatcher:
+        """At the beginning of an answer. Lexer states are shared with all others, and so found."""
+        return self._matcher.deep_copy()
+
+
+class Grammars:
+    """The compiled grammars of one model.
+
+    Args:
+        read_tokenizer: returns the text of the model's tokenizer.json; called when first needed.
+        eos_token_ids: what may follow a complete answer, and nothing else may.
+        max_compile_s: of processor time; what takes longer is refused.
+        timer: processor seconds of the calling thread.
+    """
+
+    def __init__(
+        self,
+        read_tokenizer: Callable[[], str],
+        eos_token_ids: Sequence[int],
+        *,
+        max_compile_s: float = math.inf,
+        timer: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._read_tokenizer = read_tokenizer
+        self._eos_token_ids = list(eos_token_ids)
+        self._max_compile_s = max_compile_s
+        self._timer = timer
+        self._tokenizer: LLTokenizer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """Begin to compile a grammar, or find it; its failure is a `GrammarError`.
+
+        Raises:
+            GrammarError: it is too large to be looked at.
+            Overloaded: too many others wait.
+        """
+        found = self._compiled.get(grammar)
+        if found is not None:
+            self._compiled.move_to_end(grammar)
+            return found
+        check_size(grammar)
+        if sum(not future.done() for future in self._compiled.values()) >= MAX_WAITING:
+            raise Overloaded("Too many grammars wait to be compiled; try again shortly.")
+        if self._thread is None:
+            self._thread = _deep_thread()
+        future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        while len(self._compiled) > MAX_CACHED and next(iter(self._compiled.values())).done():
+            self._compiled.popitem(last=False)
+        return future
+
+    def is_ready(self, grammar: Grammar) -> bool:
+        """Whether it is compiled; if not, that has begun. Raises as `compile` does."""
+        future = self.compile(grammar)
+        if not future.done():
+            return False
+        future.result()
+        return True
+
+    def refresh(self, worn: Compiled) -> Compiled:
+        """The same grammar without the lexer states that answers have left behind."""
+        future = self._compiled.get(worn.grammar)
+        if future is not None and future.done() and future.result() is worn:
+            del self._compiled[worn.grammar]
+        return self.compile(worn.grammar).result()
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise GrammarError("This server has no llguidance, which grammars need.") from error
+        if self._tokenizer is None:
+            self._tokenizer = _load_tokenizer(self._read_tokenizer, self._eos_token_ids)
+        tokenizer, began_s = self._tokenizer, self._timer()
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(tokenizer, _grammar_text(grammar), log_level=0, limits=limits)
+        _probe(matcher)
+        if self._timer() - began_s > self._max_compile_s:
+            raise GrammarError("The grammar takes too long to compile; make it simpler.")
+        return Compiled(grammar, matcher, -(-tokenizer.vocab_size // 32) * 4)
+
+
+class GrammarState:
+    """Where one answer is in its grammar. Belongs to the engine's thread.
+
+    Args:
+        num_prompt_tokens: after so many of a sequence's tokens the answer begins.
+    """
+
+    __slots__ = ("_compiled", "_grammars", "_matcher", "_num_prompt_tokens", "_num_seen")
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, num_prompt_tokens: int) -> None:
+        self._grammars = grammars
+        self._compiled = grammars.compile(grammar).result()
+        self._matcher = self._compiled.matcher()
+        self._num_prompt_tokens = self._num_seen = num_prompt_tokens
+
+    @property
+    def num_mask_nbytes(self) -> int:
+        return self._compiled.num_mask_nbytes
+
+    def fill_mask(self, tokens: Sequence[int], address: int) -> None:
+        """Write which tokens may come next, to `num_mask_nbytes` bytes of memory.
+
+        Bit i of the little-endian 32-bit words is set if token i may come.
+
+        Args:
+            tokens: of the prompt and the answer so far; those of the last call are unchanged.
+
+        Raises:
+            GrammarError: it has become too complex, or the answer does not follow it.
+        """
+        self._advance(tokens, address)
+        if self._matcher.is_error():
+            # Lexer states are shared by all answers and never forgotten: with new ones it may fit.
+            self._compiled = self._grammars.refresh(self._compiled)
+            self._matcher = self._compiled.matcher()
+            self._num_seen = self._num_prompt_tokens
+            self._advance(tokens, address)
+            _refuse_error(self._matcher)
+
+    def _advance(self, tokens: Sequence[int], address: int) -> None:
+        news = list(tokens[self._num_seen :])
+        self._num_seen = len(tokens)
+        if not news or self._matcher.consume_tokens(news):
+            self._matcher.unsafe_compute_mask_ptr(address, self.num_mask_nbytes)
+
+
+def check_size(grammar: Grammar) -> None:
+    """Raises `GrammarError` for what is too large to be compiled in bounded time and stack."""
+    nbytes = len(grammar.source.encode())
+    max_nbytes = MAX_TEXT_NBYTES if grammar.kind in ("regex", "lark") else MAX_SCHEMA_NBYTES
+    if nbytes > max_nbytes:
+        raise GrammarError(
+            f"The grammar has {nbytes} bytes; at most {max_nbytes} are allowed. Make it smaller."
+        )
+    if grammar.kind == "json":
+        _check_schema(_loaded(grammar.source))
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        raise GrammarError("A schema must be a JSON object.")
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [part for value in level for part in _parts(value)]
+        if not level:
+            return
+    raise GrammarError(f"The schema is nested deeper than {MAX_SCHEMA_DEPTH} levels.")
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        return []
+    if len(value) > MAX_PROPERTIES:
+        raise GrammarError(
+            f"An object of the schema has {len(value)} members; at most {MAX_PROPERTIES} are"
+            " allowed."
+        )
+    return list(value.values())
+
+
+def _loaded(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError("The schema is not JSON, or is nested too deeply.") from error
+
+
+def _grammar_text(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json":
+            schema = _loaded(grammar.source)
+            schema.pop("x-guidance", None)  # the library's own options are not the client's
+            overrides: Any = {"whitespace_pattern": WHITE_SPACE}
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            # Strings of Lark are written as those of JSON.
+            choices = " | ".join(json.dumps(choice) for choice in _loaded(grammar.source))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    """One thread whose stack is deep; it ends with the process."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+    usual_nbytes = threading.stack_size(STACK_NBYTES)
+    try:
+        executor.submit(int).result()  # the thread starts with the first work
+    finally:
+        threading.stack_size(usual_nbytes)
+    return executor
+
+
+def _load_tokenizer(read: Callable[[], str], eos_token_ids: list[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(read(), eos_token=eos_token_ids)
+    except Exception as error:  # the library raises nothing narrower
+        raise GrammarError(
+            f"This model's tokenizer cannot follow a grammar: {_first_line(str(error))}."
+        ) from error
+
+
+def _probe(matcher: LLMatcher) -> None:
+    """A few steps along some answer find what no text shows: no answer exists, or too many do.
+
+    Raises:
+        GrammarError: they fail.
+    """
+    _refuse_error(matcher)
+    answer = matcher
+    for _ in range(NUM_PROBES):
+        mask = int.from_bytes(answer.compute_bitmask(), "little")
+        _refuse_error(answer)
+        if not mask:
+            raise GrammarError("The grammar allows nothing that this model can write.")
+        answer = answer.deep_copy()
+        answer.consume_token((mask & -mask).bit_length() - 1)
+        if answer.is_stopped():
+            break
+    _refuse_error(answer)
+
+
+def _refuse_error(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(f"The grammar cannot be followed: {_first_line(matcher.get_error())}.")
+
+
+def _first_line(text: str) -> str:
+    """Of an error, without the grammar that the library repeats after it."""
+    return text.strip().partition("\n")[0][:200].rstrip(".")

@@ -1,0 +1,106 @@
+"""Where an engine's sequences are: running, arrived with their KV, or waiting without any.
+
+Keeps order and counts; decides nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from disagg.engine.require import require
+from disagg.engine.sequence import Sequence
+from disagg.errors import RequestError
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class Queues:
+    """Three lists, each ordered by arrival, which keep their identity.
+
+    num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Sequence] = []
+        self.arrived: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.by_id: dict[str, Sequence] = {}
+        self.num_queued_tokens = 0
+        self._next_arrival = 0
+
+    def number(self, sequence: Sequence) -> None:
+        """Give a sequence its place, unless it has one."""
+        if sequence.arrival < 0:
+            sequence.arrival = self._next_arrival
+            self._next_arrival += 1
+
+    def check_new(self, sequence: Sequence) -> None:
+        """Raises `RequestError` if another sequence here has its name."""
+        if sequence.request_id in self.by_id:
+            raise RequestError(f"Request {sequence.request_id!r} is already running here.")
+
+    def put(self, sequence: Sequence, queue: list[Sequence]) -> None:
+        """Into `arrived` or `waiting`."""
+        insort(queue, sequence, key=_by_arrival)
+        self.num_queued_tokens += sequence.num_uncomputed
+
+    def admit(self, queue: list[Sequence], num_uncomputed: int) -> Sequence:
+        """From the head of a queue, where it counted so many tokens, to `running`."""
+        sequence = queue.pop(0)
+        self.num_queued_tokens -= num_uncomputed
+        insort(self.running, sequence, key=_by_arrival)
+        return sequence
+
+    def pop_latest(self) -> Sequence:
+        """The latest arrival of those that own blocks, taken out of its list."""
+        running, arrived = self.running, self.arrived
+        if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
+            return running.pop()
+        victim = arrived.pop()
+        self.num_queued_tokens -= victim.num_uncomputed
+        return victim
+
+    def forget(self, sequence: Sequence) -> None:
+        del self.by_id[sequence.request_id]
+        for queue in (self.running, self.arrived, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                if queue is not self.running:
+                    self.num_queued_tokens -= sequence.num_uncomputed
+                return
+
+    def clear(self) -> list[Sequence]:
+        """Forget all. Returns them."""
+        sequences = list(self.by_id.values())
+        for queue in (self.running, self.arrived, self.waiting, self.by_id):
+            queue.clear()
+        self.num_queued_tokens = 0
+        return sequences
+
+    def check(self, block_size: int) -> None:
+        """Recount, each sequence's relation to its blocks included.
+
+        Raises:
+            AssertionError: names the first difference.
+        """
+        queued = [*self.arrived, *self.waiting]
+        num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
+        require(num_queued_tokens == self.num_queued_tokens, "queued tokens are miscounted")
+        everyone = [*self.running, *queued]
+        known = self.by_id.values()
+        require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
+        for queue in (self.running, self.arrived, self.waiting):
+            arrivals = [sequence.arrival for sequence in queue]
+            require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
+        for sequence in everyone:
+            num_slots = len(sequence.block_ids) * block_size
+            require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
+            require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
+            require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
+            num_foreseen = len(sequence.tokens) + len(sequence.draft)
+            has_end = not sequence.draft or num_foreseen < sequence.max_num_tokens
+            require(has_end, f"{sequence}: its draft goes beyond its end")
+        for sequence in self.waiting:
+            require(not sequence.block_ids, f"{sequence} waits and holds blocks")

@@ -1,0 +1,130 @@
+"""How keys and values lie in memory: the formats, and one slab as the tensors that kernels index.
+
+A page is what one head of one layer has in one block, keys or values: `block_size` vectors. A
+format of one byte a value keeps a float32 scale for each vector at the end of its own page:
+
+    values  block_size * head_dim * 1 byte
+    scales  block_size * 4 bytes
+
+each part filled up to 16 bytes, the widest load of a GPU, so that every page and its scales begin
+on such a boundary. So a block is one run of bytes, scales included, a page is one too, and whoever
+moves blocks need not know. Must not know who holds a block, or where the memory comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE_NBYTES = 4
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What one stored value is.
+
+    Attributes:
+        largest: what the largest value of a vector becomes; 0.0 for a format without scales.
+    """
+
+    name: str
+    dtype: torch.dtype
+    largest: float = 0.0
+
+    @property
+    def has_scales(self) -> bool:
+        return self.largest > 0.0
+
+    def scales_offset(self, block_size: int, head_dim: int) -> int:
+        """Of a page's first scale, in bytes."""
+        return _aligned(block_size * head_dim * self.dtype.itemsize)
+
+    def page_nbytes(self, block_size: int, head_dim: int) -> int:
+        if not self.has_scales:
+            return block_size * head_dim * self.dtype.itemsize
+        return _aligned(self.scales_offset(block_size, head_dim) + block_size * SCALE_NBYTES)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        KVFormat("float32", torch.float32),
+        KVFormat("bfloat16", torch.bfloat16),
+        KVFormat("float16", torch.float16),
+        KVFormat("fp8", torch.float8_e4m3fn, 448.0),
+        KVFormat("int8", torch.int8, 127.0),
+    )
+}
+
+
+def format_of(dtype: torch.dtype) -> KVFormat:
+    """The format that stores values of `dtype` as they are."""
+    return FORMATS[str(dtype).removeprefix("torch.")]
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Views of one slab.
+
+    Attributes:
+        values: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; with scales, the
+            pages do not touch.
+        scales: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None. A value
+            stands for itself times the scale of its vector.
+        rows: one row a page, [num_blocks * num_layers * 2 * num_kv_heads, *]: values, or with
+            scales all bytes as uint8.
+        blocks: one row a block, [num_blocks, *], of the same type.
+    """
+
+    format: KVFormat
+    values: Tensor
+    scales: Tensor | None
+    rows: Tensor
+    blocks: Tensor
+
+
+def pages_of(
+    memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
+    head_dim: int,
+) -> KVPages:  # fmt: skip
+    """Index a slab.
+
+    Args:
+        memory: uint8, flat, a whole number of blocks.
+    """
+    pages_per_block = num_layers * 2 * num_kv_heads
+    dims = (-1, num_layers, 2, num_kv_heads)
+    page_nbytes = format.page_nbytes(block_size, head_dim)
+    if not format.has_scales:
+        rows = memory.view(format.dtype).view(-1, block_size * head_dim)
+        values = rows.view(*dims, block_size, head_dim)
+        return KVPages(format, values, None, rows, rows.view(-1, pages_per_block * rows.shape[1]))
+    rows = memory.view(-1, page_nbytes)
+    values = rows[:, : block_size * head_dim].view(format.dtype)
+    begin = format.scales_offset(block_size, head_dim)
+    scales = rows[:, begin : begin + block_size * SCALE_NBYTES].view(torch.float32)
+    return KVPages(
+        format,
+        values.view(*dims, block_size, head_dim),
+        scales.view(*dims, block_size),
+        rows,
+        rows.view(-1, pages_per_block * page_nbytes),
+    )
+
+
+def new_pages(
+    format: KVFormat, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
+    head_dim: int, device: torch.device,
+) -> KVPages:  # fmt: skip
+    """A slab of zeros."""
+    page_nbytes = format.page_nbytes(block_size, head_dim)
+    nbytes = num_blocks * num_layers * 2 * num_kv_heads * page_nbytes
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return pages_of(memory, format, num_layers, num_kv_heads, block_size, head_dim)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

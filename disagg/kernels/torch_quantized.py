@@ -1,0 +1,86 @@
+"""Attention from torch's own operations over a cache with a scale for each vector.
+
+Scales are applied to scores and to probabilities, one number a key, never to the values of a key:
+what is gathered is only widened to the type of the queries, which is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.kv_pages import SCALE_NBYTES, KVFormat, KVPages
+
+_SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
+# An e4m3 number's exponent and fraction, moved to where bfloat16 has them, count from another
+# exponent; sign and the moved bits are what this mask lets through.
+_E4M3_BITS = 0x87F0 - 0x10000
+_E4M3_TO_BFLOAT16 = 2.0 ** (127 - 7)
+
+
+def store_quantized(
+    vectors: Tensor, kv_cache: KVPages, first_page: int, where: tuple[Tensor, ...]
+) -> None:
+    """Quantise keys and values, and store them with their scales.
+
+    Args:
+        vectors: [num_tokens, 2 * num_kv_heads, head_dim].
+        first_page: of the layer.
+        where: int64 pages [num_tokens, 2 * num_kv_heads] and offsets [num_tokens, 1] in them.
+    """
+    block_size, head_dim = kv_cache.values.shape[4:]
+    format, rows = kv_cache.format, kv_cache.rows[first_page:]
+    scales = vectors.abs().amax(-1, True).float()
+    scales.clamp_min_(_SMALLEST_PEAK).div_(format.largest)
+    scaled = vectors / scales
+    if not format.dtype.is_floating_point:
+        scaled.round_()
+    stored = scaled.to(format.dtype).view(torch.uint8)
+    pages = rows[:, : block_size * head_dim].view(-1, block_size, head_dim)
+    pages.index_put_(where, stored)
+    _scales(rows, format, block_size, head_dim).index_put_(where, scales[..., 0])
+
+
+def attend_quantized(
+    q: Tensor, rows: Tensor, seen: slice, mask: Tensor | None, kv_cache: KVPages
+) -> Tensor:
+    """Attend to pages that were gathered.
+
+    Args:
+        q: [num_seqs, num_heads, num_queries, head_dim].
+        rows: uint8 [2, num_seqs, num_kv_heads, num_pages, page_nbytes].
+        seen: of the positions in `rows`, those that are looked at.
+        mask: float32, added to the scores, or None.
+
+    Returns:
+        [num_seqs, num_heads, num_queries, head_dim].
+    """
+    format, (block_size, head_dim) = kv_cache.format, kv_cache.values.shape[4:]
+    num_seqs, num_heads, num_queries = q.shape[:3]
+    stored = rows[..., : block_size * head_dim]
+    wide = _widened(stored, format, q.dtype).view(*rows.shape[:3], -1, head_dim)
+    keys, values = wide[:, :, :, seen].unbind(0)
+    scales = _scales(rows, format, block_size, head_dim).flatten(3)[:, :, :, None, seen]
+    key_scales, value_scales = scales.unbind(0)
+    packed = q.reshape(num_seqs, rows.shape[2], -1, head_dim)  # queries that share a KV head
+    scores = torch.matmul(packed, keys.transpose(2, 3)).float()
+    scores *= key_scales * head_dim**-0.5
+    if mask is not None:
+        scores.view(num_seqs, num_heads, num_queries, -1).add_(mask)
+    weights = torch.softmax(scores, -1).mul_(value_scales).to(q.dtype)
+    return torch.matmul(weights, values).view(num_seqs, num_heads, num_queries, head_dim)
+
+
+def _scales(rows: Tensor, format: KVFormat, block_size: int, head_dim: int) -> Tensor:
+    """The scales at the end of each page: [..., block_size]."""
+    begin = format.scales_offset(block_size, head_dim)
+    return rows[..., begin : begin + block_size * SCALE_NBYTES].view(torch.float32)
+
+
+def _widened(stored: Tensor, format: KVFormat, dtype: torch.dtype) -> Tensor:
+    """Stored bytes as numbers of `dtype`, without their scales; contiguous."""
+    if format.dtype == torch.int8:
+        return stored.view(torch.int8).to(dtype)
+    # torch widens e4m3 one value at a time, in ten times the time of these four.
+    bits = stored.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_E4M3_BITS)
+    return bits.view(torch.bfloat16).mul_(_E4M3_TO_BFLOAT16).to(dtype)

@@ -1,0 +1,136 @@
+"""Decode graphs on the kernels; run by `test_decode_graphs.py` under Triton's interpreter.
+
+A recording here repeats its calls on the same tensors, as a captured graph does on a device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from disagg.engine.block_pool import BlockPool
+from disagg.engine.decode_graphs import DecodeGraphs
+from disagg.engine.engine import Engine
+from disagg.engine.kv_cache import KVCache, KVShape
+from disagg.engine.runner import ModelRunner
+from disagg.engine.scheduler import Scheduler
+from disagg.kernels.kv_pages import KVPages, format_of
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.decoder import Decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
+from disagg.models.weights import random_weights
+from tests.engine.test_runner import new_sequence
+from tests.models.paging import Tokens, make_batch, new_slab
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+ROUNDING = 2e-5  # matrices of more rows are multiplied in another order
+CONFIG = ModelConfig(
+    family="Qwen3ForCausalLM",
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=48,
+    intermediate_size=80,
+    vocab_size=61,
+    max_model_len=128,
+    dtype=torch.float32,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    sliding_windows=(None, 20),
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+def fake_record(forward: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    result = forward().clone()
+    return lambda: result.copy_(forward()), result
+
+
+def _sequences(contexts: list[int]) -> list[Tokens]:
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for index, context in enumerate(contexts):
+        blocks = [order.pop() for _ in range(-(-(context + 4) // BLOCK_SIZE))]
+        ids = [(7 * index + 3 * position) % CONFIG.vocab_size for position in range(context + 4)]
+        found.append(Tokens(ids, blocks))
+    return found
+
+
+def _steps(decoder: Decoder, groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
+    """Logits of one step for each group of sequences, and the cache at the end."""
+    slab = new_slab(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    sequences = _sequences([9, 1, 22, 13, 5])
+    for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
+        decoder.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
+        sequence.num_computed = context
+    captured = DecodeGraphs(decoder, slab, 5, 32, fake_record) if graphs else None
+    logits = []
+    for group in groups:
+        work = [(sequences[index], 1) for index in group]
+        batch = make_batch(work, BLOCK_SIZE)
+        found = captured.forward(batch) if captured is not None else decoder.forward(batch, slab)
+        assert found is not None
+        logits.append(found.clone())
+        for sequence, _ in work:
+            sequence.num_computed += 1
+    return logits, slab
+
+
+def test_graphs_equal_plain_steps() -> None:
+    """Fewer sequences than before, others in their rows, and every size that was captured."""
+    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
+    groups = [[0, 1, 2, 3, 4], [0, 1, 2, 3], [3, 2, 0], [4]]
+    plain, plain_slab = _steps(decoder, groups, graphs=False)
+    captured, captured_slab = _steps(decoder, groups, graphs=True)
+    for ours, theirs in zip(captured, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(
+        captured_slab.values, plain_slab.values, rtol=ROUNDING, atol=ROUNDING
+    )
+
+
+def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
+    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
+    slab = new_slab(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    graphs = DecodeGraphs(decoder, slab, 2, 32, fake_record)
+    sequences = _sequences([9, 1, 5])
+    too_many = make_batch([(each, 1) for each in sequences], BLOCK_SIZE)
+    assert graphs.forward(too_many) is None
+    assert graphs.forward(make_batch([(sequences[0], 4)], BLOCK_SIZE)) is None
+
+
+def _texts(graphs: bool) -> list[list[int]]:
+    """What an engine makes of prompts that come in chunks, the last of them of one token."""
+    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
+    shape = KVShape.of(CONFIG, BLOCK_SIZE, format_of(torch.float32))
+    kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
+    runner = ModelRunner(decoder, kv_cache)
+    if graphs:
+        runner.graphs = DecodeGraphs(decoder, kv_cache.pages, 3, 32, fake_record)
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
+    scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=128)
+    engine = Engine(scheduler, runner)
+    prompts = [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]]
+    sequences = [
+        new_sequence(str(number), prompt, max_tokens=4, temperature=0.0)
+        for number, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+    return [sequence.tokens for sequence in sequences]
+
+
+def test_an_engine_says_the_same_with_graphs() -> None:
+    assert _texts(graphs=True) == _texts(graphs=False)
