@@ -13,9 +13,9 @@ import msgspec
 from disagg.errors import DisaggError, StartupError
 from disagg.planner.gpus import GPUS
 from disagg.planner.load import Load, Slo
-from disagg.planner.queueing import QUANTILE
 from disagg.planner.roofline import Placement, placements
 from disagg.planner.sizing import CHUNKS, Fleet, Prices, colocated, disaggregated, transfer_s
+from disagg.queueing import QUANTILE
 from disagg.time_model import StepFeatures
 
 

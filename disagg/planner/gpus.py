@@ -7,6 +7,8 @@ printed, which is a little less than most cards report.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from disagg.errors import StartupError
@@ -42,52 +44,42 @@ class Gpu(msgspec.Struct, frozen=True):
         return self.flops(dtype) / self.memory_bytes_per_s
 
 
-def _gpu(
-    name: str,
-    memory_gb: float,
-    memory_tb_per_s: float,
-    bf16_tflops: float,
-    fp8_tflops: float | None,
-    link_gb_per_s: float,
-    gpus_per_node: int,
-    source: str,
-) -> Gpu:
-    return Gpu(
-        name,
-        memory_gb * 1e9,
-        memory_tb_per_s * 1e12,
-        bf16_tflops * 1e12,
-        fp8_tflops and fp8_tflops * 1e12,
-        link_gb_per_s * 1e9,
-        gpus_per_node,
-        source,
-    )
-
-
 # PCIe cards are planned over PCIe: an NVLink bridge joins pairs only.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 80, 3.35, 989.4, 1978.9, 450, 8,
-             "NVIDIA H100 datasheet, SXM5; NVLink 900 GB/s both ways"),
-        _gpu("h100-pcie", 80, 2.0, 756, 1513, 64, 8,
-             "NVIDIA H100 datasheet, PCIe; PCIe 5.0 x16 128 GB/s both ways"),
-        _gpu("h200", 141, 4.8, 989.4, 1978.9, 450, 8,
-             "NVIDIA H200 datasheet, SXM; NVLink 900 GB/s both ways"),
-        _gpu("b200", 180, 8.0, 2250, 4500, 900, 8,
-             "NVIDIA DGX B200 datasheet, an eighth of it; NVLink 1.8 TB/s both ways"),
-        _gpu("a100-40gb", 40, 1.555, 312, None, 300, 8,
-             "NVIDIA A100 datasheet, SXM4 40 GB; NVLink 600 GB/s both ways"),
-        _gpu("a100-80gb", 80, 2.039, 312, None, 300, 8,
-             "NVIDIA A100 datasheet, SXM4 80 GB; NVLink 600 GB/s both ways"),
-        _gpu("l40s", 48, 0.864, 362, 733, 32, 8,
-             "NVIDIA L40S datasheet; PCIe 4.0 x16 64 GB/s both ways"),
-        _gpu("l4", 24, 0.3, 121, 242, 32, 8,
-             "NVIDIA L4 datasheet; PCIe 4.0 x16 64 GB/s both ways"),
-        _gpu("mi300x", 192, 5.3, 1307.4, 2614.9, 448, 8,
-             "AMD Instinct MI300X data sheet; seven Infinity Fabric links of 128 GB/s both ways"),
+        Gpu("h100", 80e9, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8,
+            "NVIDIA H100 datasheet, SXM5; NVLink 900 GB/s both ways"),
+        Gpu("h100-pcie", 80e9, 2.0e12, 756e12, 1513e12, 64e9, 8,
+            "NVIDIA H100 datasheet, PCIe; PCIe 5.0 x16 128 GB/s both ways"),
+        Gpu("h200", 141e9, 4.8e12, 989.4e12, 1978.9e12, 450e9, 8,
+            "NVIDIA H200 datasheet, SXM; NVLink 900 GB/s both ways"),
+        Gpu("b200", 180e9, 8.0e12, 2250e12, 4500e12, 900e9, 8,
+            "NVIDIA DGX B200 datasheet, an eighth of it; NVLink 1.8 TB/s both ways"),
+        Gpu("a100-40gb", 40e9, 1.555e12, 312e12, None, 300e9, 8,
+            "NVIDIA A100 datasheet, SXM4 40 GB; NVLink 600 GB/s both ways"),
+        Gpu("a100-80gb", 80e9, 2.039e12, 312e12, None, 300e9, 8,
+            "NVIDIA A100 datasheet, SXM4 80 GB; NVLink 600 GB/s both ways"),
+        Gpu("l40s", 48e9, 0.864e12, 362e12, 733e12, 32e9, 8,
+            "NVIDIA L40S datasheet; PCIe 4.0 x16 64 GB/s both ways"),
+        Gpu("l4", 24e9, 0.3e12, 121e12, 242e12, 32e9, 8,
+            "NVIDIA L4 datasheet; PCIe 4.0 x16 64 GB/s both ways"),
+        Gpu("mi300x", 192e9, 5.3e12, 1307.4e12, 2614.9e12, 448e9, 8,
+            "AMD Instinct MI300X data sheet; seven Infinity Fabric links of 128 GB/s both ways"),
     )
 }  # fmt: skip
+
+# Where no GPU is: one core with matrix units (AMX), at what the bundled models reach on it, in
+# docs/performance.md; a core without them is several times slower at prompts.
+CPU_CORE = Gpu("cpu", 8e9, 12e9, 0.35e12, None, 12e9, 1, "measured: docs/performance.md")
+
+
+def gpu_called(device_name: str) -> Gpu | None:
+    """The GPU that a driver calls so ("NVIDIA H100 80GB HBM3"); None where none fits."""
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    fitting = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
+    return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+
 
 # Bytes/s that a pull gets between two workers, for each GPU of the smaller one.
 LINKS = {

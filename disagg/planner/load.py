@@ -9,8 +9,8 @@ from statistics import fmean
 import msgspec
 
 from disagg.errors import ContextLengthExceeded, StartupError
-from disagg.planner.queueing import QUANTILE
 from disagg.planner.shapes import ModelShape
+from disagg.queueing import QUANTILE
 
 NUM_SAMPLED = 256  # of a trace's prompts, where each is timed
 

@@ -136,10 +136,10 @@ class Placement(msgspec.Struct, frozen=True):
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
         grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
-        per_sequence_s = grown_s + PLANNED.sequence_s
-        # A step that only reads weights in time would say that prompt tokens are free.
-        coefficients = (per_step_s, max(per_token_s, 1e-9), self.attended_s, per_sequence_s)
-        return StepTimeModel((*coefficients, self.context_s))
+        per_sequence_s = grown_s + self.efficiency.sequence_s
+        # Where a step only reads weights in time, tokens would seem to be free.
+        coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
+        return StepTimeModel(tuple(max(each, 1e-12) for each in coefficients))
 
     @property
     def attended_s(self) -> float:

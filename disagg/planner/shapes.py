@@ -6,12 +6,18 @@ Shapes come from a checkpoint directory or from the table below. Knows no GPU an
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from disagg.errors import ModelError
 
-NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight or of KV
+if TYPE_CHECKING:
+    from disagg.models.model_config import ModelConfig
+
+NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
+# Of one value of KV, and of the scale that a vector of them has (`kernels.kv_pages`).
+KV_NBYTES = {"bf16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -49,8 +55,10 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.num_layer_params + num_tables * self.num_head_params
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * NBYTES[dtype]
+        """Keys and values of all layers, with their scales."""
+        value_nbytes, scale_nbytes = KV_NBYTES[dtype]
+        vector_nbytes = self.head_dim * value_nbytes + scale_nbytes
+        return 2 * self.num_layers * self.num_kv_heads * vector_nbytes
 
 
 def read_shape(name_or_directory: str) -> ModelShape:
@@ -70,9 +78,14 @@ def read_shape(name_or_directory: str) -> ModelShape:
     from disagg.models.model_config import ModelConfig  # imports torch, which names do not need
 
     config = ModelConfig.from_directory(name_or_directory, with_weights=False)
+    return shape_of(config, Path(name_or_directory))
+
+
+def shape_of(config: ModelConfig, directory: Path) -> ModelShape:
+    """The shape of a model whose config.json was read from `directory`."""
     return ModelShape(
-        name=Path(name_or_directory).resolve().name,
-        source=f"{name_or_directory}/config.json",
+        name=directory.resolve().name,
+        source=f"{directory}/config.json",
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

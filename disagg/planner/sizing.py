@@ -18,8 +18,8 @@ from statistics import fmean
 import msgspec
 
 from disagg.planner.load import Load, Slo
-from disagg.planner.queueing import MAX_WORKERS, smallest, under_way, wait_s
 from disagg.planner.roofline import Placement
+from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
 from disagg.time_model import StepFeatures, attended
 
 # Sequences in one step: beyond it, engines spend more on bookkeeping than they gain by batching.

@@ -39,6 +39,7 @@ def in_time(
         f"All workers are busy: the first token would come after up to {first_s:.1f} s, and"
         f" {min(ttft_slo_s, left_s):.1f} s are allowed. Try again in {least_s:.0f} s.",
         retry_after_s=least_s,
+        reason="predicted_late",
     )
 
 
@@ -46,5 +47,10 @@ def lateness_s(candidate: Candidate, ttft_slo_s: float, left_s: float, delay: fl
     """By how much the queue before `candidate` is too long; 0 or less: it is not."""
     if candidate.wait_s <= 0.0:
         return 0.0
-    allowed_s = min(max(ttft_slo_s, 2.0 * candidate.own_s), left_s)
-    return delay * (candidate.own_s + candidate.wait_s) - allowed_s
+    predicted_s = delay * (candidate.own_s + candidate.wait_s)
+    return predicted_s - allowed_s(candidate, ttft_slo_s, left_s)
+
+
+def allowed_s(candidate: Candidate, ttft_slo_s: float, left_s: float) -> float:
+    """How late the first token may come."""
+    return min(max(ttft_slo_s, 2.0 * candidate.own_s), left_s)

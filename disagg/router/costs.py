@@ -99,16 +99,20 @@ def prefill_cost(
         harm_s = num_delayed * (alone_s - num_steps * per_step_s)
     harm_s += num_behind * alone_s
     num_shared, num_held_anywhere = num_held_once
-    num_copied = num_held_anywhere - max(num_shared, num_cached)
-    if num_copied > 0:
+    if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
+        num_copied = num_held_anywhere - max(num_shared, num_cached)
         harm_s += NUM_COMPUTED_AGAIN * alone_s * min(1.0, num_copied / num_new)
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
-def requests_behind(pool: Sequence[WorkerView]) -> float:
-    """How many requests one more will delay in its pool, for as long as it is computed itself."""
+def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:
+    """How many requests one more will delay in its pool, for as long as it is computed itself.
+
+    Args:
+        num_held: requests for each worker that wait in the ingress.
+    """
     num_queued = sum(each.num_waiting + (each.num_uncomputed_tokens > 0) for each in pool)
-    return NUM_BEHIND_PER_QUEUED * num_queued / len(pool)
+    return NUM_BEHIND_PER_QUEUED * (num_queued / len(pool) + num_held)
 
 
 def decode_cost(

@@ -14,23 +14,25 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
 from disagg import telemetry
-from disagg.blocks import hash_block
-from disagg.errors import DisaggError, EngineFailed, Overloaded, Unavailable, WorkerLost
+from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.router.fleet import Fleet, FleetView, Load, Reservation
+from disagg.router.demand import Demand
+from disagg.router.fleet import Fleet, FleetView, Load
+from disagg.router.journey import Journey, Visit
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
+from disagg.router.turns import Queued, Turns
 
 PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
 
@@ -83,6 +85,7 @@ class Decision(msgspec.Struct, frozen=True):
     route: Route
     num_tokens: int  # prompt and output so far
     because: str  # "" for the first, then the error that made the request move
+    queued: Queued | None = None  # how it waited in the ingress before; None: not at all
 
 
 class Dispatcher:
@@ -91,11 +94,18 @@ class Dispatcher:
     Args:
         now: Unix time in seconds.
         max_moves: how often a request may be routed again before its error is final.
-        patience_s: how long a request that had a worker waits for another one to appear. A
-            request that finds none at first is refused at once.
+        patience_s: how long a request that had a worker waits for another one to appear. One
+            whose answer has begun waits until its deadline, since its client cannot ask again for
+            the rest of it; one that finds none at first is refused at once.
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
         moved: told the model of each request that is routed again.
+        turns: who may go to the workers, and who waits; None: whoever comes goes.
+        wakes: models whose pools may be empty: a request waits for a worker until its deadline,
+            because its coming is what starts one.
+
+    Attributes:
+        demand: what was asked here so far.
     """
 
     def __init__(
@@ -111,7 +121,10 @@ class Dispatcher:
         ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
         moved: Callable[[str], None] = lambda model: None,
         choose: ChooseRoute = choose_route,
+        turns: Turns | None = None,
+        wakes: Collection[str] = (),
     ) -> None:
+        self.demand = Demand()
         self._workers = workers
         self._fleet = fleet
         self._now = now
@@ -122,6 +135,8 @@ class Dispatcher:
         self._ttft_slo_s = ttft_slo_s
         self._moved = moved
         self._choose_route = choose
+        self._turns = turns
+        self._wakes = wakes
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
@@ -139,11 +154,13 @@ class Dispatcher:
             Unavailable, Overloaded, DeadlineExceeded: as their names say.
             DisaggError: what a worker answered, when it was final.
         """
-        journey = _Journey(request)
+        journey = Journey(request)
+        usual = self._fleet.answers.usual(request.model)
+        self.demand.arrived(request.model, len(request.token_ids), usual)
         try:
             while not journey.is_finished:
                 if not journey.visits:
-                    journey.visits.extend(await self._choose(journey))
+                    await self._choose(journey)
                 try:
                     async with aclosing(self._visit(journey)) as deltas:
                         async for delta in deltas:
@@ -159,8 +176,10 @@ class Dispatcher:
             self._cancel_visits(journey)
             if journey.ticket is not None:
                 self._workers.release(journey.ticket)
+            if self._turns is not None and journey.charge is not None:
+                self._turns.end(journey.charge, journey.num_output_tokens)
 
-    async def _visit(self, journey: _Journey) -> AsyncGenerator[TokenDelta, None]:
+    async def _visit(self, journey: Journey) -> AsyncGenerator[TokenDelta, None]:
         """What the route's next worker says. Raises its error unless the answer ends there."""
         reservation, hand_over = journey.visits.popleft()
         journey.worker_id = worker_id = reservation.worker_id
@@ -192,51 +211,113 @@ class Dispatcher:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
 
-    def _learn_delay(self, journey: _Journey, since: float, way: Candidate) -> None:
+    def _learn_delay(self, journey: Journey, since: float, way: Candidate) -> None:
         """The first token came. Where nobody waits its time says nothing about queues."""
         journey.awaited = None
         if way.wait_s > way.own_s:
             took_s = self._now() - since
             self._fleet.delays.observe(journey.model, way.first_token_s, took_s)
 
-    def _cancel_visits(self, journey: _Journey) -> None:
+    def _cancel_visits(self, journey: Journey) -> None:
         for visit in journey.visits:
             self._fleet.release(visit.reservation)
         journey.visits.clear()
 
-    async def _choose(self, journey: _Journey) -> tuple[_Visit, ...]:
-        """Choose and reserve in one step, waiting for a worker where that makes sense."""
-        waits_until = self._now() + self._patience_s
+    async def _choose(self, journey: Journey) -> None:
+        """Choose and reserve in one step, waiting for a turn or a worker where that makes sense."""
+        has_begun = journey.num_output_tokens > 0
+        may_wake = journey.model in self._wakes
+        waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
         while True:
             try:
-                return self._reserve(journey, self._route(journey))
+                route = self._route(journey)
+                if self._turns is not None and not journey.worker_id:
+                    await self._take_turn(self._turns, journey, route)
+                else:
+                    self._set_out(journey, route)
+                return
             except Unavailable:
                 if journey.is_turned_away:
                     raise Overloaded(
                         "All workers are full; try again shortly.", retry_after_s=journey.wait_s
                     ) from None
-                if not journey.worker_id or self._now() >= waits_until:
+                if not (journey.worker_id or may_wake) or self._now() >= waits_until:
                     raise
             journey.excluded.clear()
             left_s = journey.deadline_unix_s - self._now()
             await asyncio.sleep(max(0.0, min(PAUSE_S, left_s)))
 
-    def _route(self, journey: _Journey) -> Route:
+    async def _take_turn(self, turns: Turns, journey: Journey, route: Route) -> None:
+        """Set out when that is fair. Raises `Overloaded`."""
+        request = journey.request(None)
+        charge = turns.charge(request, route)
+        if turns.goes_at_once(request, route):
+            turns.passes_by(charge)
+            journey.charge = charge
+            self._set_out(journey, route)
+            return
+
+        def set_out(queued: Queued) -> bool:
+            latest = turns.with_room(
+                request.model,
+                self._decide(journey, request, self._fleet.view(), self._now(), None),
+            )
+            if latest is None:
+                return False
+            journey.charge = charge
+            self._set_out(journey, latest, queued)
+            return True
+
+        await turns.wait(request, route.chosen, charge, set_out)
+
+    def _route(self, journey: Journey) -> Route:
         view, now = self._fleet.view(), self._now()
         request = journey.request(self._block_size(journey.model))
+        # Who has been taken in is not turned away again because the way got longer.
+        is_new = not journey.worker_id
+        ttft_slo_s = self._ttft_slo_s.get(journey.model, math.inf) if is_new else None
         with telemetry.span("route", request.traceparent) as span:
-            route = self._decide(journey, request, view, now)
+            route = self._decide(journey, request, view, now, ttft_slo_s)
             if telemetry.enabled():
                 _describe(route, journey.because, span)
-        journey.wait_s = min(candidate.wait_s for candidate in route.candidates)
-        journey.awaited = None if journey.worker_id else (now, route.chosen)
-        self._remember(
-            request.request_id, Decision(now, route, len(request.token_ids), journey.because)
-        )
         return route
 
+    def _set_out(self, journey: Journey, route: Route, queued: Queued | None = None) -> None:
+        """Reserve a route that was chosen in this moment."""
+        now = self._now()
+        journey.wait_s = min(candidate.wait_s for candidate in route.candidates)
+        if journey.worker_id:
+            journey.awaited = None
+        else:
+            journey.awaited = self._awaited(now, route.chosen, queued)
+            self.demand.hit(journey.model, route.num_cached_tokens)
+        decision = Decision(now, route, journey.num_tokens, journey.because, queued)
+        self._remember(journey.request_id, decision)
+        journey.visits.extend(self._reserve(journey, route))
+
+    def _awaited(
+        self, now: float, way: Candidate, queued: Queued | None
+    ) -> tuple[float, Candidate] | None:
+        """What there is to learn from its first token: with turns only from who waited for one, as
+        all others have so little before them that how late they are says nothing of long waits."""
+        if self._turns is None:
+            return now, way
+        if queued is None:
+            return None
+        since = now - queued.waited_s
+        return since, msgspec.structs.replace(
+            way,
+            wait_s=way.wait_s + queued.predicted_s,
+            first_token_s=way.first_token_s + queued.predicted_s,
+        )
+
     def _decide(
-        self, journey: _Journey, request: GenerateRequest, view: FleetView, now: float
+        self,
+        journey: Journey,
+        request: GenerateRequest,
+        view: FleetView,
+        now: float,
+        ttft_slo_s: float | None,
     ) -> Route:
         index, rng, excluded = self._fleet.index, self._rng, journey.excluded
         ticket = journey.ticket
@@ -245,20 +326,17 @@ class Dispatcher:
                 request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
             )
         journey.ticket = None
-        # Who has been taken in is not turned away again because the way got longer.
-        is_new = not journey.worker_id
-        ttft_slo_s = self._ttft_slo_s.get(journey.model, math.inf) if is_new else None
         return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
-    def _reserve(self, journey: _Journey, route: Route) -> tuple[_Visit, ...]:
+    def _reserve(self, journey: Journey, route: Route) -> tuple[Visit, ...]:
         """Claims in the order of the visits."""
         num_tokens = journey.num_tokens
         num_new = num_tokens - route.num_cached_tokens
         if route.prefill is None:
-            return (_Visit(self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens))),)
+            return (Visit(self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens))),)
         return (
-            _Visit(self._fleet.reserve(route.prefill, Load(num_new)), hand_over=True),
-            _Visit(self._fleet.reserve(route.decode, Load(0, 1, num_tokens))),
+            Visit(self._fleet.reserve(route.prefill, Load(num_new)), hand_over=True),
+            Visit(self._fleet.reserve(route.decode, Load(0, 1, num_tokens))),
         )
 
     def _block_size(self, model: str) -> int | None:
@@ -273,93 +351,6 @@ class Dispatcher:
         self._decisions.move_to_end(request_id)
         while len(self._decisions) > self._max_num_decisions:
             self._decisions.popitem(last=False)
-
-
-class _Visit(NamedTuple):
-    """A worker on a request's way; it keeps the sequence to its end unless it is to hand over."""
-
-    reservation: Reservation
-    hand_over: bool = False
-
-
-class _Journey:
-    """How far a request has come."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.visits: deque[_Visit] = deque()  # what is left of the route
-        self.ticket: KVTicket | None = None  # KV that waits for the next decode worker
-        self.excluded: set[str] = set()  # workers that failed this request
-        self.num_moves = 0
-        self.because = ""
-        self.is_finished = False
-        self.worker_id = ""  # where it is
-        self.wait_s = 0.0  # predicted when its route was chosen
-        self.awaited: tuple[float, Candidate] | None = None  # its first token: since when, and how
-        self.is_turned_away = False  # all workers so far had no room for it to begin
-        self._request = request
-        self._generated: list[int] = []  # beyond `_request.token_ids`
-        self._is_first = True
-        self._had_engine_failure = False
-
-    @property
-    def model(self) -> str:
-        return self._request.model
-
-    @property
-    def deadline_unix_s(self) -> float:
-        return self._request.deadline_unix_s
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._request.token_ids) + len(self._generated)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self._request.num_prompt_tokens
-
-    def request(self, block_size: int | None) -> GenerateRequest:
-        """What to ask the next worker: everything so far, and the names of its full blocks."""
-        if self._generated and block_size is not None:
-            self._request = grown(self._request, self._generated, block_size)
-            self._generated = []
-        return self._request
-
-    def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """Note what a worker said. Returns what the client gets of it."""
-        self._generated += delta.token_ids
-        self.is_finished = delta.finish_reason is not None
-        if delta.ticket is not None:
-            self.ticket = delta.ticket
-        elif delta.token_ids:
-            self.ticket = None  # used up by the worker that generates from it
-        if not delta.token_ids and not self.is_finished:
-            return None
-        num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
-        self._is_first = False
-        is_plain = delta.ticket is None and delta.error is None
-        if is_plain and num_cached_tokens == delta.num_cached_tokens:
-            return delta
-        return TokenDelta(
-            delta.stream_id,
-            delta.token_ids,
-            delta.finish_reason,
-            delta.logprobs,
-            num_cached_tokens,
-        )
-
-    def may_move(self, error: DisaggError) -> bool:
-        """An engine that failed takes all its requests with it, so one failure says nothing about
-        this one. A second makes it the suspect, and it must not go on to break a third."""
-        if isinstance(error, EngineFailed):
-            return not self._had_engine_failure
-        return error.retryable
-
-    def move(self, error: DisaggError) -> None:
-        self._had_engine_failure |= isinstance(error, EngineFailed)
-        self.num_moves += 1
-        self.is_turned_away = isinstance(error, Overloaded) and not self.num_output_tokens
-        self.because = f"{error.code}: {error.message}"
-        self.excluded.add(self.worker_id)
 
 
 def _describe(route: Route, because: str, span: telemetry.Span) -> None:
@@ -377,16 +368,6 @@ def _describe(route: Route, because: str, span: telemetry.Span) -> None:
             for each in route.candidates
         ],
     )
-
-
-def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
-    """`request` with more tokens after it, and the names of the blocks that these fill."""
-    tokens = (*request.token_ids, *token_ids)
-    hashes = list(request.block_hashes)
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else request.hash_root
-        hashes.append(hash_block(parent, tokens[start : start + block_size]))
-    return msgspec.structs.replace(request, token_ids=tokens, block_hashes=tuple(hashes))
 
 
 def _is_alive(ticket: KVTicket, view: FleetView) -> bool:

@@ -10,15 +10,18 @@ No sockets, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from disagg.blocks import BlockHash
-from disagg.messages import KVEvent, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.messages import KVEvent, Role, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.experience import AnswerLengths, Delays
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
+
+Pool: TypeAlias = tuple[str, Role]  # model and role
 
 # The report in flight when a request is sent, that of the step it arrives in, the first with it.
 NUM_STATUSES_UNTIL_SEEN = 3
@@ -71,6 +74,7 @@ class FleetView(msgspec.Struct, frozen=True):
     workers: Mapping[str, WorkerView]
     answers: AnswerLengths
     delays: Delays
+    queued: Mapping[str, int] = {}  # requests of each model that wait in this ingress
 
 
 class Reservation:
@@ -144,25 +148,39 @@ _NOTHING = Load()
 class PoolTimes:
     """Step times of workers, and for those that have run no step yet, of their like.
 
-    A worker that kept the default while others have learned to be faster would seem the slowest,
+    A worker that kept its prior while others have learned to be faster would seem the slowest,
     get no request, and learn nothing.
     """
 
     def __init__(self) -> None:
-        self.untried: set[str] = set()
-        self._by_pool: dict[tuple[str, str], StepCosts] = {}
+        self._untried: dict[str, Pool] = {}
+        self._by_pool: dict[Pool, StepCosts] = {}
 
-    def heard(self, record: WorkerRecord, costs: StepCosts | None) -> None:
+    def heard(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
+        """Returns the untried workers for whom it is news.
+
+        That is so when the steps known of their pool have doubled: they need figures of the right
+        size, and not new ones at each step of a neighbour.
+        """
+        pool = (record.model, record.role)
         if costs is None or not costs.num_observed:
-            self.untried.add(record.worker_id)
-        else:
-            self.untried.discard(record.worker_id)
-            self._by_pool[record.model, record.role] = costs
+            self._untried[record.worker_id] = pool
+            return ()
+        self._untried.pop(record.worker_id, None)
+        known = self._by_pool.get(pool)
+        if known is not None and costs.num_observed < 2 * known.num_observed:
+            return ()
+        self._by_pool[pool] = costs
+        return [worker_id for worker_id, its in self._untried.items() if its == pool]
 
     def of(self, record: WorkerRecord, costs: StepCosts | None) -> StepTimeModel:
-        if record.worker_id in self.untried:
-            costs = self._by_pool.get((record.model, record.role))
+        pool = self._untried.get(record.worker_id)
+        if pool is not None:
+            costs = self._by_pool.get(pool, costs)
         return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+
+    def drop(self, worker_id: str) -> None:
+        self._untried.pop(worker_id, None)
 
 
 _DEFAULT_TIMES = StepTimeModel()
@@ -181,18 +199,19 @@ class Fleet:
         self._changed: set[str] = set()
         self.answers = AnswerLengths()
         self.delays = Delays()
-        self._view = FleetView({}, self.answers, self.delays)
+        self.queued: dict[str, int] = {}  # kept by `turns`
+        self._view = FleetView({}, self.answers, self.delays, self.queued)
 
     def view(self) -> FleetView:
         """The fleet now."""
         if self._changed:
-            for worker_id in self._changed | self._times.untried:
+            for worker_id in self._changed:
                 record, status = self._records[worker_id], self._statuses[worker_id]
                 times = self._times.of(record, status.step_costs)
                 coming = self._ledger.coming_to(worker_id)
                 self._views[worker_id] = WorkerView.of(record, status, coming, times)
             self._changed.clear()
-            self._view = FleetView(dict(self._views), self.answers, self.delays)
+            self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -223,7 +242,7 @@ class Fleet:
     ) -> None:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
-        self._times.heard(record, status.step_costs)
+        self._changed.update(self._times.heard(record, status.step_costs))
         self._changed.add(record.worker_id)
         self.index.snapshot(record.worker_id, block_hashes)
 
@@ -234,7 +253,7 @@ class Fleet:
         if record is None:
             return
         self._statuses[worker_id] = status
-        self._times.heard(record, status.step_costs)
+        self._changed.update(self._times.heard(record, status.step_costs))
         self._changed.add(worker_id)
         self._ledger.heard(worker_id)
         if kv_events:
@@ -246,7 +265,7 @@ class Fleet:
         del self._statuses[worker_id]
         self._views.pop(worker_id, None)
         self._changed.discard(worker_id)
-        self._times.untried.discard(worker_id)
-        self._view = FleetView(dict(self._views), self.answers, self.delays)
+        self._times.drop(worker_id)
+        self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)

@@ -66,12 +66,13 @@ def choose_route(
     held = held_tokens(index, request, decodes)
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
-    num_output = _expected_output(request, usual)
+    num_output = expected_output(request, usual)
     goals = [
         decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output, usual)
         for worker in decodes
     ]
-    behind = requests_behind(decodes)
+    num_queued = fleet.queued.get(request.model, 0) / (len(prefills) + len(decodes))
+    behind = requests_behind(decodes, num_queued)
     # Where others prefill, decode workers hold what they decode, copies or not.
     once = (0, 0) if prefills else _held_once(decodes, held)
     spares = bool(prefills)
@@ -83,7 +84,7 @@ def choose_route(
         for goal in goals
     ]
     if prefills:
-        behind, once = requests_behind(prefills), _held_once(prefills, held)
+        behind, once = requests_behind(prefills, num_queued), _held_once(prefills, held)
         sources = [
             prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0), behind, once)
             for worker in prefills
@@ -123,7 +124,7 @@ def choose_decode(
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
-    num_output = _expected_output(request, usual)
+    num_output = expected_output(request, usual)
     candidates = []
     for worker in decodes:
         num_held = held.get(worker.worker_id, 0)
@@ -184,7 +185,8 @@ def _held_once(workers: Sequence[WorkerView], held: Mapping[str, int]) -> tuple[
     return second, most
 
 
-def _expected_output(request: GenerateRequest, usual: float) -> int:
+def expected_output(request: GenerateRequest, usual: float) -> int:
+    """How many tokens it will probably generate, where answers usually have `usual`."""
     num_generated = len(request.token_ids) - request.num_prompt_tokens
     return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
 
@@ -233,6 +235,8 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
     is_local = best[0].prefill is None
     equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]
     chosen = rng.choice(equals)
+    if all((each.prefill is None) == is_local for each in best):  # what else could be done
+        best += [each for each in candidates if (each.prefill is None) != is_local][:1]
     return Route(
         chosen.prefill,
         chosen.decode,

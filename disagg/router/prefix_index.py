@@ -3,21 +3,33 @@
 Fed by each worker's snapshot and the events after it. The answer to `match` is a belief (a block
 may be gone when the request arrives); a wrong one costs time, never correctness.
 
-Bounded in bytes: when full, the blocks that no request asked for longest are dropped, the tail of
-a prefix before its head. Losing a worker only forgets its bit; names that nobody holds any more
-leave by the same bound, and bits are renumbered once many have been used.
+Names lie in many small dicts by their first byte, so that nothing is ever done to all of them at
+once: a dict that grows, what leaves for lack of room, and the bits of workers that are gone are
+each a matter of one small dict.
+
+Bounded in bytes. When full, names leave in the order in which they came, except that those that a
+request asked for meanwhile get another turn (the CLOCK approximation of least recently used;
+Corbató, 1968). Losing a worker forgets its bit at once; its names are swept out a small dict at a
+time while the others report, and only then is the bit given to somebody else.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+import sys
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
 
-ENTRY_NBYTES = 256  # measured: name, mask, and their place in the ordered dict
-MAX_NUM_BITS = 512  # used ones, before they are renumbered
+NUM_SHARDS = 256  # one for each first byte
+NAME_NBYTES = 64  # 16 bytes, their header, and what the allocator rounds up to
+# With its place in a dict that has just grown, to six places for each name; most of the time less.
+ENTRY_NBYTES = NAME_NBYTES + 6 * 20
+EVICTED_AT_ONCE = 1 / 64  # of a shard
+MAX_NUM_MASKS = 1 << 12  # that entries share
+ASKED = 1  # the bit of a name that a request asked for
 
 
 class PrefixIndex:
@@ -25,112 +37,187 @@ class PrefixIndex:
 
     def __init__(self, max_nbytes: int = 256 << 20) -> None:
         self._max_num_blocks = max(1, max_nbytes // ENTRY_NBYTES)
-        self._holders: OrderedDict[BlockHash, int] = OrderedDict()
+        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._masks: dict[int, int] = {}
+        self._num_blocks = 0
+        self._hand = 0  # the shard in which room is made next
         self._bits: dict[str, int] = {}
         self._workers: dict[int, str] = {}
-        self._alive = 0  # all bits in use
-        self._num_bits_used = 0
+        self._alive = 0  # all bits of workers
+        self._gone = 0  # bits that nobody has and that masks may still have
+        self._leaving = 0  # of these, those that this sweep removes
+        self._num_swept = 0  # shards
+        self._free_bits: list[int] = []
+        self._num_bits = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def num_bits(self) -> int:
+        """That masks have room for: those in use, and those that will be used again."""
+        return self._num_bits
 
     @property
     def nbytes(self) -> int:
-        return len(self._holders) * ENTRY_NBYTES
+        return sum(map(sys.getsizeof, self._shards)) + NAME_NBYTES * self._num_blocks
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """For every worker that holds at least the first block: how many leading blocks it does."""
-        holders = self._holders
         leading: dict[str, int] = {}
         remaining = self._alive
         if not remaining:
             return leading
-        depth = 0
-        held_by = holders.get
-        for block_hash in block_hashes:
-            still = held_by(block_hash, 0) & remaining
+        shards = self._shards
+        unasked: list[BlockHash] = []
+        before = -1  # the mask of the block before, in the same object where it is the same
+        for depth, block_hash in enumerate(block_hashes):
+            mask = shards[block_hash[0]].get(block_hash, 0)
+            if mask is before:
+                continue
+            still = mask & remaining
             if still != remaining:
-                if depth:
-                    self._record(leading, remaining ^ still, depth)
+                self._record(leading, remaining ^ still, depth)
                 remaining = still
                 if not still:
                     break
-            depth += 1
-        if depth and remaining:
-            self._record(leading, remaining, depth)
-        touch = holders.move_to_end
-        for block_hash in reversed(block_hashes[:depth]):
-            touch(block_hash)
+            if mask & ASKED:
+                before = mask
+            else:
+                unasked.append(block_hash)
+        else:
+            self._record(leading, remaining, len(block_hashes))
+        for block_hash in unasked:
+            shard = shards[block_hash[0]]
+            shard[block_hash] = self._shared(shard[block_hash] | ASKED)
         return leading
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker holds these and nothing else."""
         self.drop(worker_id)
-        self._add_worker(worker_id)
-        self._stored(worker_id, block_hashes)
+        self._sweep()
+        bit = self._free_bits.pop() if self._free_bits else self._new_bit()
+        self._bits[worker_id] = bit
+        self._workers[bit] = worker_id
+        self._alive |= bit
+        self._stored(bit, block_hashes)
 
     def apply(self, worker_id: str, events: Iterable[KVEvent]) -> None:
         """What changed on a worker since its snapshot, in order. Unknown workers are ignored."""
         if worker_id not in self._bits:
             return
+        if self._gone:
+            self._sweep()
         for event in events:
             if event.kind == "stored":
-                self._stored(worker_id, event.block_hashes)
+                self._stored(self._bits[worker_id], event.block_hashes)
             elif event.kind == "removed":
-                self._removed(worker_id, event.block_hashes)
+                self._removed(self._bits[worker_id], event.block_hashes)
             else:
                 self.snapshot(worker_id, ())
 
     def drop(self, worker_id: str) -> None:
         """The worker holds nothing any more."""
         bit = self._bits.pop(worker_id, 0)
-        if bit:
-            del self._workers[bit]
-            self._alive &= ~bit
+        if not bit:
+            return
+        del self._workers[bit]
+        self._alive &= ~bit
+        self._gone |= bit
+        if not self._alive:
+            self._shards = [{} for _ in range(NUM_SHARDS)]
+            self._num_blocks = 0
+            self._give_back(self._gone)
 
-    def _add_worker(self, worker_id: str) -> None:
-        if self._num_bits_used >= MAX_NUM_BITS + len(self._bits):
-            self._renumber()
-        bit = 1 << self._num_bits_used
-        self._num_bits_used += 1
-        self._bits[worker_id] = bit
-        self._workers[bit] = worker_id
-        self._alive |= bit
+    def _new_bit(self) -> int:
+        bit = 1 << self._num_bits
+        self._num_bits += 1
+        return bit
 
-    def _stored(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        bit, alive, holders = self._bits[worker_id], self._alive, self._holders
+    def _stored(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
+        shards, known = self._shards, self._alive | ASKED
         for block_hash in block_hashes:
-            holders[block_hash] = holders.get(block_hash, 0) & alive | bit
-        while len(holders) > self._max_num_blocks:
-            holders.popitem(last=False)
+            shard = shards[block_hash[0]]
+            mask = shard.get(block_hash)
+            if mask is None:
+                shard[block_hash] = bit
+                self._num_blocks += 1
+            elif not mask & bit:
+                shard[block_hash] = self._shared(mask & known | bit)
+        if self._num_blocks > self._max_num_blocks:
+            self._make_room()
 
-    def _removed(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        others = self._alive & ~self._bits[worker_id]
-        holders = self._holders
+    def _removed(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
+        others = self._alive & ~bit
         for block_hash in block_hashes:
-            left = holders.get(block_hash, 0) & others
-            if left:
-                holders[block_hash] = left
+            shard = self._shards[block_hash[0]]
+            mask = shard.get(block_hash, 0)
+            if mask & others:
+                shard[block_hash] = self._shared(mask & (others | ASKED))
+            elif mask:
+                del shard[block_hash]
+                self._num_blocks -= 1
+
+    def _make_room(self) -> None:
+        """Take the oldest names of one shard after the other until there is room."""
+        while self._num_blocks > self._max_num_blocks:
+            shard = self._shards[self._hand]
+            self._hand = (self._hand + 1) % NUM_SHARDS
+            for block_hash in list(islice(shard, math.ceil(len(shard) * EVICTED_AT_ONCE))):
+                mask = shard.pop(block_hash)
+                if mask & ASKED:
+                    shard[block_hash] = self._shared(mask ^ ASKED)  # as the newest
+                else:
+                    self._num_blocks -= 1
+
+    def _sweep(self) -> None:
+        """Take the bits of those who are gone out of one shard; after the last one, reuse them."""
+        if not self._leaving:
+            self._leaving, self._num_swept = self._gone, 0
+            if not self._leaving:
+                return
+        shard, alive, leaving = self._shards[self._num_swept], self._alive, self._leaving
+        touched = [(name, mask) for name, mask in shard.items() if mask & leaving]
+        num_before = len(shard)
+        for block_hash, mask in touched:
+            if mask & alive:
+                shard[block_hash] = self._shared(mask & (alive | ASKED))
             else:
-                holders.pop(block_hash, None)
+                del shard[block_hash]
+        self._num_blocks -= num_before - len(shard)
+        if len(shard) < num_before // 2:
+            self._shards[self._num_swept] = dict(shard.items())  # a dict never becomes smaller
+        self._num_swept += 1
+        if self._num_swept == NUM_SHARDS:
+            self._give_back(self._leaving)
+
+    def _give_back(self, bits: int) -> None:
+        """No mask has them any more."""
+        self._free_bits += _bits_of(bits)
+        self._gone &= ~bits
+        self._leaving = 0
+
+    def _shared(self, mask: int) -> int:
+        """The same number, in one object for all entries that have it."""
+        if len(self._masks) >= MAX_NUM_MASKS:
+            self._masks.clear()
+        return self._masks.setdefault(mask, mask)
 
     def _record(self, leading: dict[str, int], mask: int, depth: int) -> None:
+        if not depth:
+            return
+        workers = self._workers
         while mask:
             bit = mask & -mask
-            leading[self._workers[bit]] = depth
+            leading[workers[bit]] = depth
             mask ^= bit
 
-    def _renumber(self) -> None:
-        """Give the living workers the lowest bits, and drop names that nobody holds."""
-        places = {bit: 1 << place for place, bit in enumerate(self._workers)}
-        for _ in range(len(self._holders)):
-            block_hash, mask = self._holders.popitem(last=False)
-            mask &= self._alive
-            renumbered = 0
-            while mask:
-                bit = mask & -mask
-                renumbered |= places[bit]
-                mask ^= bit
-            if renumbered:
-                self._holders[block_hash] = renumbered
-        self._workers = {places[bit]: worker_id for bit, worker_id in self._workers.items()}
-        self._bits = {worker_id: bit for bit, worker_id in self._workers.items()}
-        self._num_bits_used = len(self._workers)
-        self._alive = (1 << self._num_bits_used) - 1
+
+def _bits_of(mask: int) -> list[int]:
+    bits = []
+    while mask:
+        bit = mask & -mask
+        bits.append(bit)
+        mask ^= bit
+    return bits

@@ -28,10 +28,21 @@ class Route(msgspec.Struct, frozen=True):
     decode: str
     predicted_s: float  # to the first token
     num_cached_tokens: int  # predicted
-    candidates: tuple[Candidate, ...]  # cheapest first, the chosen one among them
+    candidates: tuple[Candidate, ...]  # cheapest first, the chosen one and both kinds among them
     reason: str
 
     @property
     def chosen(self) -> Candidate:
         way = (self.prefill, self.decode)
         return next(each for each in self.candidates if (each.prefill, each.decode) == way)
+
+    def instead(self, candidate: Candidate, reason: str) -> Route:
+        """The same decision with another outcome."""
+        return Route(
+            candidate.prefill,
+            candidate.decode,
+            candidate.first_token_s,
+            candidate.num_cached_tokens,
+            self.candidates,
+            reason,
+        )

@@ -7,15 +7,12 @@ The oldest serve, which every ingress works out alike; a draining worker serves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 import msgspec
 
 from disagg.blocks import BlockHash
-from disagg.messages import KVEvent, Role, WorkerRecord, WorkerStatus
-from disagg.router.fleet import Fleet
-
-Pool: TypeAlias = tuple[str, Role]  # model and role
+from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
+from disagg.router.fleet import Fleet, Pool
 
 
 class Standby:

@@ -20,6 +20,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     num_output_tokens: int
     error: str
+    tenant: str = ""
 
 
 class WorkDone(msgspec.Struct, frozen=True):
@@ -28,6 +29,16 @@ class WorkDone(msgspec.Struct, frozen=True):
     role: Role
     num_prompt_tokens: int  # computed
     busy_s: float
+
+
+class TenantReport(msgspec.Struct, frozen=True):
+    """Figures of the requests of one tenant."""
+
+    tenant: str
+    num_requests: int
+    num_failed: int
+    ttft_p50_s: float
+    ttft_p95_s: float
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -55,6 +66,9 @@ class Report(msgspec.Struct, frozen=True):
     hit_percent: float
     imbalance: float
     utilisation: float
+    tenants: tuple[TenantReport, ...] = ()  # where there are several
+    worker_hours: float = 0.0  # of all workers, while they start and drain too
+    in_time_percent: float = 100.0  # of all requests, those that held both SLOs
 
 
 def summarise(
@@ -91,7 +105,31 @@ def summarise(
         hit_percent=100.0 * num_cached_tokens / TRACE_BLOCK_TOKENS / max(1, num_blocks),
         imbalance=most / mean if mean else 1.0,
         utilisation=sum(each.busy_s for each in pool) / len(pool) / duration_s,
+        tenants=_by_tenant(outcomes),
     )
+
+
+def _by_tenant(outcomes: Sequence[Outcome]) -> tuple[TenantReport, ...]:
+    names = sorted({each.tenant for each in outcomes})
+    reports = []
+    for name in names if len(names) > 1 else ():
+        own = [each for each in outcomes if each.tenant == name]
+        ttft_s = sorted(each.first_s - each.arrival_s for each in own if not each.error)
+        median_s, late_s = percentile(ttft_s, 0.5), percentile(ttft_s, 0.95)
+        num_failed = len(own) - len(ttft_s)
+        reports.append(TenantReport(name, len(own), num_failed, median_s, late_s))
+    return tuple(reports)
+
+
+def in_time_percent(outcomes: Sequence[Outcome], ttft_slo_s: float, tpot_slo_s: float) -> float:
+    """Of all requests, those answered with their first token and the mean of the others in time."""
+    num_in_time = sum(
+        not each.error
+        and each.first_s - each.arrival_s <= ttft_slo_s
+        and each.last_s - each.first_s <= tpot_slo_s * max(1, each.num_output_tokens - 1)
+        for each in outcomes
+    )
+    return 100.0 * num_in_time / max(1, len(outcomes))
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:

@@ -150,6 +150,19 @@ class SimulatedWorker:
         """Nobody will use a ticket of this worker."""
         self._post(lambda now: self._doors.release(ticket_id))
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs here, and nobody may still come for blocks."""
+        return self._run is None and self._doors.is_idle
+
+    def drain(self, leave_by_s: float) -> None:
+        """Take in nothing new; who will not have ended by then leaves."""
+        self._post(lambda now: self._begin_drain(leave_by_s, now))
+
+    def _begin_drain(self, leave_by_s: float, now: float) -> None:
+        self._doors.drain(leave_by_s)
+        self._tell(StepResult((), (), self._engine.status()), now)
+
     def die(self) -> None:
         """Without a word: its streams end, and nothing of it is left."""
         self._is_alive = False

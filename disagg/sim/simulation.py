@@ -7,6 +7,7 @@ product's own files.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,15 +16,25 @@ from functools import partial
 import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
+from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.errors import DisaggError, RequestError, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Role, SamplingParams, TokenDelta
+from disagg.messages import (
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    TokenDelta,
+    WorkerRecord,
+    WorkerStatus,
+)
 from disagg.router.baselines import OURS, POLICIES, new_policy
 from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet, FleetView
+from disagg.router.turns import Turns
 from disagg.sim import virtual_time
 from disagg.sim.network import SimulatedNetwork
-from disagg.sim.report import Outcome, Report, WorkDone, summarise
+from disagg.sim.report import Outcome, Report, WorkDone, in_time_percent, summarise
+from disagg.sim.scaling import Scaling, check_slos
 from disagg.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from disagg.time_model import StepTimeModel, TransferTimeModel
@@ -54,6 +65,12 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: of each worker; each holds `block_size` tokens.
     speed: how much faster than in the trace requests come.
     bytes_per_s, latency_s: of a transfer between two workers.
+    fair_queue: whether requests wait in the ingress for their tenants' turns, as they do when
+        serving; without, policies are compared by what they do themselves.
+    ttft_slo_s, tpot_slo_s: what requests are to get, and what pools are scaled by; with
+        `fair_queue`, who would wait longer is refused.
+    scale_prefill, scale_decode: let that pool follow the load, beginning with the number above.
+    max_num_workers: of both pools together, if they do.
     """
 
     num_prefill: int = 4
@@ -69,6 +86,12 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     policy: str = OURS
     faults: tuple[Fault, ...] = ()
+    fair_queue: bool = False
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    scale_prefill: AutoscalingConfig | None = None
+    scale_decode: AutoscalingConfig | None = None
+    max_num_workers: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,11 +106,24 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if min(self.speed, self.bytes_per_s) <= 0 or self.latency_s < 0:
             raise RequestError("Speeds are greater than 0, and a latency is at least 0.")
+        if self.scale_prefill is not None or self.scale_decode is not None:
+            check_slos(tier_of(self), self.times)
         if self.policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise RequestError(
                 f"There is no policy {self.policy!r}; there are {known}.", param="policy"
             )
+
+
+def tier_of(config: SimConfig) -> TierConfig:
+    """The pools as the autoscaler is told of them."""
+    return TierConfig(
+        model=MODEL,
+        prefill=PoolConfig(num_replicas=config.num_prefill, autoscaling=config.scale_prefill),
+        decode=PoolConfig(num_replicas=config.num_decode, autoscaling=config.scale_decode),
+        ttft_slo_s=config.ttft_slo_s,
+        tpot_slo_s=config.tpot_slo_s,
+    )
 
 
 def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> Report:
@@ -128,15 +164,31 @@ class _Simulation:
         self._workers = self._fleet.workers
         self._past: list[SimulatedWorker] = []  # those that died
         longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
-        for spec in _specs(config, longest + 1):
+        self._specs = _specs(config, longest + 1)
+        for spec in self._specs:
             self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
         self._introduce()
+        slo_s = {MODEL: config.ttft_slo_s} if config.fair_queue else {}
+        turns = Turns(self._fleet, now=loop.time, ttft_slo_s=slo_s)
         self._dispatcher = Dispatcher(
             self,
             self._fleet,
             now=loop.time,
             rng=random.Random(config.seed),
+            ttft_slo_s=slo_s,
             choose=new_policy(config.policy),
+            turns=turns if config.fair_queue else None,
+            wakes=(MODEL,),
+        )
+        self._scaling = Scaling(
+            tier_of(config),
+            config.max_num_workers,
+            self._dispatcher.demand,
+            self._reports,
+            loop.call_at,
+            self._join,
+            self._leave,
+            lambda: self._workers,
         )
         self._outcomes: list[Outcome] = []
 
@@ -147,13 +199,20 @@ class _Simulation:
             if fault.worker_id not in self._workers:
                 raise RequestError(f"There is no worker {fault.worker_id!r}.", param="fault")
             self._loop.call_at(fault.at_s, self._kill, fault)
+        self._scaling.begin([(spec.role, spec.worker_id) for spec in self._specs])
         async with asyncio.TaskGroup() as clients:
             for number, each in enumerate(trace):
                 await asyncio.sleep(each.arrival_s / config.speed - self._loop.time())
                 clients.create_task(self._ask(number, each))
         for worker in self._workers.values():
             worker.check()
-        return summarise(config.policy, config.speed, self._outcomes, self._work())
+        self._scaling.pay(self._loop.time())
+        report = summarise(config.policy, config.speed, self._outcomes, self._work())
+        return msgspec.structs.replace(
+            report,
+            worker_hours=self._scaling.worker_hours,
+            in_time_percent=in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s),
+        )
 
     # router.dispatch.Workers
 
@@ -201,6 +260,7 @@ class _Simulation:
                 num_cached_tokens,
                 num_output_tokens,
                 error,
+                each.tenant,
             )
         )
 
@@ -224,6 +284,25 @@ class _Simulation:
     def _replace(self, spec: WorkerSpec, epoch: int) -> None:
         self._workers[spec.worker_id] = self._new_worker(spec, epoch)
         self._introduce()
+
+    def _reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
+        self._fleet.view()
+        return self._fleet.reports()
+
+    def _join(self, role: Role) -> str:
+        """One worker more, like the first one."""
+        spec = msgspec.structs.replace(
+            self._specs[0], worker_id=f"{role}-{len(self._specs)}", role=role
+        )
+        self._specs.append(spec)
+        self._replace(spec, epoch=1)
+        return spec.worker_id
+
+    def _leave(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            worker.die()
+            self._past.append(worker)
 
     def _work(self) -> list[WorkDone]:
         """Of everybody, those who died too."""
@@ -250,6 +329,7 @@ def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequ
         block_hashes=tuple(hashes[:num_full]),
         sampling=SamplingParams(max_tokens=each.num_output_tokens, ignore_eos=True),
         deadline_unix_s=NEVER_S,
+        tenant=each.tenant,
     )
 
 

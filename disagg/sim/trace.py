@@ -20,6 +20,10 @@ from disagg.errors import RequestError
 
 TRACE_BLOCK_TOKENS = 512  # of a name in a trace
 
+# Of a conversation that is made up.
+NUM_TURNS, TURN_TOKENS, ANSWER_TOKENS = 4, 1024, 128
+PAUSE_S = 10.0  # between turns, on average
+
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """One request. `block_names`: of each `TRACE_BLOCK_TOKENS` of the prompt; equal names mean
@@ -29,6 +33,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     num_output_tokens: int
     block_names: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -126,38 +131,34 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """Load of conversations that begin at random moments and share system prompts.
 
-    Each turn's prompt is the one before it, with `turn_tokens` more.
+    Each of `NUM_TURNS` prompts is the one before it, with `TURN_TOKENS` more.
     """
 
     requests_per_s: float
     num_requests: int
     num_system_prompts: int = 16
     system_tokens: int = 2048
-    num_turns: int = 4
-    turn_tokens: int = 1024
-    output_tokens: int = 128
-    pause_s: float = 10.0  # between turns, on average
 
 
 def generate(load: Sessions, seed: int) -> list[TraceRequest]:
     """Sessions arrive as a Poisson process; system prompts are chosen at random."""
     rng = random.Random(seed)
     requests: list[TraceRequest] = []
-    sessions_per_s = load.requests_per_s / load.num_turns
+    sessions_per_s = load.requests_per_s / NUM_TURNS
     num_system = load.system_tokens // TRACE_BLOCK_TOKENS
     fresh = load.num_system_prompts * num_system  # the next name that nobody has
     began_s = 0.0
-    for _ in range(-(-load.num_requests // load.num_turns)):
+    for _ in range(-(-load.num_requests // NUM_TURNS)):
         began_s += rng.expovariate(sessions_per_s)
         arrival_s = began_s
         first = rng.randrange(load.num_system_prompts) * num_system
         names = list(range(first, first + num_system))
-        for turn in range(1, load.num_turns + 1):
-            num_tokens = load.system_tokens + turn * load.turn_tokens
+        for turn in range(1, NUM_TURNS + 1):
+            num_tokens = load.system_tokens + turn * TURN_TOKENS
             num_new = -(-num_tokens // TRACE_BLOCK_TOKENS) - len(names)
             names += range(fresh, fresh + num_new)
             fresh += num_new
-            requests.append(TraceRequest(arrival_s, num_tokens, load.output_tokens, tuple(names)))
-            arrival_s += rng.expovariate(1.0 / load.pause_s)
+            requests.append(TraceRequest(arrival_s, num_tokens, ANSWER_TOKENS, tuple(names)))
+            arrival_s += rng.expovariate(1.0 / PAUSE_S)
     requests.sort(key=lambda request: request.arrival_s)
     return requests[: load.num_requests]

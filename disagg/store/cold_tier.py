@@ -105,30 +105,17 @@ class ColdTier:
         self._take_done()
         return self._is_away
 
-    def wants(self, block_hash: BlockHash) -> bool:
-        """Whether a block that leaves the worker is needed and has room: asked before it is read.
+    def offer(self, block_hash: BlockHash, read: Callable[[], bytes]) -> bool:
+        """Keep a copy of a block that leaves the worker, if it is needed and has room.
 
-        False is counted in `stats`.
+        Args:
+            read: returns the block; called only if it is kept.
         """
-        if block_hash in self._known:
-            self._known.move_to_end(block_hash)
-            self.stats.num_known += 1
+        if not self._wants(block_hash):
             return False
-        self._take_done()
-        queued_nbytes = self._block_nbytes + self.stats.queued_nbytes
-        if self._is_away:
-            self.probe(block_hash)
-        elif not self._closed and queued_nbytes <= self._queue_nbytes:
-            return True
-        self.stats.num_dropped += 1
-        return False
-
-    def offer(self, block_hash: BlockHash, block: bytes) -> bool:
-        """Keep a copy of a block if the tier `wants` it."""
+        block = read()
         if len(block) != self._block_nbytes:
             raise ValueError(f"a block has {self._block_nbytes} bytes, this one has {len(block)}")
-        if not self.wants(block_hash):
-            return False
         self.stats.queued_nbytes += len(block)
         self._thread.submit(PutJob(block_hash, block))
         return True
@@ -223,6 +210,21 @@ class ColdTier:
             self._end(fetch)
         self._under_way.clear()
         return in_time
+
+    def _wants(self, block_hash: BlockHash) -> bool:
+        """False is counted in `stats`."""
+        if block_hash in self._known:
+            self._known.move_to_end(block_hash)
+            self.stats.num_known += 1
+            return False
+        self._take_done()
+        queued_nbytes = self._block_nbytes + self.stats.queued_nbytes
+        if self._is_away:
+            self.probe(block_hash)
+        elif not self._closed and queued_nbytes <= self._queue_nbytes:
+            return True
+        self.stats.num_dropped += 1
+        return False
 
     def _take_done(self) -> None:
         for done in self._thread.take_done():

@@ -1,9 +1,10 @@
-"""Blocks in Redis: the only place that knows its client.
+"""Redis: blocks of the cold KV tier, and the board of tenants' limits. The only place that knows
+its client.
 
-Keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout and the
-cluster's key, so clusters and models that share a server never meet. A value is the block behind a
-digest of it that is keyed in the same way and covers the block's name: a truncated, damaged,
-misplaced or forged value is not accepted. The server bounds memory (`maxmemory` with
+Blocks' keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout
+and the cluster's key, so clusters and models that share a server never meet. A value is the block
+behind a digest of it that is keyed in the same way and covers the block's name: a truncated,
+damaged, misplaced or forged value is not accepted. The server bounds memory (`maxmemory` with
 `maxmemory-policy allkeys-lru`, or `volatile-lru` if others keep in it what must not go), a time to
 live bounds age.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,48 @@ from disagg.errors import StartupError, Unavailable
 from disagg.store.breaker import Breaker
 
 _SEAL_NBYTES = 16
+BOARD_TTL_MS = 3_600_000  # after the last ingress has stopped
+
+
+class _Server:
+    """A Redis server that may be away. Nothing connects before the first call.
+
+    Raises:
+        StartupError: the URL makes no sense.
+    """
+
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._breaker = Breaker()
+        self._why = ""
+        try:
+            self.client = redis.Redis.from_url(
+                url,
+                protocol=2,
+                socket_read_size=1 << 20,  # fewer turns at the interpreter lock in a large answer
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
+            )
+        except ValueError as error:
+            raise StartupError(f"The Redis URL is not valid: {error}", param="redis_url") from error
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        left_s = self._breaker.left_s(self._clock())
+        if left_s > 0:
+            raise Unavailable(
+                f"Redis is away ({self._why}); the next attempt is in {left_s:.1f} s."
+            )
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            self._why = f"{type(error).__name__}: {error}"
+            self._breaker.failed(self._clock())
+            # The name may lead to another server by now, and this one may not be the primary.
+            self.client.connection_pool.disconnect()
+            raise Unavailable(f"Redis did not answer ({self._why}).") from error
+        self._breaker.succeeded()
 
 
 class RedisStore:
@@ -61,26 +104,14 @@ class RedisStore:
         namespace = hashlib.blake2b(layout.encode(), digest_size=8, key=self._secret).hexdigest()
         self._prefix = f"disagg:kv:{namespace}:".encode()
         self._ttl_ms = max(1, int(ttl_s * 1000))
-        self._clock = clock
-        self._breaker = Breaker()
-        self._why = ""
         self.num_damaged = 0
-        try:
-            self._client = redis.Redis.from_url(
-                url,
-                protocol=2,
-                socket_read_size=1 << 20,  # fewer turns at the interpreter lock in a large answer
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
-            )
-        except ValueError as error:
-            raise StartupError(f"The Redis URL is not valid: {error}", param="redis_url") from error
+        self._server = _Server(url, timeout_s, clock)
+        self._client = self._server.client
 
     def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
         if not keys:
             return []
-        with self._guarded():
+        with self._server.guarded():
             values = self._client.mget([self._prefix + key for key in keys])
             blocks = [self._unseal(key, value) for key, value in zip(keys, values, strict=True)]
             damaged = [
@@ -96,7 +127,7 @@ class RedisStore:
     def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
         if not items:
             return
-        with self._guarded(), self._client.pipeline(transaction=False) as pipeline:
+        with self._server.guarded(), self._client.pipeline(transaction=False) as pipeline:
             for key, block in items:
                 pipeline.set(self._prefix + key, self._seal(key, block), px=self._ttl_ms)
             _execute(pipeline)
@@ -104,7 +135,7 @@ class RedisStore:
     def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
         if not keys:
             return 0
-        with self._guarded(), self._client.pipeline(transaction=False) as pipeline:
+        with self._server.guarded(), self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.exists(self._prefix + key)
             present = _execute(pipeline)
@@ -112,23 +143,6 @@ class RedisStore:
 
     def close(self) -> None:
         self._client.close()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        left_s = self._breaker.left_s(self._clock())
-        if left_s > 0:
-            raise Unavailable(
-                f"Redis is away ({self._why}); the next attempt is in {left_s:.1f} s."
-            )
-        try:
-            yield
-        except (redis.RedisError, OSError) as error:
-            self._why = f"{type(error).__name__}: {error}"
-            self._breaker.failed(self._clock())
-            # The name may lead to another server by now, and this one may not be the primary.
-            self._client.connection_pool.disconnect()
-            raise Unavailable(f"Redis did not answer ({self._why}).") from error
-        self._breaker.succeeded()
 
     def _digest(self, key: BlockHash, block: bytes) -> bytes:
         digest = hmac.new(self._secret, key, "sha256")  # twice blake2b's speed on today's CPUs
@@ -145,6 +159,46 @@ class RedisStore:
         return (
             block if hmac.compare_digest(value[:_SEAL_NBYTES], self._digest(key, block)) else None
         )
+
+
+class RedisBoard:
+    """A `limits.LimitBoard` in a Redis server: one hash, a field for each ingress.
+
+    Args:
+        url: as for `RedisStore`.
+        secret: the cluster's key, which keeps clusters that share a server apart.
+        timeout_s: for connecting, and for each answer.
+
+    Raises:
+        StartupError: the URL makes no sense.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        secret: bytes = b"",
+        timeout_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        key = hashlib.blake2b(secret, digest_size=32).digest()
+        self._key = b"disagg:limits:" + hashlib.blake2b(digest_size=8, key=key).hexdigest().encode()
+        self._server = _Server(url, timeout_s, clock)
+
+    def exchange(
+        self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
+    ) -> Mapping[str, bytes]:
+        with self._server.guarded(), self._server.client.pipeline(transaction=False) as pipeline:
+            if gone:
+                pipeline.hdel(self._key, *gone)
+            pipeline.hset(self._key, ingress_id, entry)
+            pipeline.pexpire(self._key, BOARD_TTL_MS)
+            pipeline.hgetall(self._key)
+            entries = _execute(pipeline)[-1]
+        return {name.decode(errors="replace"): raw for name, raw in entries.items()}
+
+    def close(self) -> None:
+        self._server.client.close()
 
 
 def _execute(pipeline: Pipeline) -> list[Any]:

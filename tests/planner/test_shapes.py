@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ModelError
+from disagg.kernels.kv_pages import FORMATS
 from disagg.planner.shapes import SHAPES, read_shape
 
 PUBLISHED_BILLIONS = {
@@ -37,7 +38,11 @@ def test_every_known_model_has_the_published_number_of_parameters() -> None:
 
 def test_kv_of_the_textbooks() -> None:
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token() == 320 * 1024
-    assert SHAPES["llama-3-70b"].kv_nbytes_per_token("fp8") == 160 * 1024
+    assert SHAPES["llama-3-70b"].kv_nbytes_per_token("fp8") == (160 + 5) * 1024
+    for shape in SHAPES.values():  # as an engine stores it, on a GPU
+        page_nbytes = FORMATS["int8"].page_nbytes(64, shape.head_dim)
+        num_pages = 2 * shape.num_layers * shape.num_kv_heads
+        assert 64 * shape.kv_nbytes_per_token("int8") == num_pages * page_nbytes
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
     assert SHAPES["llama-3-8b"].kv_nbytes_per_token() == 128 * 1024
 

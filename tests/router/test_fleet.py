@@ -39,13 +39,14 @@ def test_a_view_does_not_change_under_a_decision() -> None:
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
     """Else the first one of a fast pool gets all requests, and the others never learn."""
     fleet = Fleet()
-    untried = make_status(step_costs=StepCosts(StepTimeModel().coefficients, 0, 0.0))
+    prior = StepTimeModel((0.5, 0.5, 0.5, 0.5, 0.5))
+    untried = make_status(step_costs=StepCosts(prior.coefficients, 0, 0.0))
     for name in ("p0", "p1", "d0"):
         fleet.worker_synced(make_record(name), [], untried)
-    assert worker(fleet, "p1").times == StepTimeModel()
+    assert worker(fleet, "p1").times == prior
     fleet.worker_stepped("p0", (), make_status(step_costs=COSTS))
     assert worker(fleet, "p1").times == StepTimeModel.of(COSTS)
-    assert worker(fleet, "d0").times == StepTimeModel()  # another pool
+    assert worker(fleet, "d0").times == prior  # another pool
     slower = StepCosts((1.0, *COSTS.coefficients[1:]), 1, 0.0)
     fleet.worker_stepped("p1", (), make_status(step_costs=slower))
     assert worker(fleet, "p1").times == StepTimeModel.of(slower)

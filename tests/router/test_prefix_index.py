@@ -1,14 +1,17 @@
-"""The index agrees with sets of names kept per worker, and never grows past its bound."""
+"""The index agrees with sets of names kept per worker, never grows past its bound, and keeps
+nothing of workers that are gone."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
-from disagg.router import prefix_index
-from disagg.router.prefix_index import ENTRY_NBYTES, PrefixIndex
+from disagg.router.prefix_index import ENTRY_NBYTES, NUM_SHARDS, PrefixIndex
 
 NAMES = [bytes([i]) * 16 for i in range(12)]
 WORKERS = ["a", "b", "c"]
@@ -31,68 +34,141 @@ def leading(held: set[BlockHash], names: tuple[BlockHash, ...]) -> int:
 @given(
     steps=st.lists(st.tuples(st.sampled_from(WORKERS), changes), max_size=40),
     queries=st.lists(name_lists, min_size=1, max_size=5),
-    max_num_bits=st.integers(0, 4),
+    sweeps=st.sampled_from([0, 1, NUM_SHARDS]),
 )
 def test_it_agrees_with_plain_sets(
     steps: list[tuple[str, tuple[str, tuple[BlockHash, ...]]]],
     queries: list[tuple[BlockHash, ...]],
-    max_num_bits: int,
+    sweeps: int,
 ) -> None:
     index = PrefixIndex()
     truth: dict[str, set[BlockHash]] = {}
-    default, prefix_index.MAX_NUM_BITS = prefix_index.MAX_NUM_BITS, max_num_bits
-    try:
-        for worker_id, (kind, names) in steps:
-            if kind == "snapshot":
-                index.snapshot(worker_id, names)
-                truth[worker_id] = set(names)
-            elif kind == "drop":
-                index.drop(worker_id)
-                truth.pop(worker_id, None)
-            else:
-                index.apply(worker_id, [KVEvent(kind, names)])  # type: ignore[arg-type]
-                held = truth.get(worker_id)
-                if held is not None:
-                    if kind == "stored":
-                        held.update(names)
-                    elif kind == "removed":
-                        held.difference_update(names)
-                    else:
-                        held.clear()
-    finally:
-        prefix_index.MAX_NUM_BITS = default
-    for names in queries:
-        expected = {worker_id: leading(held, names) for worker_id, held in truth.items()}
-        assert index.match(names) == {k: depth for k, depth in expected.items() if depth}
+    for worker_id, (kind, names) in steps:
+        if kind == "snapshot":
+            index.snapshot(worker_id, names)
+            truth[worker_id] = set(names)
+        elif kind == "drop":
+            index.drop(worker_id)
+            truth.pop(worker_id, None)
+        else:
+            index.apply(worker_id, [KVEvent(kind, names)])  # type: ignore[arg-type]
+            held = truth.get(worker_id)
+            if held is not None:
+                if kind == "stored":
+                    held.update(names)
+                elif kind == "removed":
+                    held.difference_update(names)
+                else:
+                    held.clear()
+        report(index, truth, sweeps)
+        for names in queries:
+            expected = {worker_id: leading(held, names) for worker_id, held in truth.items()}
+            assert index.match(names) == {k: depth for k, depth in expected.items() if depth}
+    if truth:
+        report(index, truth, 2 * NUM_SHARDS)
+        assert index.num_blocks == len(set().union(*truth.values()))
+    else:
+        assert index.num_blocks == 0
 
 
-def test_it_is_bounded_and_keeps_what_is_asked_for() -> None:
-    index = PrefixIndex(max_nbytes=100 * ENTRY_NBYTES)
-    asked = [b"asked" + bytes([i]) for i in range(10)]
+def report(index: PrefixIndex, workers: Iterable[str], num_times: int) -> None:
+    """Workers that report again and again, without news."""
+    for worker_id in workers:
+        for _ in range(num_times):
+            index.apply(worker_id, [])
+
+
+def random_names(rng: random.Random, num_names: int) -> list[BlockHash]:
+    return [rng.randbytes(16) for _ in range(num_names)]
+
+
+def test_it_is_bounded_and_keeps_what_is_asked_for_again_and_again() -> None:
+    index, rng = PrefixIndex(max_nbytes=20_000 * ENTRY_NBYTES), random.Random(0)
+    asked = random_names(rng, 2000)
     index.snapshot("a", asked)
-    for turn in range(50):
-        index.apply("a", [KVEvent("stored", tuple(b"%d-%d" % (turn, i) for i in range(30)))])
-        assert index.nbytes <= 100 * ENTRY_NBYTES
-        assert index.match(asked) == {"a": 10}
+    for _ in range(20):
+        index.apply("a", [KVEvent("stored", tuple(random_names(rng, 5000)))])
+        assert index.num_blocks <= 20_000
+        assert index.match(asked) == {"a": 2000}
 
 
-def test_a_prefix_loses_its_tail_first() -> None:
-    index = PrefixIndex(max_nbytes=10 * ENTRY_NBYTES)
-    chain = [b"chain" + bytes([i]) for i in range(10)]
-    index.snapshot("a", chain)
-    index.match(chain)
-    index.apply("a", [KVEvent("stored", (b"x", b"y", b"z"))])
-    assert index.match(chain) == {"a": 7}
+def test_what_was_asked_for_leaves_after_what_was_not() -> None:
+    index, rng = PrefixIndex(max_nbytes=20_000 * ENTRY_NBYTES), random.Random(1)
+    asked, unasked = random_names(rng, 5000), random_names(rng, 5000)
+    index.snapshot("a", [*asked, *unasked])
+    index.match(asked)
+    index.apply("a", [KVEvent("stored", tuple(random_names(rng, 16_000)))])
+    assert index.match(asked) == {"a": 5000}
+    assert sum(bool(index.match([name])) for name in unasked) < 500
+    for _ in range(4):  # nobody asks again
+        index.apply("a", [KVEvent("stored", tuple(random_names(rng, 10_000)))])
+    assert index.match(asked) == {}
 
 
-def test_restarts_do_not_use_up_bits() -> None:
-    index = PrefixIndex()
-    index.snapshot("stays", NAMES)
-    for _ in range(3 * prefix_index.MAX_NUM_BITS):
-        index.snapshot("restarts", NAMES[:4])
-    assert index.match(NAMES) == {"stays": 12, "restarts": 4}
-    index.drop("stays")
-    assert index.match(NAMES) == {"restarts": 4}
+def test_its_bytes_are_bounded_under_new_prefixes_for_ever() -> None:
+    max_nbytes = 20_000 * ENTRY_NBYTES
+    index, rng = PrefixIndex(max_nbytes), random.Random(2)
+    index.snapshot("a", ())
+    sizes = []
+    for _ in range(100):
+        index.apply("a", [KVEvent("stored", tuple(random_names(rng, 2000)))])
+        sizes.append(index.nbytes)
+        assert index.num_blocks <= 20_000
+    assert max(sizes) <= max_nbytes
+    assert index.num_blocks > 19_000
+
+
+def test_restarts_use_up_neither_bits_nor_bytes() -> None:
+    index, rng = PrefixIndex(), random.Random(3)
+    stays, restarts = random_names(rng, 300), random_names(rng, 300)
+    index.snapshot("stays", stays)
+    index.snapshot("restarts", [*stays[:4], *restarts])
+    report(index, ["stays"], 2 * NUM_SHARDS)
+    before = index.nbytes
+    for _ in range(50):
+        index.snapshot("restarts", [*stays[:4], *restarts])
+        report(index, ["stays"], 2 * NUM_SHARDS)
+        assert index.nbytes < 1.2 * before
+    assert index.num_bits <= 4  # a name's own, and one that is swept out
+    assert index.match(stays) == {"stays": 300, "restarts": 4}
+
+
+def test_restarts_that_come_faster_than_bits_are_swept_out() -> None:
+    index, rng = PrefixIndex(), random.Random(4)
+    names = random_names(rng, 300)
+    index.snapshot("stays", names)
+    for _ in range(5 * NUM_SHARDS):
+        index.snapshot("restarts", names[:4])
+    assert index.num_bits <= 2 * NUM_SHARDS + 2
+    assert index.match(names) == {"stays": 300, "restarts": 4}
+
+
+def test_nothing_is_kept_of_a_worker_that_left() -> None:
+    index, rng = PrefixIndex(), random.Random(5)
+    common, own = random_names(rng, 200), random_names(rng, 20_000)
+    index.snapshot("stays", common)
+    before = index.nbytes
+    index.snapshot("leaves", [*common, *own])
+    assert index.nbytes > before + 20_000 * 64
+    index.drop("leaves")
+    assert index.match(common) == {"stays": 200}
+    assert index.match(own[:1]) == {}
+    report(index, ["stays"], NUM_SHARDS)
+    assert index.num_blocks == 200
+    assert index.nbytes <= before
+    assert index.match(common) == {"stays": 200}
+
+
+def test_nothing_is_kept_when_the_last_worker_leaves() -> None:
+    index, rng = PrefixIndex(), random.Random(6)
+    empty = index.nbytes
+    for worker_id in "ab":
+        index.snapshot(worker_id, random_names(rng, 1000))
+    for worker_id in "ab":
+        index.drop(worker_id)
+    assert (index.num_blocks, index.nbytes) == (0, empty)
+    index.snapshot("a", NAMES)
+    assert index.match(NAMES) == {"a": 12}
 
 
 def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
@@ -101,7 +177,7 @@ def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
     index.snapshot("stays", NAMES)
     index.drop("lost")
     index.apply("stays", [KVEvent("removed", tuple(NAMES))])
-    assert index.nbytes == 0
+    assert index.num_blocks == 0
 
 
 def test_nobody_holds_nothing() -> None:

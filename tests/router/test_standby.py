@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import WorkerStatus
-from disagg.router.fleet import Fleet
-from disagg.router.standby import Pool, Standby
+from disagg.router.fleet import Fleet, Pool
+from disagg.router.standby import Standby
 from tests.links.fakes import make_record
 
 IDLE = WorkerStatus(num_blocks=64, num_free_blocks=64)

@@ -23,6 +23,7 @@ from tests.store.tiers import (
     finish,
     name,
     names,
+    offer,
     one_second_a_block,
     settle,
     wait_until,
@@ -66,7 +67,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
 def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
     times = one_second_a_block()
     tier = new_tier(MemoryStore(1 << 20), times=times)
-    assert all(tier.offer(name(i), block(i)) for i in (0, 1, 3))
+    assert all(offer(tier, i) for i in (0, 1, 3))
     settle(tier)
     fetch = tier.lookup(names(0, 1, 2, 3))
     assert not fetch.done
@@ -87,7 +88,7 @@ def test_a_prefix_longer_than_one_call_is_loaded_in_order(
     gate = Gate()
     tier = new_tier(gate)
     for i in range(10):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     settle(tier)
     gate.calls.clear()
     fetch = tier.lookup(names(*range(10)))
@@ -99,18 +100,19 @@ def test_a_prefix_longer_than_one_call_is_loaded_in_order(
 def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: Gate) -> None:
     tier = new_tier(gate, num_queued=5)
     gate.open.clear()
-    taken = [tier.offer(name(i), block(i)) for i in range(8)]
+    taken = [offer(tier, i) for i in range(8)]
     assert taken == [True] * 5 + [False] * 3
     assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (3, 5 * NBYTES)
+    assert not tier.offer(name(8), lambda: pytest.fail("it was read in vain"))
     gate.open.set()
     settle(tier)
     assert tier.stats.num_stored == 5
-    assert tier.offer(name(7), block(7))
+    assert offer(tier, 7)
 
 
 def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:
     with pytest.raises(ValueError, match="1000 bytes"):
-        new_tier(MemoryStore(1 << 20)).offer(name(0), b"short")
+        new_tier(MemoryStore(1 << 20)).offer(name(0), lambda: b"short")
 
 
 def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
@@ -137,10 +139,10 @@ def test_a_block_evicted_between_question_and_load_ends_the_run(new_tier: Opener
 def test_fetches_go_before_puts(new_tier: Opener, gate: Gate) -> None:
     tier = new_tier(gate)
     gate.open.clear()
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     assert gate.entered.acquire(timeout=30)
     for i in range(1, 9):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     fetch = tier.lookup(names(20))
     gate.open.set()
     finish(tier, fetch)
@@ -152,13 +154,13 @@ def test_known_blocks_are_not_stored_twice_and_guessed_without_a_trip(
     new_tier: Opener, gate: Gate
 ) -> None:
     tier = new_tier(gate)
-    tier.offer(name(0), block(0))
-    tier.offer(name(1), block(1))
+    offer(tier, 0)
+    offer(tier, 1)
     settle(tier)
     calls = list(gate.calls)
     assert tier.likely(names(0, 1, 2)) == 2
     assert tier.likely(names(2, 0)) == 0
-    assert not tier.offer(name(0), block(0))
+    assert not offer(tier, 0)
     assert tier.stats.num_known == 1
     assert gate.calls == calls
 
@@ -177,20 +179,20 @@ def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> N
 def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
     store = MemoryStore(2 * NBYTES)
     tier = new_tier(store)
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     settle(tier)
     store.put_many([(name(8), block(8)), (name(9), block(9))])
     assert tier.likely(names(0)) == 1
     finish(tier, tier.lookup(names(0)))
     assert tier.likely(names(0)) == 0
-    assert tier.offer(name(0), block(0))
+    assert offer(tier, 0)
 
 
 def test_the_names_it_knows_are_bounded(new_tier: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 3)
     tier = new_tier(MemoryStore(1 << 20))
     for i in range(5):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     settle(tier)
     assert [tier.likely(names(i)) for i in range(5)] == [0, 0, 1, 1, 1]
 
@@ -300,10 +302,10 @@ def test_a_failing_store_is_a_miss_and_counted(
 ) -> None:
     times = one_second_a_block()
     tier = new_tier(gate, times=times)
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     settle(tier)
     gate.error = error
-    tier.offer(name(1), block(1))
+    offer(tier, 1)
     settle(tier)
     assert tier.likely(names(0)) == 0  # it may come back empty
     fetch = tier.lookup(names(0))
@@ -314,7 +316,7 @@ def test_a_failing_store_is_a_miss_and_counted(
     assert str(error) in said
     assert times.figures() == ()
     gate.error = None
-    wait_until(lambda: tier.offer(name(0), block(0)))
+    wait_until(lambda: offer(tier, 0))
     settle(tier)
     again = tier.lookup(names(0))
     finish(tier, again)
@@ -329,14 +331,14 @@ def test_a_store_that_is_away_is_asked_one_question_at_a_time(new_tier: Opener, 
     gate.open.clear()
     gate.calls.clear()
     for i in range(10):
-        assert not tier.wants(name(i))
+        assert not offer(tier, i)
         tier.probe(name(i))
     assert tier.num_under_way == 1 and tier.stats.num_dropped == 10
     gate.error = None
     gate.open.set()
     wait_until(lambda: not tier.is_away)
     assert gate.calls == ["contains"]
-    assert tier.wants(name(0))
+    assert offer(tier, 0)
 
 
 def test_a_cancelled_fetch_does_not_bring_a_store_back(new_tier: Opener, gate: Gate) -> None:
@@ -353,16 +355,16 @@ def test_a_cancelled_fetch_does_not_bring_a_store_back(new_tier: Opener, gate: G
 def test_close_stores_what_was_offered(gate: Gate) -> None:
     tier = ColdTier(gate, NBYTES, one_second_a_block())
     gate.open.clear()
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     assert gate.entered.acquire(timeout=30)
     for i in range(1, 4):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     gate.open.set()
     assert tier.close(timeout_s=20)
     assert gate.closed.is_set()
     assert gate.store.contains_prefix(names(*range(4))) == 4
     assert tier.stats.num_stored == 4
-    assert not tier.offer(name(9), block(9))
+    assert not offer(tier, 9)
 
 
 def test_close_leaves_what_there_is_no_time_for(
@@ -373,7 +375,7 @@ def test_close_leaves_what_there_is_no_time_for(
     tier = ColdTier(gate, NBYTES, one_second_a_block(), clock=lambda: now_s)
     gate.open.clear()
     for i in range(5):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     assert not tier.close(timeout_s=0.05)
     now_s = 1.0
     gate.open.set()

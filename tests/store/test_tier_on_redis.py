@@ -12,8 +12,8 @@ from tests.store.tiers import (
     NBYTES,
     block,
     finish,
-    name,
     names,
+    offer,
     one_second_a_block,
     settle,
     wait_until,
@@ -28,7 +28,7 @@ def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
 
 def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     tier = redis_tier(own_redis, timeout_s=5)
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     settle(tier)
     os.kill(own_redis.pid, signal.SIGKILL)
     own_redis.stop()
@@ -36,12 +36,12 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     finish(tier, lost)
     assert lost.blocks == [] and lost.error is not None
     for i in range(50):
-        tier.offer(name(i), block(i))
+        offer(tier, i)
     assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (50, 0)  # nothing piles up
     own_redis.restart()
 
     def stored_again() -> bool:
-        tier.offer(name(0), block(0))
+        offer(tier, 0)
         settle(tier)
         return tier.likely(names(0)) == 1
 
@@ -54,7 +54,7 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
 
 def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
     tier = redis_tier(own_redis, timeout_s=0.5)
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     settle(tier)
     os.kill(own_redis.pid, signal.SIGSTOP)
     try:
@@ -63,7 +63,7 @@ def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: Embedded
         assert all(fetch.blocks == [] and fetch.error for fetch in fetches)
         assert sum("did not answer" in (fetch.error or "") for fetch in fetches) < 20
         for i in range(200):
-            tier.offer(name(i), block(i))
+            offer(tier, i)
         assert tier.stats.num_dropped >= 199 and tier.stats.queued_nbytes <= NBYTES
         assert tier.close(timeout_s=20)
     finally:
@@ -74,18 +74,18 @@ def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
     own_redis: EmbeddedRedis,
 ) -> None:
     tier = redis_tier(own_redis, timeout_s=0.5)
-    tier.offer(name(0), block(0))
+    offer(tier, 0)
     settle(tier)
     os.kill(own_redis.pid, signal.SIGSTOP)
     try:
         for i in range(1, 200):
-            tier.offer(name(i), block(i))
+            offer(tier, i)
             assert tier.stats.queued_nbytes <= 200 * NBYTES
         settle(tier)
         assert tier.is_away and tier.stats.num_put_failures > 0
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
-    wait_until(lambda: tier.offer(name(500), block(500)))
+    wait_until(lambda: offer(tier, 500))
     settle(tier)
     found = tier.lookup(names(0))
     finish(tier, found)
@@ -96,7 +96,7 @@ def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
 def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:
     one, other = redis_tier(own_redis, timeout_s=10), redis_tier(own_redis, timeout_s=10)
     for i in range(20):
-        one.offer(name(i), block(i))
+        offer(one, i)
     settle(one)
     fetch = other.lookup(names(*range(25)))
     finish(other, fetch)

@@ -89,6 +89,11 @@ def finish(tier: ColdTier, *fetches: Fetch) -> None:
         assert reported.count(fetch) == 1
 
 
+def offer(tier: ColdTier, number: int) -> bool:
+    """Offer the block of that number under its name."""
+    return tier.offer(name(number), lambda: block(number))
+
+
 def settle(tier: ColdTier) -> None:
     """Wait until everything offered is stored, failed or dropped."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from statistics import NormalDist
 
-QUANTILE = 0.95  # what an SLO is about, everywhere in the planner
+QUANTILE = 0.95  # what an SLO is about, in the planner and in the autoscaler
 
 # A queue that needs more is taken for one that cannot be served.
 MAX_WORKERS = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.planner.queueing import MAX_WORKERS, smallest, under_way, wait_s
+from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
 
 
 def simulated_wait_s(num_servers: int, rate: float, services: list[float], seed: int) -> float:

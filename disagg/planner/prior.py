@@ -1,0 +1,34 @@
+"""What to believe of an engine's speed before its first step: its model on a device's roofline.
+
+A guess of the right size is enough: a fit corrects it within some steps. One default for all would
+be off by a factor of a hundred between a small model on a core and a large one on a GPU.
+"""
+
+from __future__ import annotations
+
+from disagg.planner.gpus import CPU_CORE, GPUS, gpu_called
+from disagg.planner.roofline import PLANNED, Efficiency, Placement
+from disagg.planner.shapes import ModelShape
+from disagg.time_model import StepTimeModel
+
+UNKNOWN_GPU = "a100-80gb"  # in the middle of the table
+
+# Of `CPU_CORE`, whose figures are reached already: what torch's calls take in a step, and what a
+# sequence adds; attention reaches half of the products' speed.
+ON_CPU = Efficiency(
+    memory=1.0, matmul=1.0, attention=0.5, link=1.0, step_s=1e-3, sequence_s=2e-4, all_reduce_s=0.0
+)
+
+
+def step_times(shape: ModelShape, device_name: str) -> tuple[StepTimeModel, str]:
+    """A prior for the time model of a worker on one device, and whose roofline it is.
+
+    Args:
+        device_name: as the GPU's driver says it; empty on a CPU.
+    """
+    if not device_name:
+        return Placement(shape, CPU_CORE, efficiency=ON_CPU).time_model(), "one CPU core"
+    gpu = gpu_called(device_name)
+    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], efficiency=PLANNED)
+    known = gpu.name if gpu else f"{UNKNOWN_GPU}, for {device_name!r} is not known"
+    return placement.time_model(), known

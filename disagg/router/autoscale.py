@@ -1,0 +1,364 @@
+"""How many workers each pool should have, from what was asked lately and how long steps take.
+
+The load of the last minutes is played again, in slices as they were counted, on pools of one size
+after another, and the smallest pools are wanted on which 95 % of those requests would have held
+their SLOs. So bursts count as they came and not as a mean. Where arrivals are steady, a queueing
+formula says what chance adds. Prefill and decode follow from the same requests, so their ratio
+follows the load: long prompts need the one, long answers the other.
+
+Up at once, down to the most that was needed within a while, and never below what runs now. No
+Ray, no clock: who measures, and who starts workers, is the business of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
+from disagg.messages import Role
+from disagg.queueing import QUANTILE, smallest, under_way, wait_s
+from disagg.router.demand import Asked
+from disagg.router.fleet import Pool
+from disagg.router.pool_state import PoolState
+from disagg.time_model import StepTimeModel
+
+# A queue of prompts of unlike lengths: variance of their seconds over the squared mean.
+VARIABILITY = 1.0
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """What was asked of a tier in `seconds` that ended at `ends_s`."""
+
+    ends_s: float
+    seconds: float
+    asked: Asked
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """For one pool.
+
+    predicted_s: TTFT (prefill) or seconds from token to token (decode) that 95 % of what was asked
+        would not exceed on so many workers.
+    slo_s: the goal for it, the part of the SLO that is to be used.
+    lacks: "" or why no number of workers reaches the goal, with the figure.
+    """
+
+    num_workers: int
+    predicted_s: float
+    slo_s: float
+    lacks: str = ""
+
+
+def prefill_ttft_s(slices: Sequence[Slice], times: StepTimeModel, num_workers: int) -> float:
+    """The 95 % quantile of seconds to the first token, had `num_workers` served `slices`."""
+    if num_workers < 1:
+        return math.inf if any(each.asked.num_requests for each in slices) else 0.0
+    backlog_s = work_s = lasted_s = num_requests = 0.0
+    seen: list[tuple[float, float]] = []
+    own: list[tuple[float, float]] = []
+    for each in slices:
+        number = each.asked.num_requests
+        own_s = _own_prefill_s(each.asked, times)
+        before_s, room_s = backlog_s, num_workers * each.seconds
+        backlog_s = max(0.0, before_s + number * own_s - room_s)
+        if number > 0.0:
+            waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
+            seen.append((waited_s + own_s, number))
+            own.append((own_s, number))
+        work_s += number * own_s
+        num_requests += number
+        lasted_s += each.seconds
+    if not num_requests:
+        return 0.0
+    mean_s = work_s / num_requests
+    by_chance_s = wait_s(num_workers, work_s / lasted_s, mean_s, VARIABILITY)
+    return max(_quantile(seen), by_chance_s + _quantile(own))
+
+
+def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: int) -> float:
+    """The 95 % quantile of seconds from token to token, had `num_workers` served `slices`.
+
+    Little's law, with time to settle: answers of L tokens at a step of s seconds stay for L s, and
+    the batch that they make decides how long a step takes. Infinite where they have no room.
+    """
+    times = state.times or StepTimeModel()
+    if num_workers < 1:
+        return math.inf if any(each.asked.num_requests for each in slices) else 0.0
+    running = 0.0  # on one worker
+    seen: list[tuple[float, float]] = []
+    for each in slices:
+        number = each.asked.num_requests
+        if not number:
+            stays_s = times.decode_step_s(1.0, 0.0)  # short answers; the rest is gone soon
+            running *= math.exp(-each.seconds / max(stays_s, 1e-9))
+            continue
+        length = max(1.0, each.asked.num_output_tokens / number)
+        reads = each.asked.num_prompt_tokens / number + 0.5 * length
+        stays_s = length * times.decode_step_s(max(1.0, running), running * reads)
+        settled = number / each.seconds / num_workers * stays_s
+        peak = max(running, settled)
+        running = settled + (running - settled) * math.exp(-each.seconds / max(stays_s, 1e-9))
+        batch = max(1.0, under_way(peak * num_workers) / num_workers)
+        seen.append((_step_s(state, times, batch, batch * reads), number))
+    return _quantile(seen)
+
+
+class Autoscaler:
+    """Remembers what was asked and what was needed; decides for all pools together.
+
+    Args:
+        max_num_workers: of all pools together, fixed ones too; None: no limit.
+    """
+
+    def __init__(self, tiers: Iterable[TierConfig], max_num_workers: int | None = None) -> None:
+        self._tiers = tuple(tiers)
+        self._max_num_workers = max_num_workers
+        self._slices: dict[str, deque[Slice]] = {tier.name: deque() for tier in self._tiers}
+        self._needs: dict[Pool, deque[tuple[float, int]]] = {}
+        self._times: dict[Pool, StepTimeModel] = {}  # of pools that may be empty now
+
+    def observe(self, model: str, now: float, seconds: float, asked: Asked) -> None:
+        """`asked` of `model` within the `seconds` before `now`."""
+        if seconds > 0.0:
+            self._slices[model].append(Slice(now, seconds, asked))
+
+    def decide(self, now: float, states: Mapping[Pool, PoolState]) -> dict[Pool, Wanted]:
+        """What is wanted now, of each pool of `states`."""
+        goals: dict[Pool, _Goal] = {}
+        wanted: dict[Pool, int] = {}
+        least: dict[Pool, int] = {}
+        for tier in self._tiers:
+            for role, pool in pools(tier):
+                name: Pool = (tier.name, role)
+                if name in states:
+                    least[name] = _limits(pool).min_replicas
+                    goals[name], wanted[name] = self._want(now, tier, role, pool, states[name])
+        granted = _within(wanted, least, self._max_num_workers)
+        return {
+            name: Wanted(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)
+            for name, goal in goals.items()
+        }
+
+    def _want(
+        self, now: float, tier: TierConfig, role: Role, pool: PoolConfig, state: PoolState
+    ) -> tuple[_Goal, int]:
+        if state.times is not None:
+            self._times[tier.name, role] = state.times
+        elif (tier.name, role) in self._times:
+            state = msgspec.structs.replace(state, times=self._times[tier.name, role])
+        limits = _limits(pool)
+        slices = self._recent(tier.name, now, limits.look_back_s)
+        alone = role == "decode" and not _has_workers(tier.prefill)
+        goal = _goal(tier, role, slices, state, alone, limits.slo_fraction)
+        need = max(goal.need(limits.max_replicas), goal.at_least(limits))
+        # Whoever is there when this begins was needed until then.
+        begun = deque([(now, state.num_workers)])
+        needs = self._needs.setdefault((tier.name, role), begun)
+        needs.append((now, need))
+        while needs[0][0] < now - limits.down_after_s:
+            needs.popleft()
+        need = max(each for _, each in needs)
+        number = min(max(limits.min_replicas, need) + pool.num_standby, _most(pool))
+        if need == 0 and limits.min_replicas == 0:
+            number = 0
+        return goal, number
+
+    def _recent(self, model: str, now: float, look_back_s: float) -> Sequence[Slice]:
+        slices = self._slices[model]
+        longest_s = max(_limits(pool).look_back_s for _, pool in pools(self._tier(model)))
+        while slices and slices[0].ends_s <= now - longest_s:
+            slices.popleft()
+        return [each for each in slices if each.ends_s > now - look_back_s]
+
+    def _tier(self, model: str) -> TierConfig:
+        return next(tier for tier in self._tiers if tier.name == model)
+
+
+class _Goal(msgspec.Struct, frozen=True):
+    """What one pool is for, and how well so many workers would have done it."""
+
+    state: PoolState
+    slo_s: float
+    predict: Callable[[int], float]
+    is_asked: bool
+    busy_s: float  # of queued prompts, on one worker
+    fits: Callable[[int], bool]  # what runs now
+    lacks: str = ""
+
+    def need(self, most: int) -> int:
+        """The least number that would have held the SLO; where none would, one that comes near."""
+        if not self.is_asked:
+            return 0
+        target_s = self.slo_s
+        if self.lacks:  # more help less and less: they are to wait no longer than they take
+            target_s = 2.0 * self.predict(most)
+        found = smallest(1, lambda number: number >= most or self.predict(number) <= target_s)
+        return most if found is None else found
+
+    def at_least(self, limits: AutoscalingConfig) -> int:
+        """What runs and waits now: kept, and helped where it will not be done before help comes."""
+        present = self.state.num_workers
+        kept = smallest(0, lambda number: number >= present or self.fits(number)) or 0
+        late_s = self.busy_s - present * limits.start_s
+        if late_s <= 0.0:
+            return kept
+        return max(kept, min(limits.max_replicas, present + math.ceil(late_s / self.slo_s)))
+
+
+def _goal(
+    tier: TierConfig,
+    role: Role,
+    slices: Sequence[Slice],
+    state: PoolState,
+    alone: bool,
+    slo_fraction: float,
+) -> _Goal:
+    ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_slo_s, slo_fraction * tier.tpot_slo_s
+    is_asked = any(each.asked.num_requests for each in slices)
+    is_asked |= state.num_queued_tokens + state.num_decoding > 0
+    times = state.times or StepTimeModel()
+    queued_s = times.prefill_s(state.num_queued_tokens)
+
+    def keeps_up(number: int) -> bool:
+        return queued_s <= number * ttft_slo_s
+
+    def has_room(number: int) -> bool:
+        if not state.num_decoding:
+            return True
+        if not number:
+            return False
+        batch = state.num_decoding / number
+        step_s = _step_s(state, times, batch, state.num_context_tokens / number)
+        return step_s <= tpot_slo_s
+
+    if state.times is None:  # nobody knows how fast they are: one shows it
+        return _Goal(state, ttft_slo_s, lambda number: 0.0, is_asked, 0.0, keeps_up)
+    if role == "prefill":
+        return _Goal(
+            state,
+            ttft_slo_s,
+            lambda number: prefill_ttft_s(slices, times, number),
+            is_asked,
+            queued_s,
+            keeps_up,
+            _lacks_ttft(tier, slices, times, ttft_slo_s),
+        )
+
+    def tpot_s(number: int) -> float:
+        """Where decode workers prefill too, those busy with prompts do not decode."""
+        if not alone:
+            return decode_tpot_s(slices, state, number)
+        prompts = smallest(
+            1,
+            lambda few: few >= number or prefill_ttft_s(slices, times, few) <= ttft_slo_s,
+        )
+        return decode_tpot_s(slices, state, number - (prompts or number))
+
+    return _Goal(
+        state,
+        tpot_slo_s,
+        tpot_s,
+        is_asked,
+        queued_s if alone else 0.0,
+        lambda number: has_room(number) and (not alone or keeps_up(number)),
+        lacks_tpot(tier, times, slo_fraction),
+    )
+
+
+def _lacks_ttft(
+    tier: TierConfig, slices: Sequence[Slice], times: StepTimeModel, goal_s: float
+) -> str:
+    """Why no number of workers gives 95 % of `slices` their first token in time."""
+    own = [(_own_prefill_s(each.asked, times), each.asked.num_requests) for each in slices]
+    alone_s = _quantile([each for each in own if each[1]])
+    if alone_s <= goal_s:
+        return ""
+    return (
+        f"{tier.name}: prompts take {alone_s:.2f} s on a worker that has nothing else to do, and"
+        f" the goal for the first token is {goal_s:g} s"
+    )
+
+
+def lacks_tpot(tier: TierConfig, times: StepTimeModel, slo_fraction: float = 1.0) -> str:
+    """Why no number of workers gives tokens in time; "" where some do."""
+    alone_s = times.decode_step_s(1.0, 0.0)
+    goal_s = slo_fraction * tier.tpot_slo_s
+    if alone_s <= goal_s:
+        return ""
+    return (
+        f"{tier.name}: a token takes {1e3 * alone_s:.1f} ms on a worker that has nothing else to"
+        f" do, and the goal is {1e3 * goal_s:g} ms"
+    )
+
+
+def pools(tier: TierConfig) -> tuple[tuple[Role, PoolConfig], ...]:
+    return (("prefill", tier.prefill), ("decode", tier.decode))
+
+
+def may_be_empty(tier: TierConfig) -> bool:
+    """Whether the tier may have no worker at all while nobody asks."""
+    return all(
+        pool.autoscaling.min_replicas == 0 if pool.autoscaling else not pool.num_replicas
+        for _, pool in pools(tier)
+    )
+
+
+def _limits(pool: PoolConfig) -> AutoscalingConfig:
+    """A pool that is not scaled is always as large as it is."""
+    if pool.autoscaling is not None:
+        return pool.autoscaling
+    number = pool.num_replicas
+    return AutoscalingConfig(min_replicas=number, max_replicas=max(1, number))
+
+
+def _most(pool: PoolConfig) -> int:
+    return _limits(pool).max_replicas if pool.autoscaling else pool.num_replicas + pool.num_standby
+
+
+def _has_workers(pool: PoolConfig) -> bool:
+    return pool.autoscaling is not None or pool.num_replicas > 0
+
+
+def _within(
+    wanted: Mapping[Pool, int], least: Mapping[Pool, int], budget: int | None
+) -> Mapping[Pool, int]:
+    """Where all together are too many, each pool gets its minimum, and then whoever lacks most of
+    what it wants gets the next worker."""
+    if budget is None or sum(wanted.values()) <= budget:
+        return wanted
+    granted = {pool: min(least[pool], number) for pool, number in wanted.items()}
+    while sum(granted.values()) < budget:
+        lacking = [pool for pool, number in wanted.items() if granted[pool] < number]
+        poorest = min(lacking, key=lambda pool: granted[pool] / wanted[pool])
+        granted[poorest] += 1
+    return granted
+
+
+def _own_prefill_s(asked: Asked, times: StepTimeModel) -> float:
+    if not asked.num_requests:
+        return 0.0
+    cached = min(asked.num_cached_tokens, asked.num_prompt_tokens) / asked.num_requests
+    return times.prefill_s(asked.num_prompt_tokens / asked.num_requests - cached, cached)
+
+
+def _step_s(state: PoolState, times: StepTimeModel, batch: float, num_context: float) -> float:
+    """Of a worker with so many sequences; infinite where they have no room."""
+    if state.max_num_seqs and batch > max(1, state.max_num_seqs):
+        return math.inf
+    if state.num_kv_tokens and num_context > state.num_kv_tokens and batch > 1.0:
+        return math.inf
+    return times.decode_step_s(batch, num_context)
+
+
+def _quantile(seen: list[tuple[float, float]]) -> float:
+    """The value that `QUANTILE` of the weights are not above, of (value, weight)."""
+    left = (1.0 - QUANTILE) * sum(weight for _, weight in seen)
+    for value, weight in sorted(seen, reverse=True):
+        left -= weight
+        if left < 0.0:
+            return value
+    return 0.0

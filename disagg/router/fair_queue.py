@@ -1,0 +1,195 @@
+"""Who goes next of the requests that wait in an ingress for room on the workers.
+
+The lowest priority number first; among those, the tenant that has had the least service for its
+weight; of one tenant's, the earliest deadline. Service is counted in predicted seconds of work,
+which puts prompts, cached prefixes and answers of any length on one scale: the virtual token
+counter of Sheng et al. (2024), with the time model's seconds as its cost function. A tenant that
+comes back is not paid for the time in which it asked for nothing.
+
+Pure: no clock, no event loop, no worker.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Waiter(Generic[Item]):
+    """One request that waits. `item` is its owner's."""
+
+    __slots__ = ("cost_s", "item", "key", "nbytes", "tenant")
+
+    def __init__(
+        self,
+        tenant: str,
+        cost_s: float,
+        nbytes: int,
+        item: Item,
+        *,
+        priority: int = 0,
+        deadline_s: float = 0.0,
+        number: int = 0,
+    ) -> None:
+        self.tenant = tenant
+        self.cost_s = cost_s
+        self.nbytes = nbytes
+        self.item = item
+        self.key = (priority, deadline_s, number)  # `number`: unique, in order of arrival
+
+    @property
+    def priority(self) -> int:
+        return self.key[0]
+
+
+_key = attrgetter("key")
+
+
+class _Tenant(Generic[Item]):
+    """served_s: for its weight, on a scale on which only differences mean something."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.served_s = 0.0
+        self.waiting: list[Waiter[Item]] = []  # in order of their keys
+        self.waiting_s: defaultdict[int, float] = defaultdict(float)  # costs of these by priority
+        self.nbytes = 0
+
+    def rank(self) -> tuple[int, float, int]:
+        """Of its first request among the first of all tenants."""
+        priority, _, number = self.waiting[0].key
+        return priority, self.served_s, number
+
+
+class FairQueue(Generic[Item]):
+    """Requests of several tenants for one pool of workers.
+
+    Args:
+        weight: of a tenant, by name; one of weight 2 is served twice as much as one of weight 1.
+    """
+
+    def __init__(self, weight: Callable[[str], float] = lambda tenant: 1.0) -> None:
+        self._weight = weight
+        self._tenants: dict[str, _Tenant[Item]] = {}  # whoever was served: as many as have keys
+        self._active: dict[str, _Tenant[Item]] = {}  # of these, those who wait
+        self._reached_s = 0.0  # `served_s` of whom it was whose turn came last
+        self._num = 0
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Waiter[Item]]:
+        for tenant in self._active.values():
+            yield from tenant.waiting
+
+    def num_by_tenant(self) -> dict[str, int]:
+        return {tenant.name: len(tenant.waiting) for tenant in self._active.values()}
+
+    def push(self, waiter: Waiter[Item]) -> None:
+        tenant = self._tenant(waiter.tenant)
+        if not tenant.waiting:
+            self._catch_up(tenant)
+            self._active[tenant.name] = tenant
+        insort(tenant.waiting, waiter, key=_key)
+        tenant.waiting_s[waiter.priority] += waiter.cost_s
+        self._count(tenant, waiter, 1)
+
+    def first(self) -> Waiter[Item] | None:
+        """Whose turn it is."""
+        if not self._active:
+            return None
+        return min(self._active.values(), key=_Tenant.rank).waiting[0]
+
+    def serve(self, waiter: Waiter[Item]) -> None:
+        """Its turn has come: it leaves, and its tenant is charged."""
+        tenant = self._tenants[waiter.tenant]
+        self._reached_s = max(self._reached_s, tenant.served_s)
+        tenant.served_s += waiter.cost_s / tenant.weight
+        self.remove(waiter)
+
+    def remove(self, waiter: Waiter[Item]) -> None:
+        """It leaves, if it is still here."""
+        tenant = self._tenants[waiter.tenant]
+        place = bisect_left(tenant.waiting, waiter.key, key=_key)
+        if place == len(tenant.waiting) or tenant.waiting[place] is not waiter:
+            return
+        del tenant.waiting[place]
+        self._count(tenant, waiter, -1)
+        neighbours = tenant.waiting[max(0, place - 1) : place + 1]
+        if any(each.priority == waiter.priority for each in neighbours):
+            tenant.waiting_s[waiter.priority] -= waiter.cost_s
+        else:
+            del tenant.waiting_s[waiter.priority]  # and with it what rounding left
+        if not tenant.waiting:
+            del self._active[tenant.name]
+
+    def pass_by(self, name: str, cost_s: float) -> None:
+        """A request of a tenant did not have to wait. It counts all the same."""
+        tenant = self._tenant(name)
+        if not tenant.waiting:
+            self._catch_up(tenant)
+        self._reached_s = max(self._reached_s, tenant.served_s)
+        tenant.served_s += cost_s / tenant.weight
+
+    def correct(self, name: str, cost_s: float) -> None:
+        """A request took so much more than its tenant was charged; less, if negative."""
+        tenant = self._tenant(name)
+        tenant.served_s += cost_s / tenant.weight
+
+    def ahead_s(self, waiter: Waiter[Item]) -> float:
+        """The work that would be done before `waiter`, which is not in the queue, has its turn."""
+        own = self._tenant(waiter.tenant)
+        place = bisect_left(own.waiting, waiter.key, key=_key)
+        mine_s = sum(each.cost_s for each in own.waiting[:place])
+        if not own.waiting:
+            self._catch_up(own)
+        begins_s = own.served_s + mine_s / own.weight
+        total_s = mine_s
+        for tenant in self._active.values():
+            if tenant is own:
+                continue
+            for priority, cost_s in tenant.waiting_s.items():
+                if priority < waiter.priority:
+                    total_s += cost_s
+                elif priority == waiter.priority:
+                    lead_s = (begins_s - tenant.served_s) * tenant.weight
+                    total_s += min(cost_s, max(0.0, lead_s))
+        return total_s
+
+    def longest(self) -> Waiter[Item] | None:
+        """The last request of the tenant whose requests take the most room for its weight."""
+        if not self._active:
+            return None
+        tenant = max(self._active.values(), key=lambda each: each.nbytes / each.weight)
+        return tenant.waiting[-1]
+
+    def room_taken(self, name: str, nbytes: int) -> float:
+        """Bytes of a tenant for its weight, with `nbytes` more."""
+        tenant = self._tenant(name)
+        return (tenant.nbytes + nbytes) / tenant.weight
+
+    def _tenant(self, name: str) -> _Tenant[Item]:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name, self._weight(name))
+        return tenant
+
+    def _catch_up(self, tenant: _Tenant[Item]) -> None:
+        tenant.served_s = max(tenant.served_s, self._floor_s())
+
+    def _floor_s(self) -> float:
+        if self._active:
+            return min(tenant.served_s for tenant in self._active.values())
+        return self._reached_s
+
+    def _count(self, tenant: _Tenant[Item], waiter: Waiter[Item], sign: int) -> None:
+        self._num += sign
+        self.nbytes += sign * waiter.nbytes
+        tenant.nbytes += sign * waiter.nbytes

@@ -1,0 +1,55 @@
+"""What an ingress says about its load, as numbers by name: all that Serve carries for us.
+
+Requests asked so far, by tier; and by pool, how fast and how busy its workers say they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from disagg.messages import Role
+from disagg.router.demand import Asked, Demand
+from disagg.router.fleet import Pool
+from disagg.router.pool_state import PoolState
+from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
+
+_LOAD_FIELDS = ("num_queued_tokens", "num_decoding", "num_context_tokens")
+_ROOM_FIELDS = ("max_num_seqs", "num_kv_tokens")
+
+
+def report(
+    demand: Demand, states: Mapping[Pool, PoolState], models: Iterable[str]
+) -> dict[str, float]:
+    """What one ingress knows."""
+    said: dict[str, float] = {}
+    for model in models:
+        for name, value in demand.of(model)._asdict().items():
+            said[f"asked/{model}/{name}"] = float(value)
+    for (model, role), state in states.items():
+        for field in (*_LOAD_FIELDS, *_ROOM_FIELDS):
+            said[f"{role}/{model}/{field}"] = float(getattr(state, field))
+        if state.times is not None:
+            for number, seconds in enumerate(state.times.coefficients):
+                said[f"{role}/{model}/times{number}"] = seconds
+    return said
+
+
+def asked_in(said: Mapping[str, float], model: str) -> Asked:
+    return Asked(*(said.get(f"asked/{model}/{field}", 0.0) for field in Asked._fields))
+
+
+def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:
+    """Every ingress hears all workers, so the largest figure is the most recent load."""
+    found = list(reports)
+
+    def most(field: str) -> float:
+        return max((each.get(f"{role}/{model}/{field}", 0.0) for each in found), default=0.0)
+
+    times = None
+    for each in found:
+        values = [each.get(f"{role}/{model}/times{n}") for n in range(NUM_STEP_FEATURES)]
+        if None not in values:
+            times = StepTimeModel(tuple(value for value in values if value is not None))
+    queued, decoding, num_context = map(most, _LOAD_FIELDS)
+    seqs, kv_tokens = (int(most(field)) for field in _ROOM_FIELDS)
+    return PoolState(0, times, queued, decoding, num_context, seqs, kv_tokens)

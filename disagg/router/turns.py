@@ -1,0 +1,375 @@
+"""When a request may go to the workers: at once, in its turn, or not at all.
+
+Workers serve in order of arrival, so whoever has sent them a thousand requests makes everybody
+wait. Here each worker gets only as much as keeps it busy; the rest waits in the ingress, where it
+is known whose it is (`fair_queue`), how long it may wait, and where its bytes are bounded. A
+request that is predicted to miss its first token's time is refused when it comes, and one that has
+become late, when that is certain: both with the seconds after which there will be room.
+
+While no worker has a queue nothing waits here, and a request costs a comparison.
+
+Knows routes and their seconds. Routing and sending is the business of whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from disagg import telemetry
+from disagg.errors import Overloaded, Unavailable
+from disagg.messages import GenerateRequest
+from disagg.router.admission import allowed_s, lateness_s
+from disagg.router.fair_queue import FairQueue, Waiter
+from disagg.router.fleet import Fleet
+from disagg.router.policy import expected_output
+from disagg.router.route import Candidate, Route
+from disagg.time_model import CHUNK_TOKENS
+
+# A worker that has less to do than this before a new request gets it at once: its next two steps,
+# so that it has work when one ends and before its report has come here and an answer gone back.
+NUM_STEPS_AHEAD = 2
+LEAST_AHEAD_S = 0.1
+POLL_S = 0.01  # between looks for room; a tenth of the least that lies ahead of a worker
+
+TOKEN_NBYTES = 40  # of a request that waits: an integer, its place, its share of a block's name
+REQUEST_NBYTES = 1024
+DEFAULT_MAX_NBYTES = 64 << 20
+
+# How fast a queue moves is learned from so many turns. The prior counts as a few.
+PACE_MEMORY = 64.0
+PACE_PRIOR = 4.0
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """What a request's tenant was charged: its prompt, and an answer of the usual length."""
+
+    model: str
+    tenant: str
+    cost_s: float
+    token_s: float  # of each token of the answer
+    num_expected: int
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """What one request met, for traces and `GET /debug/requests/{id}`."""
+
+    tenant: str
+    priority: int
+    num_before: int  # that waited when it came
+    predicted_s: float
+    waited_s: float
+
+
+class _Line:
+    """The queue of one model, and how fast it moves."""
+
+    def __init__(self, weight: Callable[[str], float]) -> None:
+        self.queue: FairQueue[_Item] = FairQueue(weight)
+        self._seconds = 0.0
+        self._cost_s = 0.0
+        self._since: float | None = None  # the last turn, while somebody has waited ever since
+
+    def expect(self, pace: float, cost_s: float) -> None:
+        """Somebody waits who is the first for a while: it will go on as the time model says."""
+        if not self.queue:
+            self._since = None
+        if not self._cost_s:
+            self._cost_s = PACE_PRIOR * cost_s
+            self._seconds = pace * self._cost_s
+
+    def moved(self, cost_s: float, now: float) -> None:
+        if self._since is not None:
+            keep = 1.0 - 1.0 / PACE_MEMORY
+            self._seconds = keep * self._seconds + (now - self._since)
+            self._cost_s = keep * self._cost_s + cost_s
+        self._since = now if self.queue else None
+
+    def seconds(self, cost_s: float) -> float:
+        """Until so much work that waits has gone to the workers."""
+        return cost_s * self._seconds / self._cost_s if self._cost_s else 0.0
+
+
+class _Item:
+    """began_s: when it came. set_out: sends it on its way, if there is room."""
+
+    __slots__ = ("began_s", "num_before", "predicted_s", "request", "set_out", "turn")
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        set_out: Callable[[Queued], bool],
+        began_s: float,
+        num_before: int,
+    ) -> None:
+        self.request = request
+        self.set_out = set_out
+        self.began_s = began_s
+        self.num_before = num_before
+        self.predicted_s = 0.0
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def queued(self, now: float) -> Queued:
+        request, waited_s = self.request, now - self.began_s
+        return Queued(request.tenant, request.priority, self.num_before, self.predicted_s, waited_s)
+
+
+class Turns:
+    """Decides who goes to the workers of one fleet.
+
+    Args:
+        now: Unix time in seconds.
+        ttft_slo_s: by model.
+        weight: of a tenant.
+        max_nbytes: of all that wait.
+        waited: told the tenant and the seconds of each that waited and had its turn.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        now: Callable[[], float],
+        ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+        max_nbytes: int = DEFAULT_MAX_NBYTES,
+        waited: Callable[[str, float], None] = lambda tenant, seconds: None,
+    ) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._ttft_slo_s = ttft_slo_s
+        self._weight = weight
+        self._max_nbytes = max_nbytes
+        self._waited = waited
+        self._lines: dict[str, _Line] = {}  # by model
+        self._num = 0  # requests that have ever waited
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.queue.nbytes for line in self._lines.values())
+
+    def num_by_tenant(self) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        for line in self._lines.values():
+            for tenant, number in line.queue.num_by_tenant().items():
+                numbers[tenant] = numbers.get(tenant, 0) + number
+        return numbers
+
+    def with_room(self, model: str, route: Route) -> Route | None:
+        """What to do now: `route` if a worker could begin soon, or else the other kind of prefill
+        if that harms others by less than it saves those who wait. None: wait."""
+        chosen = route.chosen
+        if chosen.wait_s <= LEAST_AHEAD_S:
+            return route
+        is_local = chosen.prefill is None
+        least_s, other = math.inf, None
+        for each in route.candidates:
+            if (each.prefill is None) == is_local:
+                least_s = min(least_s, each.wait_s)
+            elif other is None:
+                other = each
+        if least_s <= self._ahead_s(chosen):
+            return route
+        num_waiting = self._fleet.queued.get(model, 0)
+        if other is None or not num_waiting or other.wait_s > self._ahead_s(other):
+            return None
+        saved_s = num_waiting * chosen.own_s / self._num_workers(model)
+        if other.total_s - chosen.total_s > saved_s:
+            return None
+        return route.instead(other, f"{num_waiting} wait, and the cheaper kind has no room")
+
+    def _ahead_s(self, way: Candidate) -> float:
+        """How much may lie ahead of a request on its worker."""
+        worker = self._fleet.view().workers[way.prefill or way.decode]
+        return max(LEAST_AHEAD_S, NUM_STEPS_AHEAD * worker.times.prefill_s(CHUNK_TOKENS))
+
+    def goes_at_once(self, request: GenerateRequest, route: Route) -> bool:
+        """Whether `request` need not wait: nobody does, and there is room."""
+        line = self._lines.get(request.model)
+        return (line is None or not line.queue) and self.with_room(request.model, route) is route
+
+    def charge(self, request: GenerateRequest, route: Route) -> Charge:
+        """The work of a request, in seconds of one engine; of a decode step, its share."""
+        view = self._fleet.view()
+        worker = view.workers[route.decode]
+        num_others, num_tokens = worker.num_decoding, len(request.token_ids)
+        step_s = worker.times.decode_step_s(num_others + 1, worker.num_context_tokens + num_tokens)
+        token_s = step_s / (num_others + 1)
+        num_expected = expected_output(request, view.answers.usual(request.model))
+        cost_s = route.chosen.own_s + token_s * num_expected
+        return Charge(request.model, request.tenant, cost_s, token_s, num_expected)
+
+    def passes_by(self, charge: Charge) -> None:
+        """A request goes at once. Its tenant is charged, as the tenants of others are."""
+        self._line(charge.model).queue.pass_by(charge.tenant, charge.cost_s)
+
+    def end(self, charge: Charge, num_output_tokens: int) -> None:
+        """It generated so many tokens, and not as many as were expected."""
+        more_s = charge.token_s * (num_output_tokens - charge.num_expected)
+        self._line(charge.model).queue.correct(charge.tenant, more_s)
+
+    async def wait(
+        self,
+        request: GenerateRequest,
+        way: Candidate,
+        charge: Charge,
+        set_out: Callable[[Queued], bool],
+    ) -> None:
+        """Return when `set_out` has sent the request on its way.
+
+        Args:
+            way: what it would take now.
+            set_out: called when it may be its turn; False where there is no room yet. If it raises
+                anything but `Unavailable` or `Overloaded`, so does this.
+
+        Raises:
+            Overloaded: it would come too late, has come too late, or there is no room to wait.
+        """
+        line = self._line(request.model)
+        queue = line.queue
+        item = _Item(request, set_out, self._now(), len(queue))
+        waiter = self._waiter(request, charge, item)
+        line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
+        item.predicted_s = line.seconds(queue.ahead_s(waiter))
+        may_wait_s = self._check_time(request, way, item.predicted_s)
+        self._make_room(queue, waiter, item.predicted_s)
+        queue.push(waiter)
+        self._count(request.model, queue)
+        self._look_again()
+        try:
+            async with asyncio.timeout(may_wait_s):
+                await item.turn
+        except TimeoutError:
+            raise self._too_late(line, waiter) from None
+        finally:
+            queue.remove(waiter)
+            self._count(request.model, queue)
+
+    def _check_time(
+        self, request: GenerateRequest, way: Candidate, predicted_s: float
+    ) -> float | None:
+        """How long it may wait; None: as long as it takes. Raises `Overloaded`."""
+        delay = self._fleet.delays.factor(request.model)
+        slo_s = self._ttft_slo_s.get(request.model, math.inf)
+        left_s = request.deadline_unix_s - self._now()
+        waiting = msgspec.structs.replace(way, wait_s=way.wait_s + predicted_s)
+        late_s = lateness_s(waiting, slo_s, left_s, delay)
+        if late_s > 0.0:
+            first_s = delay * (waiting.own_s + waiting.wait_s)
+            raise Overloaded(
+                f"All workers are busy: {first_s:.1f} s are predicted until the first token,"
+                f" behind the requests that come before this one, and"
+                f" {min(slo_s, left_s):.1f} s are allowed. Try again in {late_s:.0f} s.",
+                retry_after_s=late_s,
+                reason="predicted_late",
+            )
+        may_wait_s = allowed_s(way, slo_s, left_s) - delay * (way.own_s + LEAST_AHEAD_S)
+        return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
+
+    def _make_room(self, queue: FairQueue[_Item], waiter: Waiter[_Item], wait_s: float) -> None:
+        """Where bytes run out, whoever has the most of them gives way. Raises `Overloaded`."""
+        while self.nbytes + waiter.nbytes > self._max_nbytes:
+            last = queue.longest()
+            mine = queue.room_taken(waiter.tenant, waiter.nbytes)
+            if last is None or queue.room_taken(last.tenant, 0) <= mine:
+                raise _full(self._max_nbytes, wait_s)
+            queue.remove(last)
+            if not last.item.turn.done():
+                last.item.turn.set_exception(_full(self._max_nbytes, wait_s))
+
+    def _too_late(self, line: _Line, waiter: Waiter[_Item]) -> Overloaded:
+        wait_s = line.seconds(line.queue.ahead_s(waiter))
+        return Overloaded(
+            "All workers were busy for as long as this request could wait for its first token."
+            f" Try again in {wait_s:.0f} s.",
+            retry_after_s=wait_s,
+            reason="became_late",
+        )
+
+    def _waiter(self, request: GenerateRequest, charge: Charge, item: _Item) -> Waiter[_Item]:
+        self._num += 1
+        return Waiter(
+            request.tenant,
+            charge.cost_s,
+            REQUEST_NBYTES + TOKEN_NBYTES * len(request.token_ids),
+            item,
+            priority=request.priority,
+            deadline_s=request.deadline_unix_s,
+            number=self._num,
+        )
+
+    def _num_workers(self, model: str) -> int:
+        workers = self._fleet.view().workers.values()
+        return max(1, sum(each.accepting and each.record.model == model for each in workers))
+
+    def _line(self, model: str) -> _Line:
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = _Line(self._weight)
+        return line
+
+    def _count(self, model: str, queue: FairQueue[_Item]) -> None:
+        self._fleet.queued[model] = len(queue)
+
+    def _look_again(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._look)
+
+    def _look(self) -> None:
+        """Let go whoever's turn it is, as long as there is room."""
+        self._timer = None
+        for model, line in self._lines.items():
+            while self._let_go(line):
+                self._count(model, line.queue)
+        if any(line.queue for line in self._lines.values()):
+            self._look_again()
+
+    def _let_go(self, line: _Line) -> bool:
+        """Whether the first one has left, one way or another."""
+        waiter = line.queue.first()
+        if waiter is None:
+            return False
+        turn = waiter.item.turn
+        if turn.done():  # its owner has been cancelled, and has not come to remove it
+            line.queue.remove(waiter)
+            return True
+        queued = waiter.item.queued(self._now())
+        try:
+            if not waiter.item.set_out(queued):
+                return False
+        except (Unavailable, Overloaded):
+            return False
+        except Exception as error:  # its owner's business
+            line.queue.remove(waiter)
+            turn.set_exception(error)
+            return True
+        line.queue.serve(waiter)
+        line.moved(waiter.cost_s, self._now())
+        turn.set_result(None)
+        self._tell(waiter.item, queued)
+        return True
+
+    def _tell(self, item: _Item, queued: Queued) -> None:
+        self._waited(queued.tenant, queued.waited_s)
+        if telemetry.enabled():
+            attributes = {
+                "disagg.queue.priority": queued.priority,
+                "disagg.queue.num_before": queued.num_before,
+                "disagg.queue.predicted_s": queued.predicted_s,
+            }
+            ended_s = item.began_s + queued.waited_s
+            traceparent = item.request.traceparent
+            telemetry.record_span("queue", traceparent, item.began_s, ended_s, attributes)
+
+
+def _full(max_nbytes: int, wait_s: float) -> Overloaded:
+    return Overloaded(
+        f"The requests that wait here fill {max_nbytes} bytes already.",
+        retry_after_s=wait_s,
+        reason="queue_full",
+    )

@@ -1,0 +1,327 @@
+"""What tenants may use, over all ingresses together: requests in flight, requests and tokens a
+minute.
+
+Each ingress decides alone and at once, on what it knows; no request waits for anybody. It writes
+what its tenants have used since it started on a board, a few times a second and beside all
+requests, and takes what others wrote there since the last time out of its own buckets. So all
+buckets are the same but for what has happened since the last look. Whatever was admitted too much
+in between is a debt: a bucket goes below zero, and nothing more is admitted before it is paid.
+While the board is away each ingress keeps the limits by itself.
+
+What is written are sums and not steps, so a look that got lost or was made twice changes nothing.
+Pure but for `keep_in_step`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+import msgspec
+
+from disagg.config import TenantConfig
+from disagg.errors import RateLimited, Unavailable
+
+SYNC_S = 0.25  # between looks at the board
+SILENT_S = 3.0  # after which the requests in flight of an ingress that says nothing do not count
+GONE_S = 60.0  # after which it is wiped off
+RETRY_S = 1.0  # where nothing says when a place will be free
+
+
+class LimitBoard(Protocol):
+    """A place where each ingress writes and reads what all have written."""
+
+    def exchange(
+        self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
+    ) -> Mapping[str, bytes]:
+        """Write `entry`, wipe off those who are `gone`, and read everybody's.
+
+        Raises:
+            Unavailable: within the board's own time limit.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryBoard:
+    """The twin of `RedisBoard`, for the ingresses of one process."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, bytes] = {}
+
+    def exchange(
+        self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
+    ) -> Mapping[str, bytes]:
+        for each in gone:
+            self._entries.pop(each, None)
+        self._entries[ingress_id] = entry
+        return dict(self._entries)
+
+    def close(self) -> None:
+        """The others go on."""
+
+
+class Bucket:
+    """Fills up to a minute's worth, steadily. May be in debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at_s = now
+
+    def level(self, now: float) -> float:
+        since_s = max(0.0, now - self._at_s)
+        self._level = min(self.per_minute, self._level + since_s * self.per_minute / 60.0)
+        self._at_s = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = min(self.per_minute, self.level(now) - amount)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Until so much is in it, or all that it can hold."""
+        missing = min(amount, self.per_minute) - self.level(now)
+        return max(0.0, missing * 60.0 / self.per_minute)
+
+
+class Remaining(msgspec.Struct, frozen=True):
+    """What is left of a limit per minute, and when it will be whole again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+    @classmethod
+    def of(cls, bucket: Bucket, now: float) -> Remaining:
+        left = max(0, math.floor(bucket.level(now) + 1e-9))
+        return cls(bucket.per_minute, left, bucket.wait_s(bucket.per_minute, now))
+
+
+class Used(msgspec.Struct, array_like=True):
+    """By one tenant through one ingress: in flight now, and since the ingress started."""
+
+    num_running: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What an ingress writes. `beat` changes each time, which shows that it lives."""
+
+    beat: int
+    used: dict[str, Used]
+
+
+_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+class _Peer:
+    def __init__(self, entry: Entry, heard_s: float) -> None:
+        self.entry = entry
+        self.heard_s = heard_s
+
+
+class _Tenant:
+    def __init__(self, config: TenantConfig, now: float) -> None:
+        self.max_num_requests = config.max_num_requests
+        self.requests = _bucket(config.requests_per_minute, now)
+        self.tokens = _bucket(config.tokens_per_minute, now)
+        self.used = Used()
+        self.num_running_elsewhere = 0
+
+
+class Limits:
+    """What each tenant has left. All methods return at once.
+
+    Args:
+        tenant: a tenant's settings, by name.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, tenant: Callable[[str], TenantConfig], *, clock: Callable[[], float]
+    ) -> None:
+        self._config = tenant
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}  # those with limits
+        self._peers: dict[str, _Peer] | None = None  # None: before the first look at the board
+        self._heard_s = -math.inf
+        self._beat = 0
+
+    def begin(self, name: str) -> None:
+        """Count a request, to its `end`.
+
+        Raises:
+            RateLimited: nothing was counted.
+        """
+        tenant = self._tenant(name)
+        if tenant is None:
+            return
+        now = self._clock()
+        most = tenant.max_num_requests
+        if most is not None and tenant.used.num_running + self._elsewhere(tenant, now) >= most:
+            raise RateLimited(
+                f"{most} requests of yours are in flight already, which is your limit.",
+                retry_after_s=RETRY_S,
+            )
+        if tenant.requests is not None and tenant.requests.level(now) < 1.0:
+            raise _used_up("requests", tenant.requests, 1.0, now)
+        if tenant.tokens is not None and tenant.tokens.level(now) <= 0.0:
+            raise _used_up("tokens", tenant.tokens, 1.0, now)
+        tenant.used.num_running += 1
+        self._spend(tenant, 1, 0, now)
+
+    def take_tokens(self, name: str, num_tokens: int) -> None:
+        """Spend a prompt. A tenant that may not even have one such prompt a minute waits until
+        nothing else has been spent.
+
+        Raises:
+            RateLimited: nothing was spent, and the request is not counted as one of the minute.
+        """
+        tenant = self._tenant(name)
+        if tenant is None:
+            return
+        now = self._clock()
+        if tenant.tokens is not None and tenant.tokens.wait_s(num_tokens, now) > 0.0:
+            self._spend(tenant, -1, 0, now)
+            raise _used_up("tokens", tenant.tokens, num_tokens, now)
+        self._spend(tenant, 0, num_tokens, now)
+
+    def end(self, name: str, num_output_tokens: int) -> None:
+        """A request that began has ended. Its answer is spent, if need be as a debt."""
+        tenant = self._tenant(name)
+        if tenant is not None:
+            tenant.used.num_running -= 1
+            self._spend(tenant, 0, num_output_tokens, self._clock())
+
+    def remaining(self, name: str) -> dict[str, Remaining]:
+        """Of its limits a minute: "requests", "tokens"."""
+        tenant = self._tenant(name)
+        if tenant is None:
+            return {}
+        now = self._clock()
+        buckets = {"requests": tenant.requests, "tokens": tenant.tokens}
+        return {
+            kind: Remaining.of(bucket, now)
+            for kind, bucket in buckets.items()
+            if bucket is not None
+        }
+
+    def entry(self) -> bytes:
+        """What to write on the board now."""
+        self._beat += 1
+        used = {name: tenant.used for name, tenant in self._tenants.items()}
+        return msgspec.msgpack.encode(Entry(self._beat, used))
+
+    def hear(self, entries: Mapping[str, bytes]) -> list[str]:
+        """What the others wrote. Returns those of them who are gone.
+
+        What was used before this ingress came is nobody's business any more: a minute later it
+        would not matter.
+        """
+        now = self._heard_s = self._clock()
+        peers: dict[str, _Peer] = {}
+        gone: list[str] = []
+        for ingress_id, raw in entries.items():
+            known = None if self._peers is None else self._peers.get(ingress_id)
+            try:
+                entry = _decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                gone.append(ingress_id)
+                continue
+            before = known.entry.used if known is not None else {}
+            if self._peers is not None:
+                self._spend_theirs(before, entry.used, now)
+            is_news = known is None or entry.beat != known.entry.beat
+            peers[ingress_id] = _Peer(entry, now if is_news or known is None else known.heard_s)
+            if now - peers[ingress_id].heard_s > GONE_S:
+                gone.append(ingress_id)
+        self._peers = peers
+        self._count_elsewhere(now)
+        return gone
+
+    def _spend_theirs(
+        self, before: Mapping[str, Used], after: Mapping[str, Used], now: float
+    ) -> None:
+        for name, used in after.items():
+            tenant = self._tenant(name)
+            if tenant is None:
+                continue
+            past = before.get(name) or Used()
+            _take_at_most_all(tenant.requests, used.num_requests - past.num_requests, now)
+            _take_at_most_all(tenant.tokens, used.num_tokens - past.num_tokens, now)
+
+    def _count_elsewhere(self, now: float) -> None:
+        for tenant in self._tenants.values():
+            tenant.num_running_elsewhere = 0
+        for peer in (self._peers or {}).values():
+            if now - peer.heard_s > SILENT_S:
+                continue
+            for name, used in peer.entry.used.items():
+                its = self._tenant(name)
+                if its is not None:
+                    its.num_running_elsewhere += used.num_running
+
+    def _elsewhere(self, tenant: _Tenant, now: float) -> int:
+        return tenant.num_running_elsewhere if now - self._heard_s <= SILENT_S else 0
+
+    def _spend(self, tenant: _Tenant, num_requests: int, num_tokens: int, now: float) -> None:
+        tenant.used.num_requests += num_requests
+        tenant.used.num_tokens += num_tokens
+        if tenant.requests is not None:
+            tenant.requests.take(num_requests, now)
+        if tenant.tokens is not None:
+            tenant.tokens.take(num_tokens, now)
+
+    def _tenant(self, name: str) -> _Tenant | None:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            config = self._config(name)
+            if not config.is_limited:
+                return None
+            tenant = self._tenants[name] = _Tenant(config, self._clock())
+        return tenant
+
+
+async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> None:
+    """Exchange entries until cancelled. A board that is away is tried again. Closes it."""
+    gone: list[str] = []
+    call: asyncio.Future[Mapping[str, bytes]] | None = None
+    try:
+        while True:
+            exchange = asyncio.to_thread(board.exchange, ingress_id, limits.entry(), gone)
+            call = asyncio.ensure_future(exchange)
+            try:
+                entries = await asyncio.shield(call)
+            except Unavailable:
+                pass
+            else:
+                others = {each: raw for each, raw in entries.items() if each != ingress_id}
+                gone = limits.hear(others)
+            await asyncio.sleep(SYNC_S)
+    finally:
+        if call is not None:  # whose thread cannot be stopped
+            await asyncio.gather(call, return_exceptions=True)
+        board.close()
+
+
+def _bucket(per_minute: int | None, now: float) -> Bucket | None:
+    return None if per_minute is None else Bucket(per_minute, now)
+
+
+def _take_at_most_all(bucket: Bucket | None, amount: int, now: float) -> None:
+    """A figure that makes no sense must not close a tenant out for longer than a minute."""
+    if bucket is not None:
+        bucket.take(min(amount, bucket.per_minute), now)
+
+
+def _used_up(what: str, bucket: Bucket, amount: float, now: float) -> RateLimited:
+    wait_s = bucket.wait_s(amount, now)
+    return RateLimited(
+        f"Your limit of {bucket.per_minute} {what} per minute is used up; try again in"
+        f" {math.ceil(wait_s)} s.",
+        retry_after_s=wait_s,
+    )

@@ -1,0 +1,172 @@
+"""Fake workers that do what a script says, and a dispatcher in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.errors import (
+    DeadlineExceeded,
+    DisaggError,
+    WorkerLost,
+)
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, TokenDelta, WireError
+from disagg.router.dispatch import Dispatcher
+from disagg.router.fleet import Fleet, Load
+from tests.router.fakes import make_status
+
+
+def token_at(position: int) -> int:
+    """What any correct worker generates at a position: a function of the position only."""
+    return 1000 + position
+
+
+@dataclass
+class Call:
+    worker_id: str
+    request: GenerateRequest
+    timeout_s: float
+    hand_over: bool
+    ticket: KVTicket | None
+    is_closed_early: bool = False
+
+
+@dataclass
+class Script:
+    """What happens on one visit. Deltas carry up to `tokens_per_delta` tokens.
+
+    `then` happens after `after` tokens of the visit: "lost" (the link ends), "vanish" (the stream
+    just stops), "stuck" (no further word) or an error that the worker answers.
+    """
+
+    after: int = 1 << 30
+    then: str | DisaggError = "lost"
+    tokens_per_delta: int = 1
+    with_last_tokens: bool = False  # the error comes in the delta of the last tokens
+
+
+@dataclass
+class ScriptedWorkers:
+    """Plays one script per visit, then behaves well. Knows whose ticket is good for what."""
+
+    scripts: deque[Script] = field(default_factory=deque)
+    calls: list[Call] = field(default_factory=list)
+    released: list[KVTicket] = field(default_factory=list)
+    on_failure: Callable[[str], None] | None = None
+
+    async def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        call = Call(worker_id, request, timeout_s, hand_over, ticket)
+        self.calls.append(call)
+        script = self.scripts.popleft() if self.scripts else Script()
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for delta in self._play(call, script):
+                    yield delta
+        except TimeoutError:
+            raise DeadlineExceeded("Too late.") from None
+        except GeneratorExit:
+            call.is_closed_early = True
+            raise
+
+    def release(self, ticket: KVTicket) -> None:
+        self.released.append(ticket)
+
+    async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
+        request = call.request
+        position = len(request.token_ids)
+        end = request.num_prompt_tokens + request.sampling.max_tokens
+        stop = min(end, position + 1) if call.hand_over else end
+        num_left = script.after
+        while position < stop:
+            await asyncio.sleep(0)
+            if num_left <= 0:
+                for delta in await self._fail(call, script):
+                    yield delta
+                return
+            count = min(script.tokens_per_delta, num_left, stop - position)
+            tokens = tuple(token_at(position + i) for i in range(count))
+            position, num_left = position + count, num_left - count
+            is_end = position == end
+            error = None
+            if num_left <= 0 and script.with_last_tokens and isinstance(script.then, DisaggError):
+                error = WireError.of(script.then)
+            elif call.hand_over and not is_end:
+                yield TokenDelta(1, tokens, num_cached_tokens=7)
+                yield TokenDelta(1, (), ticket=ticket_of(call.worker_id, request))
+                return
+            finish = "length" if is_end and error is None else None
+            yield TokenDelta(1, tokens, finish, num_cached_tokens=5, error=error)  # type: ignore[arg-type]
+            if error is not None:
+                return
+
+    async def _fail(self, call: Call, script: Script) -> list[TokenDelta]:
+        if self.on_failure is not None:
+            self.on_failure(call.worker_id)
+        if isinstance(script.then, DisaggError):
+            return [TokenDelta(1, (), error=WireError.of(script.then))]
+        if script.then == "vanish":
+            return []
+        if script.then == "stuck":
+            await asyncio.Event().wait()
+        raise WorkerLost(f"Worker {call.worker_id} was lost.")
+
+
+def ticket_of(worker_id: str, request: GenerateRequest) -> KVTicket:
+    num_tokens = len(request.token_ids)
+    return KVTicket(request.request_id, worker_id, 1, "toy/bs16", num_tokens, (0,), (0,))
+
+
+class Clock:
+    """Unix time as far as a dispatcher is concerned; follows the running loop."""
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def make_dispatcher(workers: ScriptedWorkers, fleet: Fleet, **options: Any) -> Dispatcher:
+    options = {"patience_s": 0.2} | options
+    rng = random.Random(3)
+    return Dispatcher(workers, fleet, now=Clock(), rng=rng, **options)
+
+
+def keep_busy(fleet: Fleet, *worker_ids: str) -> Fleet:
+    """Make decode workers too busy to prefill for themselves."""
+    for worker_id in worker_ids:
+        status = make_status(num_running=16, num_context_tokens=16_000)
+        fleet.worker_stepped(worker_id, (), status)
+    return fleet
+
+
+async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> list[TokenDelta]:
+    return [delta async for delta in dispatcher.generate(request)]
+
+
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def assert_complete(deltas: list[TokenDelta], request: GenerateRequest) -> None:
+    start, count = request.num_prompt_tokens, request.sampling.max_tokens
+    assert tokens_of(deltas) == [token_at(start + i) for i in range(count)]
+    assert [delta.is_last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1].finish_reason == "length"
+    assert all(delta.ticket is None and delta.error is None for delta in deltas)
+    assert all(delta.num_cached_tokens == 0 for delta in deltas[1:])
+
+
+def assert_nothing_reserved(fleet: Fleet) -> None:
+    for worker_id in fleet.view().workers:
+        assert fleet._ledger.coming_to(worker_id) == Load()

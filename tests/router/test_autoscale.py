@@ -1,0 +1,236 @@
+"""The decision by its properties: more load never means fewer workers, nothing flaps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
+from disagg.router.autoscale import (
+    Autoscaler,
+    Slice,
+    decode_tpot_s,
+    may_be_empty,
+    prefill_ttft_s,
+)
+from disagg.router.demand import Asked
+from disagg.router.pool_state import PoolState
+from disagg.time_model import StepTimeModel
+
+TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8))
+PREFILL, DECODE = ("tier", "prefill"), ("tier", "decode")
+
+
+def limits(least: int = 1, most: int = 16, **others: float) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        **{"look_back_s": 60.0, "down_after_s": 30.0, "start_s": 10.0} | others,
+    )
+
+
+def tier(
+    prefill: AutoscalingConfig | None = None,
+    decode: AutoscalingConfig | None = None,
+    num_standby: int = 0,
+    ttft_slo_s: float = 0.5,
+    tpot_slo_s: float = 0.03,
+) -> TierConfig:
+    return TierConfig(
+        model="tier",
+        prefill=PoolConfig(
+            num_replicas=1, num_standby=num_standby, autoscaling=prefill or limits()
+        ),
+        decode=PoolConfig(num_replicas=1, autoscaling=decode or limits()),
+        ttft_slo_s=ttft_slo_s,
+        tpot_slo_s=tpot_slo_s,
+    )
+
+
+def asked(num: float, prompt: float = 1000.0, answer: float = 100.0) -> Asked:
+    return Asked(num, num * prompt, 0.0, num * answer)
+
+
+def slices(load: list[float], prompt: float = 1000.0, answer: float = 100.0) -> list[Slice]:
+    return [Slice(float(i + 1), 1.0, asked(num, prompt, answer)) for i, num in enumerate(load)]
+
+
+class Played:
+    """An autoscaler whose wishes come true after `start_s`; one decision a second."""
+
+    def __init__(self, config: TierConfig, budget: int | None = None) -> None:
+        self.scaler = Autoscaler([config], budget)
+        self.now = 0.0
+        self.sizes = {PREFILL: 1, DECODE: 1}
+
+    def second(self, wanted: Asked, **decoding: float) -> dict[tuple[str, str], int]:
+        self.now += 1.0
+        self.scaler.observe("tier", self.now, 1.0, wanted)
+        states = {
+            PREFILL: PoolState(self.sizes[PREFILL], TIMES),
+            DECODE: PoolState(self.sizes[DECODE], TIMES, **decoding),  # type: ignore[arg-type]
+        }
+        decided = self.scaler.decide(self.now, states)  # type: ignore[arg-type]
+        self.sizes = {pool: decided[pool].num_workers for pool in self.sizes}  # type: ignore[index]
+        return dict(self.sizes)
+
+
+loads = st.lists(st.floats(0.0, 60.0), min_size=1, max_size=30)
+
+
+@given(load=loads, more=st.floats(1.0, 4.0), num_workers=st.integers(1, 12))
+@settings(deadline=None)
+def test_more_load_never_comes_sooner(load: list[float], more: float, num_workers: int) -> None:
+    busier = [num * more for num in load]
+    state = PoolState(1, TIMES)
+    first_s = prefill_ttft_s(slices(load), TIMES, num_workers)
+    assert prefill_ttft_s(slices(busier), TIMES, num_workers) >= first_s - 1e-9
+    assert prefill_ttft_s(slices(load), TIMES, num_workers + 1) <= first_s + 1e-9
+    next_s = decode_tpot_s(slices(load), state, num_workers)
+    assert decode_tpot_s(slices(busier), state, num_workers) >= next_s - 1e-9
+    assert decode_tpot_s(slices(load), state, num_workers + 1) <= next_s + 1e-9
+
+
+@given(
+    load=loads,
+    least=st.integers(0, 4),
+    more=st.integers(1, 8),
+    budget=st.integers(8, 20),
+    num_standby=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=60)
+def test_bounds_and_budget_hold(
+    load: list[float], least: int, more: int, budget: int, num_standby: int
+) -> None:
+    bounds = limits(least, least + more)
+    played = Played(tier(bounds, bounds, num_standby), budget)
+    for num in load:
+        sizes = played.second(asked(num))
+        assert all(least <= number <= least + more for number in sizes.values())
+        assert sum(sizes.values()) <= budget
+
+
+@given(rate=st.floats(0.5, 40.0), jitter=st.floats(0.0, 0.3))
+@settings(deadline=None, max_examples=30)
+def test_constant_load_does_not_flap(rate: float, jitter: float) -> None:
+    """Although it is counted a little unevenly."""
+    played = Played(tier())
+    sizes = [
+        played.second(asked(rate * (1.0 + jitter * math.sin(1.7 * second))))
+        for second in range(240)
+    ]
+    after = sizes[120:]
+    assert all(each == after[0] for each in after)
+
+
+def test_more_are_wanted_at_once_and_fewer_after_a_while() -> None:
+    played = Played(tier())
+    for _ in range(90):
+        calm = played.second(asked(2.0))
+    for _ in range(5):
+        burst = played.second(asked(60.0))
+    assert burst[PREFILL] > calm[PREFILL]
+    seen = [played.second(asked(2.0)) for _ in range(200)]
+    sizes = [each[PREFILL] for each in seen]
+    assert sizes[20] >= burst[PREFILL]  # the burst is still within what is looked at
+    assert sizes == sorted(sizes[:60], reverse=True) + sizes[60:]
+    assert sizes[-1] == calm[PREFILL]
+
+
+def test_the_ratio_follows_the_load() -> None:
+    long_prompts, long_answers = Played(tier()), Played(tier(tpot_slo_s=0.02))
+    for _ in range(60):
+        prompts = long_prompts.second(asked(8.0, prompt=4000.0, answer=10.0))
+        answers = long_answers.second(asked(8.0, prompt=100.0, answer=800.0))
+    assert prompts[PREFILL] > prompts[DECODE]
+    assert answers[DECODE] > answers[PREFILL]
+
+
+def test_what_runs_is_never_left_without_room() -> None:
+    """Nobody asks any more, but long answers are under way."""
+    played = Played(tier())
+    played.sizes[DECODE] = 6
+    busy = {"num_decoding": 600.0, "num_context_tokens": 600_000.0}
+    for _ in range(120):
+        sizes = played.second(asked(0.0), **busy)
+    left = sizes[DECODE]
+    step_s = TIMES.decode_step_s(600 / left, 600_000 / left)
+    assert step_s <= 0.03 and left > 1
+
+
+def test_a_pool_goes_to_nothing_and_wakes_only_where_it_may() -> None:
+    played = Played(tier(limits(0), limits(1)))
+    for _ in range(120):
+        sizes = played.second(asked(0.0))
+    assert sizes == {PREFILL: 0, DECODE: 1}
+    assert played.second(asked(1.0))[PREFILL] == 1
+    assert may_be_empty(tier(limits(0), limits(0)))
+    assert not may_be_empty(tier(limits(0), limits(1)))
+
+
+def test_standby_workers_are_added_to_what_is_needed() -> None:
+    plain, spare = Played(tier()), Played(tier(num_standby=2))
+    for _ in range(60):
+        without, beside = plain.second(asked(10.0)), spare.second(asked(10.0))
+    assert beside[PREFILL] == without[PREFILL] + 2
+
+
+def test_an_slo_out_of_reach_is_told_with_its_figure_and_does_not_take_all() -> None:
+    scaler = Autoscaler([tier(ttft_slo_s=0.05, tpot_slo_s=0.005)])
+    for second in range(60):
+        scaler.observe("tier", float(second), 1.0, asked(2.0))
+    states = {PREFILL: PoolState(1, TIMES), DECODE: PoolState(1, TIMES)}
+    decided = scaler.decide(60.0, states)  # type: ignore[arg-type]
+    assert "0.11 s" in decided[PREFILL].lacks  # type: ignore[index]
+    assert "10.1 ms" in decided[DECODE].lacks  # type: ignore[index]
+    assert all(1 <= each.num_workers < 8 for each in decided.values())
+
+
+def test_the_prediction_is_of_the_number_that_is_granted() -> None:
+    config = tier()
+    free, bound = Autoscaler([config]), Autoscaler([config], 4)
+    states = {PREFILL: PoolState(1, TIMES), DECODE: PoolState(1, TIMES)}
+    for scaler in (free, bound):
+        for second in range(60):
+            scaler.observe("tier", float(second), 1.0, asked(40.0))
+    free_wish = free.decide(60.0, states)[PREFILL]  # type: ignore[arg-type, index]
+    bound_wish = bound.decide(60.0, states)[PREFILL]  # type: ignore[arg-type, index]
+    assert bound_wish.num_workers < free_wish.num_workers
+    assert free_wish.predicted_s <= config.ttft_slo_s < bound_wish.predicted_s
+
+
+@pytest.mark.parametrize("num_prompt", [100.0, 3000.0])
+def test_decode_workers_without_prefill_workers_are_sized_for_both(num_prompt: float) -> None:
+    both = TierConfig(
+        model="tier",
+        prefill=PoolConfig(num_replicas=0),
+        decode=PoolConfig(num_replicas=1, autoscaling=limits()),
+        ttft_slo_s=0.5,
+        tpot_slo_s=0.03,
+    )
+    alone, apart = Autoscaler([both]), Autoscaler([tier()])
+    for scaler in (alone, apart):
+        for second in range(60):
+            scaler.observe("tier", float(second), 1.0, asked(10.0, prompt=num_prompt))
+    together = alone.decide(60.0, {DECODE: PoolState(1, TIMES)})  # type: ignore[dict-item]
+    separate = apart.decide(
+        60.0,
+        {PREFILL: PoolState(1, TIMES), DECODE: PoolState(1, TIMES)},  # type: ignore[dict-item]
+    )
+    total = sum(each.num_workers for each in separate.values())
+    assert together[DECODE].num_workers == total  # type: ignore[index]
+
+
+def test_a_budget_is_shared_by_what_each_pool_wants() -> None:
+    played = Played(tier(ttft_slo_s=0.2, tpot_slo_s=0.013), budget=6)
+    free = Played(tier(ttft_slo_s=0.2, tpot_slo_s=0.013))
+    for _ in range(30):
+        bound = played.second(asked(40.0, prompt=1000.0, answer=100.0))
+        wanted = free.second(asked(40.0, prompt=1000.0, answer=100.0))
+    assert min(wanted.values()) >= 3
+    assert sum(bound.values()) == 6
+    shares = [bound[pool] / wanted[pool] for pool in bound]
+    assert max(shares) - min(shares) <= 1.0 / min(wanted.values())

@@ -1,0 +1,131 @@
+"""Requests that wait for a worker or for room: how long, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from disagg.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    Unavailable,
+)
+from disagg.router.fleet import Fleet
+from tests.router.fakes import make_fleet, make_record, make_request, make_status
+from tests.router.scripted_workers import (
+    Clock,
+    Script,
+    ScriptedWorkers,
+    assert_complete,
+    assert_nothing_reserved,
+    collect,
+    keep_busy,
+    make_dispatcher,
+)
+
+
+async def test_nobody_there_at_first_is_refused_at_once() -> None:
+    workers = ScriptedWorkers()
+    with pytest.raises(Unavailable):
+        await collect(make_dispatcher(workers, Fleet(), patience_s=1e9), make_request())
+    assert workers.calls == []
+
+
+async def test_a_request_waits_for_a_replacement_of_the_only_worker() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=10)])), make_fleet("d0")
+    workers.on_failure = fleet.worker_lost
+    request = make_request()
+    task = asyncio.create_task(collect(make_dispatcher(workers, fleet, patience_s=60), request))
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
+    assert_complete(await task, request)
+
+
+async def test_waiting_for_a_replacement_ends() -> None:
+    """Early where nothing has been said: the client may ask again somewhere else."""
+    workers, fleet = ScriptedWorkers(deque([Script(after=0)])), make_fleet("d0")
+    workers.on_failure = fleet.worker_lost
+    with pytest.raises(Unavailable):
+        await collect(make_dispatcher(workers, fleet, patience_s=0.1), make_request())
+
+
+async def test_an_answer_that_has_begun_waits_beyond_all_patience() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=10)])), make_fleet("d0")
+    workers.on_failure = fleet.worker_lost
+    request = make_request()
+    task = asyncio.create_task(collect(make_dispatcher(workers, fleet, patience_s=0.0), request))
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
+    assert_complete(await task, request)
+
+
+async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
+    """Each is asked once. The client hears how long the queues are, not how long a pause is."""
+    full = Script(after=0, then=Overloaded("Full."))
+    workers, fleet = ScriptedWorkers(deque([full, full])), make_fleet("d0", "d1")
+    for worker_id in ("d0", "d1"):
+        status = make_status(num_waiting=9, num_uncomputed_tokens=100_000)
+        fleet.worker_stepped(worker_id, (), status)
+    with pytest.raises(Overloaded) as refused:
+        await collect(make_dispatcher(workers, fleet), make_request())
+    assert sorted(call.worker_id for call in workers.calls) == ["d0", "d1"]
+    assert refused.value.retry_after_s > 10
+    assert_nothing_reserved(fleet)
+
+
+async def test_a_request_that_has_begun_waits_for_room() -> None:
+    full = Script(after=0, then=Overloaded("Full."))
+    workers = ScriptedWorkers(deque([Script(after=3), full, full]))
+    fleet, request = make_fleet("d0"), make_request()
+    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    assert [call.worker_id for call in workers.calls] == ["d0"] * 4
+
+
+async def test_a_stuck_worker_has_what_is_left_until_the_deadline() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=2, then="stuck")])), make_fleet("d0")
+    now = Clock()()
+    got: list[int] = []
+    with pytest.raises(DeadlineExceeded):
+        request = make_request(deadline_unix_s=now + 0.1)
+        async for delta in make_dispatcher(workers, fleet).generate(request):
+            got += delta.token_ids
+    assert len(got) == 2
+    (call,) = workers.calls
+    assert 0 < call.timeout_s <= 0.1
+    assert_nothing_reserved(fleet)
+
+
+async def test_the_deadline_holds_while_waiting_for_a_worker() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=2)])), make_fleet("d0")
+    workers.on_failure = fleet.worker_lost
+    request = make_request(deadline_unix_s=Clock()() + 0.1)
+    with pytest.raises(DeadlineExceeded):
+        await collect(make_dispatcher(workers, fleet, patience_s=0.0), request)
+
+
+async def test_a_request_that_comes_too_late_is_refused_once() -> None:
+    workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
+    fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
+    moved: list[str] = []
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5}, moved=moved.append)
+    with pytest.raises(Overloaded):
+        await collect(dispatcher, make_request())
+    assert (workers.calls, moved) == ([], [])
+
+
+async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after=2)])), make_fleet("d0", "d1")
+
+    def fill(worker_id: str) -> None:
+        fleet.worker_lost(worker_id)
+        (other,) = fleet.view().workers
+        fleet.worker_stepped(other, (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
+
+    workers.on_failure = fill
+    request = make_request()
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5})
+    assert_complete(await collect(dispatcher, request), request)

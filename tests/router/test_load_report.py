@@ -1,0 +1,55 @@
+"""Numbers out, the same facts in; several ingresses add up to one load."""
+
+from __future__ import annotations
+
+from disagg.messages import StepCosts
+from disagg.router.demand import Asked, Demand
+from disagg.router.load_report import asked_in, report, state_in
+from disagg.router.pool_state import PoolState, states_of
+from disagg.time_model import StepTimeModel
+from tests.router.fakes import make_record, make_status
+
+COSTS = StepCosts((0.01, 0.0001, 1e-9, 0.0001, 1e-8), 50, 0.1)
+OLDER = StepCosts((1.0, 1.0, 1.0, 1.0, 1.0), 3, 0.5)
+
+
+def reports() -> list[tuple[object, object]]:
+    return [
+        (make_record("p0"), make_status(num_uncomputed_tokens=700, step_costs=OLDER)),
+        (make_record("p1"), make_status(num_uncomputed_tokens=300, step_costs=COSTS)),
+        (make_record("d0", max_num_seqs=8), make_status(num_running=3, num_context_tokens=90)),
+    ]
+
+
+def test_workers_are_summed_up_by_pool() -> None:
+    states = states_of(reports())  # type: ignore[arg-type]
+    prefill, decode = states["toy", "prefill"], states["toy", "decode"]
+    assert prefill == PoolState(2, StepTimeModel.of(COSTS), 1000, 0, 0, 0, 16000)
+    assert (decode.num_workers, decode.num_decoding, decode.num_context_tokens) == (1, 3, 90)
+    assert (decode.max_num_seqs, decode.num_kv_tokens) == (8, 16000)
+
+
+def test_a_report_says_what_it_was_made_of() -> None:
+    demand = Demand()
+    demand.arrived("toy", 100, 20.0)
+    demand.hit("toy", 64)
+    states = states_of(reports())  # type: ignore[arg-type]
+    said = report(demand, states, ["toy", "idle"])
+    assert all(isinstance(value, float) for value in said.values())
+    assert asked_in(said, "toy") == Asked(1.0, 100.0, 64.0, 20.0)
+    assert asked_in(said, "idle") == Asked()
+    for (model, role), state in states.items():
+        expected = PoolState(
+            0,
+            state.times,
+            state.num_queued_tokens,
+            state.num_decoding,
+            state.num_context_tokens,
+            state.max_num_seqs,
+            state.num_kv_tokens,
+        )
+        assert state_in([{}, said], model, role) == expected
+
+
+def test_a_pool_of_which_nobody_says_anything_is_unknown() -> None:
+    assert state_in([], "toy", "prefill") == PoolState()
