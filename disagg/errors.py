@@ -6,10 +6,12 @@
     │   └── NotEnoughMemory     no room for one full-length sequence
     ├── RequestError            the client's request is wrong (4xx, retrying cannot help)
     │   ├── ContextLengthExceeded
+    │   ├── GrammarError        what an answer should look like is wrong, or too complex
     │   ├── ModelNotFound
     │   ├── Unauthorized
     │   └── RequestTooLarge
     ├── Overloaded              refused early; try again after `retry_after_s`
+    │   └── RateLimited         a tenant has used up its limits
     ├── Unavailable             nobody can serve this at the moment
     ├── DeadlineExceeded        the request's time is over
     ├── WorkerLost              a worker died or hung up; the request moves elsewhere
@@ -66,6 +68,10 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
 
+class GrammarError(RequestError):
+    code = "invalid_grammar"
+
+
 class ModelNotFound(RequestError):
     http_status = 404
     code = "model_not_found"
@@ -89,12 +95,26 @@ class Overloaded(DisaggError):
     error_type = "rate_limit_error"
     code = "overloaded"
     retryable = True
+    reason: str = "no_room"  # for metrics
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float = 1.0,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+        self.reason = reason or self.reason
+
+
+class RateLimited(Overloaded):
+    """A tenant has used up what it may use for now, whatever the workers do."""
+
+    code = "rate_limit_exceeded"
+    reason = "tenant_limit"
 
 
 class Unavailable(DisaggError):

@@ -26,7 +26,18 @@ WIRE_VERSION = 1
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
+GrammarKind: TypeAlias = Literal["json", "regex", "choice", "lark"]
 StartPhase: TypeAlias = Literal["weights", "kv_blocks", "warm_up", "ready"]  # in this order
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an answer must look like.
+
+    source: a JSON schema, a regular expression, a JSON list of texts, or a Lark grammar.
+    """
+
+    kind: GrammarKind
+    source: str
 
 
 class SamplingParams(
@@ -45,8 +56,10 @@ class SamplingParams(
     frequency_penalty: float = 0.0  # over output
     seed: int = 0  # 64 bits; randomness is a function of (seed, position) only
     logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones'
+    logprobs_until: int | None = None  # of the answer's first so many tokens only; None: of all
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class GenerateRequest(
@@ -55,7 +68,9 @@ class GenerateRequest(
     """What a user asked, as the engines see it.
 
     `token_ids` is the prompt followed by what was already generated when the request moved here
-    from another worker; `num_prompt_tokens` says where the prompt ends.
+    from another worker; `num_prompt_tokens` says where the prompt ends. `draft_token_ids` is a
+    proposed continuation after `token_ids`, from another model: the engine keeps the tokens of it
+    that it would have chosen itself, so it changes how long the answer takes and never the answer.
     """
 
     request_id: str
@@ -68,6 +83,9 @@ class GenerateRequest(
     deadline_unix_s: float
     tenant: str = ""
     traceparent: str = ""
+    draft_token_ids: tuple[int, ...] = ()
+    priority: int = 0  # lower is earlier, as vLLM has it
+    cache_salt: str = ""  # with the tenant it keeps blocks apart; `hash_root` has both in it
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -161,6 +179,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     transfers: tuple[TransferFigure, ...] = ()
     store: StoreCounts | None = None  # None: the worker has no cold tier
     requests_nbytes: int = 0  # of all requests here
+    num_drafted: int = 0  # tokens of drafts that were verified, ever
+    num_accepted: int = 0  # of these, right
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

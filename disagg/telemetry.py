@@ -289,6 +289,13 @@ class FleetMetrics:
         )
         self._requests = gauge("worker_requests_bytes", "Prompts on it", *worker)
         self._link = gauge("worker_link_buffer_bytes", "Waiting to be sent to it", *worker)
+        self._step_error = gauge(
+            "worker_step_time_error", "Median of recent predictions, a fraction", *worker
+        )
+        self._drafted = gauge("worker_draft_tokens", "Verified in drafts, so far", *worker)
+        self._accepted = gauge("worker_accepted_draft_tokens", "Of these, right", *worker)
+        self._index_nbytes = gauge("prefix_index_bytes", "Memory of what workers are known to have")
+        self._index_blocks = gauge("prefix_index_blocks", "Blocks that workers are known to have")
         self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
         self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
         self._moves = Counter(
@@ -313,6 +320,9 @@ class FleetMetrics:
         num_holds: int,
         requests_nbytes: int,
         link_nbytes: int,
+        step_error: float,
+        num_drafted: int,
+        num_accepted: int,
     ) -> None:
         """A worker's load as of its last step.
 
@@ -320,6 +330,8 @@ class FleetMetrics:
             kv_usage: a fraction.
             requests_nbytes: of the prompts on it.
             link_nbytes: that wait here to be sent to it.
+            step_error: of its time model, a fraction.
+            num_drafted, num_accepted: tokens of drafts that it verified, and found right.
         """
         series = (model, role, worker_id)
         self._workers.add(series)
@@ -329,6 +341,14 @@ class FleetMetrics:
         self._holds.labels(*series).set(num_holds)
         self._requests.labels(*series).set(requests_nbytes)
         self._link.labels(*series).set(link_nbytes)
+        self._step_error.labels(*series).set(step_error)
+        self._drafted.labels(*series).set(num_drafted)
+        self._accepted.labels(*series).set(num_accepted)
+
+    def prefix_index(self, nbytes: int, num_blocks: int) -> None:
+        """The router's knowledge of caches."""
+        self._index_nbytes.set(nbytes)
+        self._index_blocks.set(num_blocks)
 
     def store(self, model: str, role: str, worker_id: str, num_blocks: Mapping[str, int]) -> None:
         """What became of blocks on their way to and from the store, by outcome."""
@@ -354,6 +374,9 @@ class FleetMetrics:
             self._holds,
             self._requests,
             self._link,
+            self._step_error,
+            self._drafted,
+            self._accepted,
         )
         for worker in [each for each in self._workers if each[-1] not in worker_ids]:
             self._workers.remove(worker)

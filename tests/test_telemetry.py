@@ -275,10 +275,14 @@ def test_the_series_of_a_worker_go_with_it() -> None:
             num_holds=2,
             requests_nbytes=4000,
             link_nbytes=50,
+            step_error=0.07,
+            num_drafted=9,
+            num_accepted=6,
         )
         metrics.store("m", "decode", worker_id, {"hits": 5, "stored": 7})
     metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9)
     metrics.request_moved("m")
+    metrics.prefix_index(12345, 67)
     text = generate_latest(registry).decode()
     series = 'model_name="m",role="decode",worker_id="p1"'
     assert f"disagg_worker_num_requests_running{{{series}}} 3.0" in text
@@ -287,6 +291,11 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     assert f"disagg_worker_kv_holds{{{series}}} 2.0" in text
     assert f"disagg_worker_requests_bytes{{{series}}} 4000.0" in text
     assert f"disagg_worker_link_buffer_bytes{{{series}}} 50.0" in text
+    assert f"disagg_worker_step_time_error{{{series}}} 0.07" in text
+    assert f"disagg_worker_draft_tokens{{{series}}} 9.0" in text
+    assert f"disagg_worker_accepted_draft_tokens{{{series}}} 6.0" in text
+    assert "disagg_prefix_index_bytes 12345.0" in text
+    assert "disagg_prefix_index_blocks 67.0" in text
     by_outcome = 'model_name="m",outcome="stored",role="decode",worker_id="p1"'
     assert f"disagg_worker_store_blocks{{{by_outcome}}} 7.0" in text
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from disagg.blocks import BlockHash
 from disagg.decode_worker.entering import enter_or_end
@@ -63,8 +64,7 @@ class ColdPrefixes:
     def save(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`."""
         for block_id, block_hash in evicted:
-            if self._tier.wants(block_hash):
-                self._tier.offer(block_hash, self._read_block(block_id))
+            self._tier.offer(block_hash, partial(self._read_block, block_id))
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Look for the rest of the sequence's prefix, or submit it at once.

@@ -6,7 +6,7 @@ reads the blocks. Owned by the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence as EngineSequence
@@ -16,6 +16,8 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 # A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
 # fails its stamp check and the prompt is computed where it is.
 HOLD_TTL_S = 60.0
+# Whoever was to bring the ticket to its reader may be dead. A reader that has it comes by then.
+LOST_TTL_S = 1.0
 
 
 class Leaving:
@@ -39,27 +41,36 @@ class Leaving:
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
         """Take over the blocks of a sequence that ended here and issue the claim check for them.
 
-        The ticket covers the tokens with KV: all but the one that was just sampled.
+        The ticket covers the tokens with KV: all but the one that was just sampled. If there is
+        none, for whatever error, the blocks are given back.
         """
         pool = self._engine.pool
         num_blocks = -(-sequence.num_computed // pool.block_size)
-        kept, spare = sequence.block_ids[:num_blocks], sequence.block_ids[num_blocks:]
+        owned, sequence.block_ids = sequence.block_ids, []
+        kept, spare = owned[:num_blocks], owned[num_blocks:]
         pool.release(spare)
-        ticket = issue_ticket(
-            self._peer,
-            self._generations,
-            ticket_id=sequence.request_id,
-            num_tokens=sequence.num_computed,
-            block_ids=kept,
-        )
         ttl_s = min(HOLD_TTL_S, max(0.0, sequence.deadline_unix_s - now))  # nobody comes later
-        self._holds.hold(ticket.ticket_id, kept, now, ttl_s)
-        sequence.block_ids = []
+        try:
+            ticket = issue_ticket(
+                self._peer,
+                self._generations,
+                ticket_id=sequence.request_id,
+                num_tokens=sequence.num_computed,
+                block_ids=kept,
+            )
+            self._holds.hold(ticket.ticket_id, kept, now, ttl_s)
+        except BaseException:
+            pool.release(kept)
+            raise
         return ticket
 
     def release(self, ticket_id: str) -> None:
         """The reader needs the blocks no longer."""
         self._holds.release(ticket_id)
+
+    def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
+        """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
+        self._holds.expire_by(is_lost, now + LOST_TTL_S)
 
     def advance(self, now: float) -> bool:
         """Give back the blocks of holds that ended. False: there were none."""

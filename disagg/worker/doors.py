@@ -7,7 +7,8 @@ has no thread, no socket and no clock, so tests play whole fleets of these in on
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -15,8 +16,9 @@ from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.limits import check_room
+from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
-from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import Start, TokenDelta, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
@@ -24,7 +26,7 @@ from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, refusal
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
-from disagg.worker.streams import LinkId, Streams, sequence_id
+from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Doors:
         self._engine = parts.engine
         self._max_requests_nbytes = parts.max_requests_nbytes
         self._transport = parts.transport
-        self._step_times = StepTimeFit()
+        self._step_times = StepTimeFit(parts.first_times)
         self._transfer_times = TransferTimeModel()
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
@@ -57,6 +59,7 @@ class Doors:
             parts.engine.save_evicted = self._cold.save
         self._block_nbytes = parts.transport.peer.block_nbytes
         self._draining: Draining | None = None
+        self._unready: dict[str, tuple[Sequence, KVTicket | None]] = {}  # by the sequence's name
 
     @property
     def is_idle(self) -> bool:
@@ -66,21 +69,11 @@ class Doors:
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Take in a request. A refusal is the only event of its stream."""
         sequence = self._streams.open(link_id, start, now)
-        try:
+        with self._ending(sequence):
             if not self.accepting:
                 raise refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
-            if start.ticket is not None:
-                self._arrivals.admit(sequence, start.ticket)
-            elif self._cold is not None:
-                self._cold.admit(sequence, now)
-            else:
-                self._engine.submit(sequence)
-        except DisaggError as error:
-            self._engine.end(sequence, error)
-        except Exception as error:  # a request ends itself, never the worker
-            log.exception("A request could not be taken in.")
-            self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
+            self._enter(sequence, start.ticket, now)
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""
@@ -101,10 +94,11 @@ class Doors:
         """Nobody will come for a ticket of this worker."""
         self._leaving.release(ticket_id)
 
-    def close_link(self, link_id: LinkId) -> None:
-        """Cancel all streams of a link."""
+    def close_link(self, link_id: LinkId, now: float) -> None:
+        """Cancel all streams of a link. Its tickets may be nobody's now: they end soon."""
         for name in self._streams.of_link(link_id):
             self._cancel(name)
+        self._leaving.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
     def add_peers(self, peers: Iterable[Peer]) -> None:
         """Get to know the workers whose KV may be pulled."""
@@ -117,6 +111,8 @@ class Doors:
 
     def advance(self, now: float) -> bool:
         """Between two steps: move what is on its way in or out. True: look again soon."""
+        if self._unready:
+            self._enter_ready(now)
         for event in self._transport.poll():
             match event:
                 case PullDone():
@@ -131,14 +127,18 @@ class Doors:
             self._leaving.break_oldest()  # two workers must not wait for each other's blocks
         if self._draining is not None:
             self._draining.advance(now)
-        return is_moving or is_loading
+        return is_moving or is_loading or bool(self._unready)
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
         """What a step means for each link. Learns from its time."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
         deltas = self._streams.deltas(
-            result.events, lambda sequence: self._leaving.leave(sequence, now), now, result.seconds
+            result.events,
+            lambda sequence: self._leaving.leave(sequence, now),
+            lambda sequence: self._cancel(sequence.request_id),
+            now,
+            result.seconds,
         )
         if result.failure is not None:  # nothing may wait for an engine that is broken
             self.accepting = False
@@ -149,7 +149,7 @@ class Doors:
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
         """The load of the engine, as of now if not given, plus what only the worker knows."""
         status = status or self._engine.status()
-        num_arriving = self._arrivals.num_arriving
+        num_arriving = self._arrivals.num_arriving + len(self._unready)
         if self._cold is not None:
             num_arriving += self._cold.num_arriving
         return msgspec.structs.replace(
@@ -176,8 +176,38 @@ class Doors:
     def _transfer_s(self, source_id: str, num_blocks: int) -> float:
         return self._transfer_times.transfer_s(source_id, num_blocks * self._block_nbytes)
 
+    def _enter(self, sequence: Sequence, ticket: KVTicket | None, now: float) -> None:
+        """Let a sequence in by its door, once no step would wait for its grammar."""
+        if not self._engine.is_ready(sequence):
+            self._unready[sequence.request_id] = (sequence, ticket)
+        elif ticket is not None:
+            self._arrivals.admit(sequence, ticket)
+        elif self._cold is not None:
+            self._cold.admit(sequence, now)
+        else:
+            self._engine.submit(sequence)
+
+    def _enter_ready(self, now: float) -> None:
+        unready, self._unready = self._unready, {}
+        for sequence, ticket in unready.values():
+            with self._ending(sequence):
+                self._enter(sequence, ticket, now)
+
+    @contextmanager
+    def _ending(self, sequence: Sequence) -> Iterator[None]:
+        """Whatever fails in here ends that request, and never the worker."""
+        try:
+            yield
+        except DisaggError as error:
+            self._engine.end(sequence, error)
+        except Exception as error:
+            log.exception("A request could not be taken in.")
+            self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
+
     def _cancel(self, name: str) -> None:
         self._streams.close(name)
+        if self._unready.pop(name, None) is not None:
+            return
         is_arriving = self._arrivals.cancel(name) or (
             self._cold is not None and self._cold.cancel(name)
         )

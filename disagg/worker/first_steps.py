@@ -17,15 +17,19 @@ from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
 SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels differ by the height of their tiles
 NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the cost of a step
 NUM_DECODES = 3
+LEAST_OF_PRIOR = 0.01
 NUM_TELLINGS = 32  # a fit moves towards what it hears, and this may be far from its prior
 
 
-def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeModel:
+def first_steps(
+    engine: Engine, timer: Callable[[], float], prior: StepTimeModel | None = None
+) -> StepTimeModel:
     """Step times of a short prompt and its answer. Nothing of it can be found by name.
 
     Args:
         engine: with warm kernels, and nothing to do yet.
         timer: monotonic seconds.
+        prior: what to believe of what these steps do not show.
     """
     scheduler = engine.scheduler
     room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
@@ -44,10 +48,13 @@ def first_steps(engine: Engine, timer: Callable[[], float]) -> StepTimeModel:
         engine.step()
         seen.append((engine.last_plan.features, timer() - began_s))
     scheduler.enable_prefix_caching = caching
-    times = StepTimeFit()
+    prior = prior or StepTimeModel()
+    times = StepTimeFit(prior)
     for features, seconds in seen * NUM_TELLINGS:
         times.observe(features, seconds)
-    return times.model
+    both = zip(times.model.coefficients, prior.coefficients, strict=True)
+    # They are a prior in their turn, and what is 0 there could never grow again.
+    return StepTimeModel(tuple(max(found, LEAST_OF_PRIOR * before) for found, before in both))
 
 
 def _sequence(num_tokens: int, max_tokens: int) -> Sequence:

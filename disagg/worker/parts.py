@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.messages import StartStep
+from disagg.planner.prior import step_times
+from disagg.planner.shapes import shape_of
 from disagg.store.cold_tier import ColdTier
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class Parts:
     """A worker's parts, each made for the others.
 
     read_block, write_block: a block's bytes, by block id; for the cold tier.
-    first_times: what steps took before the first request.
+    first_times: what steps took before the first request, and where these do not show it, what the
+        roofline says: believed until requests teach better.
     max_requests_nbytes: what prompts may take here, waiting and running.
     """
 
@@ -56,6 +62,7 @@ def build_parts(
     """
     # Here, and not above: the scheduler's users must not need torch to import this package.
     from disagg.engine.runner import build_engine
+    from disagg.kernels.dispatch import device_name
 
     made: list[Stamps] = []
 
@@ -63,7 +70,10 @@ def build_parts(
         made.append(Stamps(num_blocks, worker_id, epoch))
         return made[0].generations
 
-    engine, kv_cache, _ = build_engine(tier.engine, tier.directory, progress, new_generations)
+    engine, kv_cache, model = build_engine(tier.engine, tier.directory, progress, new_generations)
+    shape = shape_of(model, tier.directory)
+    prior, roofline = step_times(shape, device_name(kv_cache.device_id))
+    log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = Slab(
         kv_cache.base_address,
         kv_cache.num_blocks,
@@ -79,7 +89,7 @@ def build_parts(
         new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
         kv_cache.read_block,
         kv_cache.write_block,
-        first_steps(engine, time.perf_counter),
+        first_steps(engine, time.perf_counter, prior),
         tier.engine.max_requests_nbytes,
     )
 

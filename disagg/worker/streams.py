@@ -6,19 +6,23 @@ thread. Knows nothing of sockets, transports or models.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from disagg.engine.limits import TOKEN_NBYTES
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, EngineFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, WireError
 from disagg.worker.phases import Phases
 
+log = logging.getLogger(__name__)
+
 LinkId = int
 Leave = Callable[[Sequence], KVTicket]
+GiveUp = Callable[[Sequence], None]
 
 
 @dataclass(slots=True)
@@ -29,13 +33,18 @@ class Stream:
     stream_id: int
     sequence: Sequence
     phases: Phases
-    nbytes: int  # of the prompt
+    nbytes: int  # of the prompt, a draft and a grammar
     is_first_delta: bool = True
 
 
 def sequence_id(link_id: LinkId, stream_id: int) -> str:
     """The name of a stream's sequence and ticket: unique in this process, whatever clients send."""
     return f"{link_id}/{stream_id}"
+
+
+def is_of_link(name: str, link_id: LinkId) -> bool:
+    """Whether a sequence or ticket came about on that link."""
+    return name.startswith(f"{link_id}/")
 
 
 class Streams:
@@ -58,7 +67,9 @@ class Streams:
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
         phases = Phases(start.request, now, is_prefill=start.ticket is None)
-        nbytes = TOKEN_NBYTES * len(sequence.tokens)
+        num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
+        grammar = sequence.sampling.grammar
+        nbytes = TOKEN_NBYTES * num_tokens + (0 if grammar is None else len(grammar.source))
         stream = Stream(link_id, start.stream_id, sequence, phases, nbytes)
         self._by_sequence[sequence.request_id] = stream
         self.nbytes += nbytes
@@ -80,21 +91,37 @@ class Streams:
         return "" if stream is None else stream.phases.traceparent
 
     def deltas(
-        self, events: tuple[TokenEvent, ...], leave: Leave, now: float, step_s: float
+        self,
+        events: tuple[TokenEvent, ...],
+        leave: Leave,
+        give_up: GiveUp,
+        now: float,
+        step_s: float,
     ) -> dict[LinkId, list[TokenDelta]]:
         """What a step gained, for each link.
 
         Args:
             leave: turns a sequence that left into a ticket for its blocks.
+            give_up: forgets a sequence wherever it is. Whatever fails for one request ends that
+                request, and not the worker.
             now: Unix seconds at the end of the step, which took `step_s`.
         """
         self._end_queues(now - step_s)
         deltas: dict[LinkId, list[TokenDelta]] = {}
         for event, stream in self._known(events):
-            ticket = leave(event.sequence) if event.left else None
-            deltas.setdefault(stream.link_id, []).append(_delta(event, stream, ticket))
-            stream.phases.gained(now, event)
-            if event.is_last:
+            is_last = event.is_last
+            try:
+                ticket = leave(event.sequence) if event.left else None
+                delta = _delta(event, stream, ticket)
+                stream.phases.gained(now, event)
+            except Exception as error:
+                log.exception("What a request gained could not be told.")
+                give_up(event.sequence)
+                failed = EngineFailed(f"The worker failed on this request: {error}.")
+                delta = TokenDelta(stream.stream_id, (), error=WireError.of(failed))
+                is_last = True
+            deltas.setdefault(stream.link_id, []).append(delta)
+            if is_last:
                 self.close(event.sequence.request_id)
         return deltas
 

@@ -213,7 +213,7 @@ class Worker:
             case Resync():
                 post(lambda: self._snapshot(link_id))
             case LinkClosed():
-                post(lambda: doors.close_link(link_id))
+                post(lambda: doors.close_link(link_id, self._clock()))
 
     # In the engine's thread.
 

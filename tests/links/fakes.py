@@ -170,3 +170,22 @@ async def linked(
     finally:
         link.close()
         await link.wait_closed()
+
+
+@asynccontextmanager
+async def pair(**options: Any) -> AsyncIterator[tuple[FakeWorker, Link, RecordingObserver]]:
+    observer = RecordingObserver()
+    async with fake_worker() as worker, linked(worker.record, observer, **options) as link:
+        await until(lambda: observer.held)
+        yield worker, link, observer
+
+
+def start_of(worker: FakeWorker, request_id: str) -> tuple[LinkId, Start]:
+    for link_id, message in worker.received:
+        if isinstance(message, Start) and message.request.request_id == request_id:
+            return link_id, message
+    raise AssertionError(f"{request_id} was not started")
+
+
+async def collect(stream: AsyncIterator[TokenDelta]) -> list[int]:
+    return [token_id async for delta in stream for token_id in delta.token_ids]

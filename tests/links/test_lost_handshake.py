@@ -8,7 +8,7 @@ import pytest
 
 from disagg.messages import Challenge, ToIngress, Welcome
 from tests.links.fakes import RecordingObserver, linked, until
-from tests.links.test_client import RawWorker
+from tests.links.test_distrust import RawWorker
 
 
 class ForgetfulWorker(RawWorker):

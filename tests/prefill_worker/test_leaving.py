@@ -5,13 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
+from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.prefill_worker.leaving import HOLD_TTL_S, Leaving
+from disagg.prefill_worker.leaving import HOLD_TTL_S, LOST_TTL_S, Leaving
 from tests.engine.workload import new_engine, new_sequence
 
 BLOCK_SIZE = 4
@@ -81,6 +83,33 @@ def test_a_hold_ends_by_itself() -> None:
     assert door.leaving.num_holds == 1
     door.leaving.advance(10.0 + HOLD_TTL_S)
     assert door.num_held == door.leaving.num_holds == 0
+
+
+def test_lost_tickets_end_soon_and_others_do_not() -> None:
+    door = Door()
+    lost, kept = door.leave(9, now=10.0), door.leave(9, first=50, now=10.0)
+    door.leaving.hurry(lambda ticket_id: ticket_id == lost.ticket_id, 20.0)
+    door.leaving.advance(20.0 + LOST_TTL_S - 0.1)
+    assert door.leaving.num_holds == 2, "its reader may be about to come"
+    door.leaving.advance(20.0 + LOST_TTL_S)
+    door.check()
+    assert door.leaving.num_holds == 1 and door.num_held == len(kept.block_ids)
+    door.leaving.hurry(lambda ticket_id: True, 10.0 + HOLD_TTL_S)
+    door.leaving.advance(10.0 + HOLD_TTL_S)
+    assert door.leaving.num_holds == 0, "hurry made it stay longer"
+
+
+def test_a_hold_that_cannot_be_made_keeps_no_blocks() -> None:
+    door = Door()
+    sequence = prefill(door.engine, tuple(range(4, 14)))
+    sequence.request_id = "taken"
+    door.leaving.leave(sequence, 0.0)
+    namesake = prefill(door.engine, tuple(range(50, 60)))
+    namesake.request_id = "taken"
+    with pytest.raises(TransferFailed, match="held already"):
+        door.leaving.leave(namesake, 0.0)
+    door.check()
+    assert door.num_held == 3
 
 
 def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
 from disagg.kvtransfer.pulls import Pull
 from disagg.kvtransfer.runs import Run
@@ -83,6 +83,8 @@ class FatefulTransport(LocalTransport):
         flight.num_polls -= 1
         is_over = self._fates.calm or (flight.num_polls < 0 and not flight.hangs)
         source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
+        if source is not None and source.peer != pull.peer:
+            source = None  # its slab may be smaller than it was said to be
         error = None if source is not None else "source gone"
         if source is not None:
             blocks = [_nth(run, i) for run in pull.runs for i in range(run.num_blocks)]
@@ -130,7 +132,7 @@ class BreakableRunner(FakeRunner):
 
     breaks = False
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         if self.breaks:
             raise DeviceLost("the device fell off the bus")
         return super().run(plan)

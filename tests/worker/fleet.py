@@ -25,7 +25,7 @@ from disagg.messages import (
     encode,
 )
 from disagg.prefill_worker.leaving import HOLD_TTL_S
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
 from tests.engine.workload import STOP_IDS
 from tests.worker.members import Member, World
@@ -188,6 +188,8 @@ class Fleet:
             self._end(journey, error.code)
             return
         assert error.code in ("unavailable", "engine_failed"), error
+        is_broken = self.members[journey.last_worker].is_broken
+        assert is_broken or error.code != "engine_failed", f"failed on one request: {error}"
         self.met[f"moved, {error.code}"] += 1
         self._visit(journey, (journey.last_worker + 1) % NUM_WORKERS)
 
@@ -244,7 +246,7 @@ class Fleet:
     def _close_link(self, worker: int, which: int) -> None:
         member = self.members[worker]
         link_id, member.links[which] = member.links[which], next(member.link_ids)
-        member.doors.close_link(link_id)
+        member.doors.close_link(link_id, self.world.now)
         member.doors.check()
         self.met["link cut"] += self._lose(worker, link_id) > 0
 

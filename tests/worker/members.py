@@ -128,7 +128,10 @@ class Member:
         """Add to the world's count what happened here."""
         met = self._world.met
         met["computed"] += self.runner.num_computed
-        met["preempted"] += self.engine.scheduler.num_preempted
+        scheduler = self.engine.scheduler
+        met["preempted"] += scheduler.num_preempted
+        met["draft accepted"] += scheduler.num_accepted
+        met["draft refused"] += scheduler.num_drafted - scheduler.num_accepted
         met["hold expired"] += self.holds.num_expired
         met["hold broken"] += self.holds.num_broken
         met["released in vain"] += self.holds.num_unknown

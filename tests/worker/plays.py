@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from disagg.blocks import hash_blocks
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams
+from tests.engine.fake_runner import draft_of
 from tests.engine.workload import ROOT, STOP_IDS
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Trip:
     hand_over: bool = True
     ticket: str = "use"  # or one of TICKETS
     deadline_s: float = 1e9
+    draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
             hand_over=dice.pick([True, True, True, False]),
             ticket=dice.pick(TICKETS),
             deadline_s=dice.pick([1e9] * 8 + [0.5, 3.0, 30.0]),
+            draft=dice.pick([(0, 0)] * 4 + [(0, 3), (1, 1), (2, 3), (3, 0), (6, 1), (9, 0)]),
         )
         for _ in range(dice.pick(num_trips))
     ]
@@ -156,6 +159,7 @@ def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
             temperature=0.0,
         ),
         deadline_unix_s=trip.deadline_s,
+        draft_token_ids=draft_of(trip.prompt, *trip.draft, trip.seed),
     )
 
 

@@ -40,6 +40,8 @@ LEAST_PER_100_000_STEPS = {
     "left in mid-answer": 100,
     "link cut": 100,
     "preempted": 100,
+    "draft accepted": 500,
+    "draft refused": 300,
     "store away": 100,
     "hit in the store": 100,
     "deadline_exceeded": 300,

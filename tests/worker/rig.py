@@ -11,7 +11,7 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -41,7 +41,7 @@ class GatedRunner(FakeRunner):
         self.breaks = False
         self.is_waiting = False
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         if self.num_runs_left == 0:
             self.gate.clear()
         self.num_runs_left -= 1

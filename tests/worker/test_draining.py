@@ -9,7 +9,7 @@ import pytest
 
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from disagg.worker.draining import Draining
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from disagg.engine.engine import Engine
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, StepPlan
 from disagg.worker.first_steps import first_steps
 from tests.engine.workload import new_engine
 
@@ -19,7 +21,7 @@ class SlowMachine:
         self._costs = step_s, token_s
         engine.runner = self
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> Sequence[Sampled]:
         step_s, token_s = self._costs
         self.now += step_s + token_s * plan.num_new_tokens
         return self._runner.run(plan)

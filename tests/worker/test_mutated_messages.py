@@ -23,7 +23,7 @@ from disagg.messages import (
     encode,
 )
 from disagg.prefill_worker import leaving
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from tests.links.test_server import RawIngress
 from tests.worker.members import Member, World
 from tests.worker.mutations import mutated
@@ -82,7 +82,7 @@ class Pair:
         match message:
             case Start(stream_id=stream_id):
                 if stream_id <= self.last_stream_id:  # the server hangs up
-                    doors.close_link(self.link_id)
+                    doors.close_link(self.link_id, self._world.now)
                     self.link_id += 1
                 self.last_stream_id = stream_id
                 doors.start(self.link_id, message, self._world.now)
@@ -118,7 +118,7 @@ def test_mutated_messages_harm_nobody() -> None:
         pair.tell(message)
     assert all(taken[kind] > 100 for kind in ("Start", "Cancel", "Release", "Peers")), taken
     assert all(pair.ends[end] > 50 for end in ("answer", "error")), pair.ends
-    pair.worker.doors.close_link(pair.link_id)
+    pair.worker.doors.close_link(pair.link_id, pair._world.now)
     for _ in range(4):
         pair.turn(seconds=30.0)
     assert pair.worker.is_empty()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from disagg.messages import GenerateRequest, Role, TokenDelta
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, tokens
 

@@ -15,6 +15,7 @@ sys.modules.update(dict.fromkeys(["redis", "nixl_cu13", "nixl", "ray"]))  # impo
 
 from pathlib import Path
 from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.time_model import StepTimeModel
 from disagg.worker.parts import build_parts
 from disagg.worker.worker import Worker
 
@@ -23,6 +24,7 @@ tier = TierConfig(model=sys.argv[1], engine=engine)
 config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
 parts = build_parts(config, tier, "worker", 1)
 assert parts.cold_tier is None
+assert 0 < parts.first_times.prefill_s(100) != StepTimeModel().prefill_s(100)  # a measured one
 parts.transport.close()
 """
 

@@ -57,7 +57,7 @@ class Player:
 
     def step(self, now: float, *token_ids: int, **end: Any) -> None:
         events = (TokenEvent(self.sequence, token_ids, **end),) if token_ids or end else ()
-        self.streams.deltas(events, lambda sequence: TICKET, now, 1.0)
+        self.streams.deltas(events, lambda sequence: TICKET, lambda sequence: None, now, 1.0)
 
 
 def test_computed_here_from_the_first_token_on(spans: list[Span]) -> None:

@@ -22,7 +22,7 @@ from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.prefill_worker.leaving import Leaving
-from disagg.router import dispatch
+from disagg.router import journey
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
@@ -106,7 +106,7 @@ def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
         return hash_block(ROOT, tokens)
 
     patch.setattr(plays_module, "hash_blocks", hash_blocks)
-    patch.setattr(dispatch, "hash_block", of_one)
+    patch.setattr(journey, "hash_block", of_one)
     patch.setattr(ownership, "hash_block", of_one)
 
 
@@ -203,7 +203,7 @@ def _skipped_blocks_are_not_acquired(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_closed_link_leaves_its_streams(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Doors, "close_link", lambda doors, link_id: None)
+    patch.setattr(Doors, "close_link", lambda doors, link_id, now: None)
 
 
 def _the_store_mixes_up_blocks(patch: pytest.MonkeyPatch) -> None:

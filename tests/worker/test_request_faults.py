@@ -10,9 +10,14 @@ import pytest
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
+from disagg.engine.step import TokenEvent
+from disagg.kvtransfer.holds import issue_ticket
+from disagg.messages import GenerateRequest
+from disagg.prefill_worker import leaving
+from disagg.worker.phases import Phases
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig
-from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
+from tests.worker.test_worker import PROMPT, answer_to, make_request, prefilled, tokens
 
 UNLUCKY = tuple(range(60, 81))
 
@@ -20,7 +25,7 @@ UNLUCKY = tuple(range(60, 81))
 async def others_go_on(r: Rig, unlucky: asyncio.Task[Any]) -> None:
     """Before, during and after the one that fails."""
     during = asyncio.create_task(r.all("decode", make_request(30)))
-    (end,) = await unlucky
+    *_, end = await unlucky
     assert end.error is not None and end.error.code == "engine_failed"
     assert "planted" in end.error.message
     assert tokens(await during) == answer_to(make_request(30))
@@ -44,6 +49,73 @@ async def test_a_request_that_breaks_on_entering_the_engine(
         await r.start("decode")
         unlucky = asyncio.create_task(r.all("decode", make_request(prompt=UNLUCKY)))
         await others_go_on(r, unlucky)
+
+
+async def test_blocks_that_get_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks_now = [True]
+
+    def breaks(*arguments: Any, **named: Any) -> object:
+        if breaks_now:
+            breaks_now.pop()
+            raise RuntimeError("planted")
+        return issue_ticket(*arguments, **named)
+
+    monkeypatch.setattr(leaving, "issue_ticket", breaks)
+    async with rig() as r:
+        await r.start("decode")
+        request = make_request(prompt=UNLUCKY)
+        await others_go_on(r, asyncio.create_task(r.all("decode", request, hand_over=True)))
+        (first,) = await r.all("decode", make_request(), hand_over=True)
+        assert first.ticket is not None and first.ticket.num_tokens == len(PROMPT)
+        r.links["decode"].release(first.ticket)
+        await r.until_empty("decode")
+
+
+@pytest.mark.parametrize(("hand_over", "num_tokens"), [(False, 1), (False, 3), (True, 1)])
+async def test_a_token_that_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch, hand_over: bool, num_tokens: int
+) -> None:
+    """Its first one, when it may be leaving with a ticket, or one in the middle."""
+    gained, made = Phases.gained, Phases.__init__
+    unlucky: dict[Phases, int] = {}
+
+    def begins(self: Phases, request: GenerateRequest, *others: Any, **named: Any) -> None:
+        made(self, request, *others, **named)
+        if request.token_ids == UNLUCKY:
+            unlucky[self] = num_tokens
+
+    def breaks(self: Phases, now: float, event: TokenEvent) -> None:
+        if self in unlucky:
+            unlucky[self] -= 1
+            if not unlucky[self]:
+                raise RuntimeError("planted")
+        gained(self, now, event)
+
+    monkeypatch.setattr(Phases, "__init__", begins)
+    monkeypatch.setattr(Phases, "gained", breaks)
+    async with rig() as r:
+        await r.start("decode")
+        request = make_request(prompt=UNLUCKY)
+        asked = r.all("decode", request, hand_over=hand_over)
+        await others_go_on(r, asyncio.create_task(asked))
+
+
+async def test_a_pull_that_came_and_cannot_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Engine.join
+
+    def breaks(self: Engine, sequence: Sequence) -> None:
+        if tuple(sequence.tokens[: len(UNLUCKY)]) == UNLUCKY:
+            raise RuntimeError("planted")
+        join(self, sequence)
+
+    monkeypatch.setattr(Engine, "join", breaks)
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        moved, first = await prefilled(r, make_request(prompt=UNLUCKY))
+        unlucky = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
+        await others_go_on(r, unlucky)
+        await r.until_empty("prefill")
 
 
 async def test_a_ticket_that_breaks_the_door(monkeypatch: pytest.MonkeyPatch) -> None:

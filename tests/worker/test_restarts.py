@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, prefilled, tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from disagg.engine.limits import TOKEN_NBYTES
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
@@ -19,7 +21,7 @@ def start(stream_id: int, *, hand_over: bool = False) -> Start:
 
 
 def take(streams: Streams, *events: TokenEvent) -> dict[int, list[TokenDelta]]:
-    return streams.deltas(events, lambda sequence: TICKET, 1.0, 0.1)
+    return streams.deltas(events, lambda sequence: TICKET, lambda sequence: None, 1.0, 0.1)
 
 
 def test_streams_of_one_id_on_two_links_are_two() -> None:
@@ -73,7 +75,7 @@ def test_nobody_hears_of_a_closed_stream() -> None:
         left.append(sequence)
         return TICKET
 
-    assert set(streams.deltas(events, leave, 1.0, 0.1)) == {2}
+    assert set(streams.deltas(events, leave, lambda sequence: None, 1.0, 0.1)) == {2}
     assert left == [other], "a ticket that nobody gets would keep blocks"
 
 
@@ -105,3 +107,11 @@ def test_bytes_of_prompts_come_back_however_streams_end() -> None:
     streams.open(1, start(4), 0.0)
     streams.fail_all(EngineFailed("planted"))
     assert streams.nbytes == 0
+
+
+def test_a_draft_takes_room_like_a_prompt() -> None:
+    drafted = request_of(Trip(0, (4, 5, 6), 9), "client's own id", 4)
+    drafted = msgspec.structs.replace(drafted, draft_token_ids=(7, 8))
+    streams = Streams()
+    streams.open(1, Start(1, drafted), 0.0)
+    assert streams.nbytes == (3 + 2) * TOKEN_NBYTES

@@ -12,11 +12,11 @@ import pytest
 
 from disagg.errors import EngineFailed, StartupError, WorkerLost
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.router.dispatch import grown
+from disagg.router.journey import grown
 from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
-from tests.engine.fake_runner import expected_tokens
+from tests.engine.fake_runner import draft_of, expected_tokens
 from tests.links.fakes import RecordingObserver, linked, until
 from tests.worker.members import Member, World
 from tests.worker.plays import Play, Trip, request_of
@@ -58,6 +58,25 @@ async def test_a_request_goes_over_both_workers() -> None:
         assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
         assert deltas[-1].finish_reason == "length"
         assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
+        await r.until_empty("prefill")
+        await r.until_empty("decode")
+
+
+@pytest.mark.parametrize("num_wrong", [0, 2])
+async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: int) -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        draft = draft_of(PROMPT, 4, num_wrong)
+        request = msgspec.structs.replace(make_request(max_tokens=9), draft_token_ids=draft)
+        (first,) = await r.all("prefill", request, hand_over=True)
+        assert list(first.token_ids) == answer_to(request)[:5] and first.ticket is not None
+        assert first.ticket.num_tokens == len(PROMPT) + 4, "all but the last token have KV"
+        moved = grown(request, list(first.token_ids), BLOCK_SIZE)
+        assert not moved.draft_token_ids
+        deltas = await r.all("decode", moved, ticket=first.ticket)
+        assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
+        assert r.runners["decode"].num_computed == 4, "nothing was computed again"
         await r.until_empty("prefill")
         await r.until_empty("decode")
 
