@@ -5,6 +5,7 @@ Unknown keys are refused. "auto" is resolved where the machine is known: in the 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -19,12 +20,20 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Fraction: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+Signal: TypeAlias = Literal["minimum", "mean", "margin"]
+
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_PRIORITY = 1000
+DEFAULT_TENANT = "default"  # settings of whoever has none, and the name for all of them in metrics
+AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, on one device. Names follow vLLM's flags."""
 
     dtype: DType = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8 and int8 have scales beside the values
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit
@@ -34,8 +43,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_bytes: Positive | None = None
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
     num_threads: Positive | None = None  # of torch, on a CPU
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
+
+
+class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Between which bounds a pool follows the load, and how (`router/autoscale.py`)."""
+
+    min_replicas: Annotated[int, Meta(ge=0)] = 1  # 0: none while nobody asks
+    max_replicas: Positive
+    slo_fraction: Fraction = 1.0  # of the SLO that is predicted to be used; less leaves room
+    start_s: Annotated[float, Meta(gt=0)] = 30.0  # until a new worker serves, about
+    look_back_s: Annotated[float, Meta(gt=0)] = 240.0  # sized for the load of so long
+    down_after_s: Annotated[float, Meta(ge=0)] = 60.0  # for so long not needed
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +64,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
     num_standby: Annotated[int, Meta(ge=0)] = 0  # more, loaded, that serve when others are gone
+    autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
     num_cpus: Annotated[float, Meta(ge=0)] = 0
     num_gpus: Annotated[float, Meta(ge=0)] = 0
     resources: dict[str, float] = {}
@@ -58,6 +80,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: EngineConfig = EngineConfig()
     chat_template: str | None = None  # a path; the model's own when absent
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # who would wait longer is refused
+    tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.2  # between tokens; what decode pools are sized by
 
     @property
     def name(self) -> str:
@@ -85,23 +108,70 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str = "127.0.0.1"
     port: Port = 8000
     api_key: str | None = None
+    api_keys: dict[str, str] = {}  # tenant -> key; whoever has `api_key` is the default tenant
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
     max_requests_nbytes: Positive = 256 << 20  # their bodies
+    max_queue_nbytes: Positive = 64 << 20  # requests in one ingress that wait for their turn
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
 
+class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may use, in all ingresses together (docs/admission.md).
+
+    Attributes:
+        weight: of its share where requests wait: 2 is served twice as much as 1.
+        max_num_requests: in flight at once.
+        min_priority: the lowest number, that is the most urgent one, its requests may ask for.
+    """
+
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    max_num_requests: Positive | None = None
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None  # of prompts and answers
+    min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+
+    @property
+    def is_limited(self) -> bool:
+        limits = (self.max_num_requests, self.requests_per_minute, self.tokens_per_minute)
+        return any(limit is not None for limit in limits)
+
+
+class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Small model first: how `model: "auto"` is answered (docs/cascade.md).
+
+    An answer begins on the first tier. Its first `num_judged_tokens` tokens are held back and
+    judged by their log-probabilities: at its tier's threshold or above it stays there, below it
+    goes to the next tier. `disagg cascade calibrate` finds thresholds.
+
+    Attributes:
+        signal: the least or the mean log-probability of a token, or the least margin between it
+            and the likeliest other token.
+        thresholds: one for each tier but the last, in nats. The default is that of the two
+            bundled models.
+        max_shift: load moves a threshold by so much at most, up or down; 0: not at all.
+    """
+
+    signal: Signal = "minimum"
+    num_judged_tokens: Positive = 16
+    thresholds: tuple[float, ...] = (-0.1,)
+    max_shift: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole deployment."""
+    """A whole deployment. Tiers are in the order of their models' sizes, smallest first."""
 
     tiers: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
+    cascade: CascadeConfig | None = None  # over all tiers; None: clients name their model
     http: HttpConfig = HttpConfig()
+    tenants: dict[str, TenantConfig] = {}  # of those with a name in `http.api_keys`, or "default"
     num_ingress: Positive = 1
     transport: Literal["nixl", "local"] = "nixl"
     redis_url: str | None = None  # None: no store; the CLI starts an embedded server
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
     link_host: str | None = None  # where workers listen; None: the node's own address
+    max_num_workers: Positive | None = None  # of all pools together, where some are autoscaled
     drain_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a stopping worker finishes its streams
 
     def tier(self, name: str) -> TierConfig:
@@ -110,6 +180,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 return tier
         known = ", ".join(tier.name for tier in self.tiers)
         raise StartupError(f"No tier is named {name!r}; configured: {known}.", param="model")
+
+    def tenant(self, name: str) -> TenantConfig:
+        return self.tenants.get(name) or self.tenants.get(DEFAULT_TENANT) or TenantConfig()
+
+    def tenant_class(self, name: str) -> str:
+        """What metrics call a tenant: those without settings of their own are one."""
+        return name if name in self.tenants else DEFAULT_TENANT
 
 
 def parse_config(raw: dict[str, Any]) -> ServeConfig:
@@ -137,9 +214,102 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
             param="served_model_name",
         )
     for tier in config.tiers:
-        if tier.decode.num_replicas == 0:
+        _check_autoscaling(tier)
+        if tier.decode.num_replicas == 0 and tier.decode.autoscaling is None:
             raise StartupError(
                 f"Tier {tier.name!r} has no decode worker; set decode.num_replicas to at least 1.",
                 param="decode",
             )
+    _check_budget(config)
+    _check_tenants(config)
+    if config.cascade is not None:
+        _check_cascade(config.cascade, names)
     return config
+
+
+def _check_tenants(config: ServeConfig) -> None:
+    keys = dict(config.http.api_keys)
+    for name, key in keys.items():
+        if not TENANT_NAME.fullmatch(name) or name == DEFAULT_TENANT:
+            raise StartupError(
+                f"{name[:64]!r} cannot be the name of a tenant: up to 64 letters, digits, '.', '_'"
+                f" and '-' can, and {DEFAULT_TENANT!r} is whoever has no name.",
+                param="api_keys",
+            )
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise StartupError(
+                f"The API key of {name!r} must be printable ASCII without spaces, and not empty.",
+                param="api_keys",
+            )
+    everybody = [*keys.values(), *([config.http.api_key] if config.http.api_key else [])]
+    if len(set(everybody)) < len(everybody):
+        raise StartupError(
+            "Two tenants have the same API key; give each one of its own.", param="api_keys"
+        )
+    for name in config.tenants:
+        if name != DEFAULT_TENANT and name not in keys:
+            raise StartupError(
+                f"There are settings for a tenant {name!r}, and no key; add it to http.api_keys.",
+                param="tenants",
+            )
+
+
+def _check_autoscaling(tier: TierConfig) -> None:
+    for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+        limits = pool.autoscaling
+        if limits is None:
+            continue
+        if not limits.min_replicas <= pool.num_replicas <= limits.max_replicas:
+            raise StartupError(
+                f"Tier {tier.name!r} begins with {pool.num_replicas} {role} workers, and its"
+                f" autoscaling allows {limits.min_replicas} to {limits.max_replicas}.",
+                param=role,
+            )
+        if limits.min_replicas == 0 and pool.num_standby:
+            raise StartupError(
+                f"Tier {tier.name!r} keeps {pool.num_standby} {role} workers standing by, so it"
+                " cannot go down to none; set min_replicas to 1 or num_standby to 0.",
+                param=role,
+            )
+        if limits.min_replicas == 0 and tier.engine.block_size is None:
+            raise StartupError(
+                f"Tier {tier.name!r} may have no {role} worker that says how long its blocks are;"
+                " set engine.block_size (16 on a CPU and 64 on a GPU are usual).",
+                param="block_size",
+            )
+
+
+def _check_budget(config: ServeConfig) -> None:
+    if config.max_num_workers is None:
+        return
+    num_least = sum(
+        (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
+        + pool.num_standby
+        for tier in config.tiers
+        for pool in (tier.prefill, tier.decode)
+    )
+    if num_least > config.max_num_workers:
+        raise StartupError(
+            f"max_num_workers is {config.max_num_workers}, and the pools have at least"
+            f" {num_least} workers.",
+            param="max_num_workers",
+        )
+
+
+def _check_cascade(cascade: CascadeConfig, names: list[str]) -> None:
+    if len(names) < 2:
+        raise StartupError(
+            "A cascade needs at least two models, the smallest first.", param="cascade"
+        )
+    if AUTO in names:
+        raise StartupError(
+            f"With a cascade no model may be named {AUTO!r}: that name has it choose one. Set"
+            " served_model_name.",
+            param="served_model_name",
+        )
+    if len(cascade.thresholds) != len(names) - 1:
+        raise StartupError(
+            f"{len(names)} models need {len(names) - 1} thresholds, one for each but the last;"
+            f" {len(cascade.thresholds)} are given.",
+            param="cascade",
+        )

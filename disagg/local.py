@@ -10,8 +10,9 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from disagg.api.ingress import IngressCore
 from disagg.config import ServeConfig, TierConfig
@@ -60,6 +61,24 @@ class LocalCluster:
         else:
             self._tell()
             await worker.drain(drain_s)
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """One request of a client to the ingress's HTTP application: status and body."""
+        waiting = [{"type": "http.request", "body": body}]
+        replies: list[MutableMapping[str, Any]] = []
+
+        async def receive() -> MutableMapping[str, Any]:
+            if not waiting:
+                await asyncio.Event().wait()  # this client does not go away
+            return waiting.pop()
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            replies.append(message)
+
+        headers = [(b"host", b"local"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await self.ingress.app(scope, receive, send)
+        return replies[0]["status"], b"".join(each.get("body", b"") for each in replies)
 
     async def wait_ready(self) -> None:
         """Until every worker is known to the router."""

@@ -15,3 +15,106 @@ def test_an_empty_cluster_key(fields: dict[str, Any]) -> None:
     with pytest.raises(StartupError, match="set cluster_key") as refused:
         parse_config({"tiers": [{"model": "demo-small"}], **fields})
     assert refused.value.param == "cluster_key"
+
+
+PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "cascade", "reason"),
+    [
+        (PAIR[:1], {}, "at least two models"),
+        ([*PAIR, {"model": "x"}], {}, "3 models need 2 thresholds, .* 1 are given"),
+        (PAIR, {"thresholds": []}, "2 models need 1 thresholds"),
+        ([PAIR[0], {"model": "x", "served_model_name": "auto"}], {}, "may be named 'auto'"),
+        (PAIR, {"signal": "entropy"}, "Invalid enum value 'entropy'"),
+        (PAIR, {"num_judged_tokens": 0}, "num_judged_tokens"),
+        (PAIR, {"max_shift": -1}, "max_shift"),
+        (PAIR, {"treshold": 1}, "unknown field `treshold`"),
+    ],
+)
+def test_a_cascade_that_cannot_be(
+    tiers: list[dict[str, Any]], cascade: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(StartupError, match=reason):
+        parse_config({"tiers": tiers, "cluster_key": "key", "cascade": cascade})
+
+
+def test_a_cascade_is_off_unless_asked_for() -> None:
+    assert parse_config({"tiers": PAIR, "cluster_key": "key"}).cascade is None
+    one = {"tiers": [{"model": "x", "served_model_name": "auto"}], "cluster_key": "key"}
+    assert parse_config(one).tiers[0].name == "auto"
+
+
+KEYS = {"alice": "secret-1", "bob": "secret-2"}
+
+
+def with_tenants(http: dict[str, Any], tenants: dict[str, Any]) -> dict[str, Any]:
+    return {"tiers": PAIR, "cluster_key": "key", "http": http, "tenants": tenants}
+
+
+@pytest.mark.parametrize(
+    ("http", "tenants", "reason"),
+    [
+        ({"api_keys": {"a b": "k"}}, {}, "'a b' cannot be the name of a tenant"),
+        ({"api_keys": {"default": "k"}}, {}, "'default' cannot be"),
+        ({"api_keys": {"a": ""}}, {}, "key of 'a' must be"),
+        ({"api_keys": {"a": "two words"}}, {}, "key of 'a' must be"),
+        ({"api_keys": {"a": "k\xe9y"}}, {}, "key of 'a' must be"),
+        ({"api_keys": {"a": "k", "b": "k"}}, {}, "same API key"),
+        ({"api_keys": KEYS, "api_key": "secret-1"}, {}, "same API key"),
+        ({"api_keys": KEYS}, {"carol": {}}, "a tenant 'carol', and no key"),
+        ({"api_keys": KEYS}, {"bob": {"weight": 0}}, "weight"),
+        ({"api_keys": KEYS}, {"bob": {"tokens_per_minute": 0}}, "tokens_per_minute"),
+        ({"api_keys": KEYS}, {"bob": {"min_priority": -1001}}, "min_priority"),
+        ({"api_keys": KEYS}, {"bob": {"wait": 1}}, "unknown field `wait`"),
+    ],
+)
+def test_tenants_that_cannot_be(http: dict[str, Any], tenants: dict[str, Any], reason: str) -> None:
+    with pytest.raises(StartupError, match=reason):
+        parse_config(with_tenants(http, tenants))
+
+
+def test_who_has_no_settings_has_those_of_the_default() -> None:
+    settings = {"bob": {"weight": 3}, "default": {"weight": 0.5, "max_num_requests": 2}}
+    config = parse_config(with_tenants({"api_keys": KEYS, "api_key": "house"}, settings))
+    assert [config.tenant(name).weight for name in ("bob", "alice", "")] == [3.0, 0.5, 0.5]
+    assert [config.tenant_class(name) for name in ("bob", "alice", "")] == [
+        "bob",
+        "default",
+        "default",
+    ]
+    assert [config.tenant(name).is_limited for name in ("bob", "alice")] == [False, True]
+    plain = parse_config(with_tenants({}, {}))
+    assert not plain.tenant("").is_limited
+
+
+def scaled(**limits: Any) -> dict[str, Any]:
+    return {"num_replicas": 1, "autoscaling": {"max_replicas": 4, **limits}}
+
+
+@pytest.mark.parametrize(
+    ("tier", "others", "reason"),
+    [
+        ({"decode": scaled(min_replicas=2)}, {}, "begins with 1 decode workers.* 2 to 4"),
+        ({"prefill": scaled(min_replicas=0)}, {}, "set engine.block_size"),
+        (
+            {"decode": scaled(min_replicas=0) | {"num_standby": 1}},
+            {},
+            "cannot go down to none",
+        ),
+        ({"decode": {"autoscaling": {}}}, {}, "max_replicas"),
+        ({"decode": scaled()}, {"max_num_workers": 1}, "at least 2 workers"),
+    ],
+)
+def test_pools_that_cannot_follow_the_load(
+    tier: dict[str, Any], others: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(StartupError, match=reason):
+        parse_config({"tiers": [{"model": "x", **tier}], "cluster_key": "key", **others})
+
+
+def test_a_pool_may_be_empty_where_its_blocks_are_known() -> None:
+    tier = {"model": "x", "engine": {"block_size": 16}, "decode": scaled(min_replicas=0)}
+    pool = parse_config({"tiers": [tier], "cluster_key": "key"}).tiers[0].decode
+    assert pool.autoscaling is not None and pool.autoscaling.min_replicas == 0

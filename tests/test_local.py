@@ -176,13 +176,16 @@ async def test_a_worker_that_stops_loses_no_request_and_no_token(
             asyncio.create_task(chat(client, content, 60, temperature=1, seed=i, ignore_eos=True))
             for i, content in enumerate(contents)
         ]
-        victim = next(worker for worker in running.workers if worker.record.role == role)
-        await until(lambda: has_stepped(victim), 30)
+        candidates = [worker for worker in running.workers if worker.record.role == role]
+        await until(lambda: any(map(has_stepped, candidates)), 30)
+        victim = next(filter(has_stepped, candidates))
         await running.stop_worker(victim, drain_s)
         answers = await asyncio.gather(*tasks)
         for i, (content, answer) in enumerate(zip(contents, answers, strict=True)):
             assert answer["usage"]["completion_tokens"] == 60
-            assert text(answer) == reference.chat(content, 60, temperature=1, seed=i)
+            assert text(answer) == reference.chat(
+                content, 60, temperature=1, seed=i, ignore_eos=True
+            )
         for worker in running.workers:
             await until_empty(worker)
 
@@ -200,7 +203,7 @@ async def test_a_worker_that_stands_by_serves_when_another_dies(
         await until(lambda: has_stepped(serving), 30)
         assert not has_stepped(standing_by)
         await running.stop_worker(serving)
-        assert text(await asked) == reference.chat(LONG, 200)
+        assert text(await asked) == reference.chat(LONG, 200, ignore_eos=True)
         assert has_stepped(standing_by)
         await until_empty(standing_by)
 
@@ -229,9 +232,11 @@ async def test_a_planned_stop_moves_kv_and_no_answer_shows_it(
 
         asked = range(len(ALL_SORTS))
         expected = [await ask(index) for index in asked]
-        victim = next(worker for worker in running.workers if worker.record.role == "decode")
         tasks = [asyncio.create_task(ask(index)) for index in asked]
-        await until(lambda: victim._engine.scheduler.running, 30)
+        decoding = [worker for worker in running.workers if worker.record.role == "decode"]
+        # Either may have all of them: a prompt goes where it is cached since it was first asked.
+        await until(lambda: any(worker._engine.scheduler.running for worker in decoding), 30)
+        victim = max(decoding, key=lambda worker: len(worker._engine.scheduler.running))
         await running.stop_worker(victim, 60.0)
         answers = await asyncio.gather(*tasks)
         for answer, undisturbed in zip(answers, expected, strict=True):

@@ -1,4 +1,4 @@
-"""A request that moves in mid-answer keeps everything: text, penalties, logprobs, stops, usage.
+"""A request that moves in mid-answer keeps everything: text, penalties, logprobs, grammar, stops.
 
 The whole system in one process, with a real (tiny) model; only the links lose streams, at chosen
 tokens. Each answer is compared with that of the same request when nothing happened.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -29,14 +30,27 @@ from tests.tiny_model import write_tiny_model
 MAX_TOKENS = 36
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 LETTERS = list(range(64, 91))  # tokens that often end an answer that may end with them
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 100, "maximum": 999},
+    "minItems": 7,
+    "maxItems": 9,
+}
 FEATURES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
+    "greedy": {"temperature": 0, "ignore_eos": True},
     "seeded": {**DRAWN, "seed": 7, "top_k": 80},
     "penalties": {"temperature": 0, "repetition_penalty": 1.4},
     "counts": {**DRAWN, "seed": 3, "presence_penalty": 0.9, "frequency_penalty": 0.6},
     "logprobs": {**DRAWN, "seed": 5, "logprobs": True, "top_logprobs": 3},
     "choices": {**DRAWN, "seed": 9, "n": 3},
     "least": {**DRAWN, "seed": 11, "min_tokens": 20, "stop_token_ids": LETTERS},
+    "schema": {
+        **DRAWN,
+        "seed": 19,
+        "max_tokens": 120,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBERS}},
+    },
+    "expression": {"temperature": 0, "structured_outputs": {"regex": r"([a-z]{4,6}-){4}\d{3}"}},
     "most": {**DRAWN, "seed": 13, "ignore_eos": True, "max_tokens": 17},
 }
 STOPPED = {**DRAWN, "seed": 17}
@@ -233,6 +247,8 @@ def test_the_features_are_there(undisturbed: dict[str, dict[str, Any]]) -> None:
     assert len(set(texts["choices"])) == 3
     assert usage["choices"]["completion_tokens"] > 2 * 20
     assert len(scores(undisturbed["logprobs"])) == 2 * 4 * usage["logprobs"]["completion_tokens"]
+    assert 7 <= len(json.loads(texts["schema"][0])) <= 9
+    assert re.fullmatch(r"([a-z]{4,6}-){4}\d{3}", texts["expression"][0])
     for answer in usage.values():
         assert answer["prompt_tokens_details"]["cached_tokens"] == 0
 

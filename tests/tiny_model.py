@@ -12,12 +12,38 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0) -> Path:
-    """A two-layer Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens."""
+    """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
+
+    Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
+    workers.
+    """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
+    end_id = write_tiny_tokenizer(directory)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=128,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_model_len,
+        tie_word_embeddings=True,
+        eos_token_id=end_id,
+        initializer_range=0.3,  # far from uniform, so that a wrong KV block changes the answer
+    )
+    Qwen3ForCausalLM(config).eval().save_pretrained(directory)
+    return directory
+
+
+def write_tiny_tokenizer(directory: Path) -> int:
+    """The model's tokenizer and chat template alone. Returns the token that ends an answer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -28,19 +54,4 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"})
     )
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=max_model_len,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-        initializer_range=0.3,  # far from uniform, so that a wrong KV block changes the answer
-    )
-    Qwen3ForCausalLM(config).eval().save_pretrained(directory)
-    return directory
+    return len(vocab) + 1

@@ -16,8 +16,11 @@ from disagg.api.detokenizer import Detokenizer
 from disagg.api.served_model import ServedModel
 from disagg.errors import EngineFailed
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.router.cascade import CascadeDecision
 
 Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
+# Request id -> which tier answers and why; None: the request named its model itself.
+Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
 
 class ScoredToken(NamedTuple):
@@ -78,8 +81,9 @@ class Job:
 class Answer:
     """The state of one choice while it runs."""
 
-    def __init__(self, choice: Choice, model: ServedModel) -> None:
+    def __init__(self, choice: Choice, model: ServedModel, explain: Explain) -> None:
         self._choice = choice
+        self._explain = explain
         self._detokenizer = Detokenizer(
             model.tokenizer,
             stops=choice.stops,
@@ -89,6 +93,7 @@ class Answer:
         )
         self._num_deltas = 0
         self.num_cached_tokens = 0
+        self.decision: CascadeDecision | None = None
 
     def advance(self, delta: TokenDelta) -> Piece:
         """The text `delta` adds. Raises the error that `delta` carries."""
@@ -96,6 +101,7 @@ class Answer:
             raise delta.error.to_error()
         if self._num_deltas == 0:
             self.num_cached_tokens = delta.num_cached_tokens
+            self.decision = self._explain(self._choice.request.request_id)
         self._num_deltas += 1
         piece = Piece(self._choice.index)
         scores = delta.logprobs or ()
@@ -132,21 +138,42 @@ class Run:
 
     Args:
         generate: keeps the deadline of the requests it is given.
+        explain: asked when a choice's first tokens come.
     """
 
-    def __init__(self, job: Job, generate: Generate) -> None:
+    def __init__(
+        self,
+        job: Job,
+        generate: Generate,
+        explain: Explain = lambda request_id: None,
+    ) -> None:
         self.job = job
         self.num_completion_tokens = 0
         self._generate = generate
-        self._answers = [Answer(choice, job.model) for choice in job.choices]
+        self._answers = [Answer(choice, job.model, explain) for choice in job.choices]
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were not computed; further choices of a prompt do not count."""
         return sum(answer.num_cached_tokens for answer in self._answers[:: self.job.num_choices])
 
+    @property
+    def decisions(self) -> list[CascadeDecision | None]:
+        """Of the cascade, for each choice: once it has begun, and if it was asked to decide."""
+        return [answer.decision for answer in self._answers]
+
+    @property
+    def model_name(self) -> str:
+        """The model that answers. What the client asked for, where several did or none yet."""
+        asked = self.job.model.name
+        names = {asked if each is None else each.model for each in self.decisions}
+        return names.pop() if len(names) == 1 else asked
+
     def batches(self) -> AsyncGenerator[list[Piece], None]:
         """Pieces as they come, at most one per choice at a time, each choice ending once.
+
+        The first come when every choice has begun, so a request is refused whole, before anything
+        of it was sent, if one of its choices is.
 
         Closing the iterator cancels what still runs, and returns when that is done.
 
@@ -164,7 +191,7 @@ class Run:
 
     async def _side_by_side(self) -> AsyncGenerator[list[Piece], None]:
         """A task for each choice, so that one that is slow to start delays no other."""
-        inbox = _Inbox()
+        inbox = _Inbox({choice.index for choice in self.job.choices})
         tasks = [asyncio.create_task(self._follow(choice, inbox)) for choice in self.job.choices]
         num_open = len(tasks)
         try:
@@ -201,15 +228,23 @@ class Run:
 
 
 class _Inbox:
-    """Pieces of several choices on their way to one reader."""
+    """Pieces of several choices, by index, on their way to one reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: set[int]) -> None:
+        self._silent = choices  # until these have begun, or failed
         self._arrived: list[Piece | Exception] = []
         self._has_some = asyncio.Event()
 
     def put(self, item: Piece | Exception) -> None:
+        if isinstance(item, Exception):
+            if self._silent:
+                self._arrived.clear()
+                self._silent.clear()
+        elif self._silent:
+            self._silent.discard(item.index)
         self._arrived.append(item)
-        self._has_some.set()
+        if not self._silent:
+            self._has_some.set()
 
     async def take(self) -> list[Piece]:
         """What arrived since the last call, at most one piece per choice.

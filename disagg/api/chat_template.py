@@ -64,6 +64,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {error}.") from error
         self._variables = dict(variables)
+        self.key = (source, tuple(sorted(self._variables.items())))  # equal for equal templates
 
     def render(
         self,

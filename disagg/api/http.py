@@ -30,6 +30,7 @@ from disagg.api.openai_requests import (
     TokenizeRequest,
     parse_request,
 )
+from disagg.api.quota import Quota
 from disagg.api.refusals import (
     MethodNotAllowed,
     UnknownUrl,
@@ -37,7 +38,7 @@ from disagg.api.refusals import (
 )
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, Service
-from disagg.config import HttpConfig
+from disagg.config import AUTO, HttpConfig
 from disagg.errors import Overloaded
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -74,6 +75,7 @@ def build_app(
     explain: Callable[[str], bytes | None] | None = None,
     refresh: Callable[[], None] = lambda: None,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    quota: Quota | None = None,
 ) -> AsgiApp:
     """The ASGI application.
 
@@ -83,9 +85,11 @@ def build_app(
         explain: request id -> JSON that says how it was routed; `/debug/requests/{id}`.
         refresh: brings gauges up to date before `/metrics` shows them.
         new_id: random text for ids that clients do not choose.
+        quota: what tenants may do; None: whatever they like.
     """
     metrics = metrics or ApiMetrics()
-    return _App(service, config, readiness, metrics, explain, refresh, new_id)
+    quota = quota or Quota.unlimited(metrics.clock)
+    return _App(service, config, readiness, metrics, explain, refresh, new_id, quota)
 
 
 class _App:
@@ -98,6 +102,7 @@ class _App:
         explain: Callable[[str], bytes | None] | None,
         refresh: Callable[[], None],
         new_id: Callable[[], str],
+        quota: Quota,
     ) -> None:
         self._service = service
         self._config = config
@@ -106,10 +111,12 @@ class _App:
         self._explain = explain
         self._refresh = refresh
         self._new_id = new_id
-        self._key_check = KeyCheck(config.api_key)
+        self._key_check = KeyCheck(config.api_key, config.api_keys)
+        self._quota = quota
         self._num_running = 0
         self._bodies = Bodies(config.max_requests_nbytes)
         metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
+        metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
@@ -150,7 +157,7 @@ class _App:
 
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent; 499 if the client went away before."""
-        writer = Writer(send, request.request_id)
+        writer = Writer(send, request.reply_headers)
         self._metrics.num_running.inc()
         self._num_running += 1
         work = asyncio.create_task(self._answer(request, writer))
@@ -170,6 +177,7 @@ class _App:
                 self._num_running -= 1
                 self._metrics.num_running.dec()
                 self._bodies.give_back(request.num_body_bytes)
+                self._quota.end(request)
         return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:
@@ -184,7 +192,9 @@ class _App:
             if error is not problem:
                 logger.exception("request %s failed", request.request_id)
             if isinstance(error, Overloaded):
-                self._metrics.refused.labels(request.route).inc()
+                who = self._quota.tenant_class(request.tenant)
+                self._metrics.refused.labels(request.route, error.reason, who).inc()
+                self._quota.say(request)
             await writer.fail(error, close=not request.body_is_read)
 
     async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
@@ -202,6 +212,8 @@ class _App:
             raise Overloaded(
                 f"{self._config.max_num_requests} requests are in flight here already."
             )
+        if method == "POST":
+            self._quota.begin(request)
         return await endpoint(request)
 
     def _route(self, request: HttpRequest) -> tuple[str, Endpoint | None]:
@@ -222,19 +234,21 @@ class _App:
         arrived_s = self._metrics.clock()
         asked = parse_request(await self._read_json(request), ChatRequest)
         run = await self._service.chat(asked, self._caller(request, "chatcmpl-", arrived_s))
+        self._quota.take_prompt(request, run)
         if asked.stream:
-            return self._events(run, responses.ChatFrames(run.job), arrived_s)
-        return Reply(responses.chat_body(run, await self._collect(run, arrived_s)))
+            return self._events(request, run, responses.ChatFrames(run.job), arrived_s)
+        return Reply(responses.chat_body(run, await self._collect(request, run, arrived_s)))
 
     async def _completions(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
         arrived_s = self._metrics.clock()
         asked = parse_request(await self._read_json(request), CompletionRequest)
         run = await self._service.complete(asked, self._caller(request, "cmpl-", arrived_s))
+        self._quota.take_prompt(request, run)
         if asked.stream:
-            return self._events(run, responses.CompletionFrames(run.job), arrived_s)
-        return Reply(responses.completion_body(run, await self._collect(run, arrived_s)))
+            return self._events(request, run, responses.CompletionFrames(run.job), arrived_s)
+        return Reply(responses.completion_body(run, await self._collect(request, run, arrived_s)))
 
-    async def _collect(self, run: Run, arrived_s: float) -> list[Piece]:
+    async def _collect(self, request: HttpRequest, run: Run, arrived_s: float) -> list[Piece]:
         """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
         answers = [Piece(choice.index) for choice in run.job.choices]
         async with aclosing(run.batches()) as batches:
@@ -243,26 +257,38 @@ class _App:
                     timer.observe(batch)
                     for piece in batch:
                         answers[piece.index].extend(piece)
+        _say_why(run, request)
         return answers
 
     async def _events(
-        self, run: Run, frames: responses.Frames, arrived_s: float
+        self, request: HttpRequest, run: Run, frames: responses.Frames, arrived_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of one batch joined into one write."""
-        opening = frames.opening()
+        begun, is_named = False, run.job.model.name != AUTO
         async with aclosing(run.batches()) as batches:
             with RequestTimer(self._metrics, run, arrived_s) as timer:
                 async for batch in batches:
                     timer.observe(batch)
+                    if not is_named:
+                        is_named = frames.name_models(run)
                     events = b"".join(map(frames.piece, batch))
-                    if opening or events:
-                        yield opening + events
-                    opening = b""
+                    if not begun:
+                        begun = True
+                        _say_why(run, request)
+                        events = frames.opening() + events
+                    if events:
+                        yield events
         yield frames.closing(run)
 
     def _caller(self, request: HttpRequest, prefix: str, arrived_s: float) -> Caller:
         waited_s = self._metrics.clock() - arrived_s
-        return Caller(prefix + request.own_id, request.tenant, request.traceparent, waited_s)
+        return Caller(
+            prefix + request.own_id,
+            request.tenant,
+            request.traceparent,
+            waited_s,
+            self._quota.min_priority(request.tenant),
+        )
 
     # The rest
 
@@ -325,5 +351,15 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
+def _say_why(run: Run, request: HttpRequest) -> None:
+    """In a header, what the cascade has decided so far."""
+    words = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
+    if words:
+        text = "; ".join(words).encode("ascii", "replace")
+        request.reply_headers.append((b"x-disagg-cascade", text))
+
+
 def _describe(model: ServedModel) -> responses.Model:
-    return responses.Model(model.name, model.created_unix_s, model.max_model_len, model.name)
+    return responses.Model(
+        model.name, model.created_unix_s, model.max_model_len, model.name, model.num_parameters
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -36,9 +36,9 @@ class Reply:
 class Writer:
     """Writes one answer, whole or in parts, and knows how far it got."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._send = send
-        self._id_header = (b"x-request-id", request_id.encode())
+        self._headers = headers  # of every answer, whatever it is
         self.status: int | None = None
         self.streaming = False
         self.num_begun = 0  # writes of the stream; one more than `num_written` while one blocks
@@ -84,7 +84,7 @@ class Writer:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, self._id_header],
+                "headers": [*headers, *self._headers],
             }
         )
 

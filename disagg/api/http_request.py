@@ -6,10 +6,11 @@ Headers are labels only. Nothing a client sends in one is used as an address or 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 from disagg.api.refusals import InvalidRequest, RequestTimeout, UnsupportedMediaType
@@ -61,6 +62,8 @@ class HttpRequest:
         request_id: the client's `x-request-id` when it is harmless, else ours; a label.
         route: the pattern that matched, for metrics; `rest` is what its end matched.
         tenant: whose request it is; filled in by the key check.
+        reply_headers: what to say whatever the answer is.
+        num_output_tokens: of its answer so far; None: it was not counted for its tenant.
         num_body_bytes: that were taken of the bodies' room, for whoever ends the request.
     """
 
@@ -79,10 +82,12 @@ class HttpRequest:
         self.route = ""
         self.rest = ""
         self.tenant = ""
+        self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0
         self.own_id = new_id()
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
+        self.reply_headers = [(b"x-request-id", self.request_id.encode())]
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
         self.traceparent = trace if parse_traceparent(trace) is not None else ""
 
@@ -160,22 +165,36 @@ class HttpRequest:
 
 
 class KeyCheck:
-    """Compares bearer keys by digest in constant time; with no key configured all may enter."""
+    """Knows whose a bearer key is. With no key configured all may enter.
 
-    def __init__(self, api_key: str | None) -> None:
-        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+    Keys are looked up by a digest under a secret of this process, so how long that takes says
+    nothing about any key.
+
+    Args:
+        api_key: of the tenant without a name.
+        api_keys: of the others, by name.
+    """
+
+    def __init__(self, api_key: str | None, api_keys: Mapping[str, str] = MappingProxyType({})):
+        self._secret = secrets.token_bytes(32)
+        keys = {**api_keys, **({"": api_key} if api_key is not None else {})}
+        self._tenants = {self._digest(key.encode()): tenant for tenant, key in keys.items()}
 
     def __call__(self, request: HttpRequest) -> None:
-        """Raises `Unauthorized`."""
-        if self._digest is None:
+        """Fill in whose request it is. Raises `Unauthorized`."""
+        if not self._tenants:
             return
         given = request.headers.get(b"authorization")
         if given is None:
             raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
         scheme, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key).digest()
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(digest, self._digest):
+        tenant = self._tenants.get(self._digest(key))
+        if scheme.lower() != b"bearer" or tenant is None:
             raise Unauthorized("The API key is not valid.")
+        request.tenant = tenant
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.digest(self._secret, key, "sha256")
 
 
 def _too_large(max_nbytes: int) -> RequestTooLarge:

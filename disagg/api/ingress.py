@@ -10,25 +10,42 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from disagg.api.auto_model import auto_model, check_one_language
 from disagg.api.http import AsgiApp, Readiness, build_app
 from disagg.api.metrics import ApiMetrics
+from disagg.api.quota import Quota
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Service
-from disagg.config import ServeConfig, TierConfig
+from disagg.api.service import Service, named
+from disagg.config import AUTO, DEFAULT_TENANT, ServeConfig, TierConfig
 from disagg.links.fleet_links import FleetLinks
-from disagg.messages import WorkerRecord
-from disagg.router.dispatch import Dispatcher
-from disagg.router.fleet import Fleet
-from disagg.router.standby import Pool, Standby
+from disagg.messages import GenerateRequest, WorkerRecord
+from disagg.router.autoscale import may_be_empty
+from disagg.router.cascade import CascadeDecision
+from disagg.router.dispatch import Decision, Dispatcher
+from disagg.router.escalation import Deltas, Escalation
+from disagg.router.fleet import Fleet, Pool
+from disagg.router.load_report import report
+from disagg.router.pool_state import states_of
+from disagg.router.standby import Standby
+from disagg.router.turns import Turns
+from disagg.store.limits import LimitBoard, Limits, keep_in_step
+from disagg.store.redis_store import RedisBoard
 from disagg.telemetry import FleetMetrics
 
 # Until a worker says what it uses; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
 READY_POLL_S = 0.02
+
+
+class Explanation(msgspec.Struct):
+    """What `GET /debug/requests/{id}` says."""
+
+    routes: tuple[Decision, ...]  # oldest first
+    cascade: CascadeDecision | None
 
 
 class IngressCore:
@@ -37,19 +54,26 @@ class IngressCore:
     Args:
         ingress_id: shown to workers; unique among ingresses.
         now: Unix seconds.
+        board: for tenants' limits, shared with other ingresses; None: in Redis, if there is one.
 
     Raises:
-        ModelError: a tier's directory lacks what the API needs.
+        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
     """
 
     def __init__(
-        self, config: ServeConfig, ingress_id: str, *, now: Callable[[], float] = time.time
+        self,
+        config: ServeConfig,
+        ingress_id: str,
+        *,
+        now: Callable[[], float] = time.time,
+        board: LimitBoard | None = None,
     ) -> None:
         self._config = config
         self._ingress_id = ingress_id
         self._records: list[WorkerRecord] = []
+        self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
         self._is_starting = True  # not all pools have been there yet
-        self._models = {tier.name: _served_model(tier) for tier in config.tiers}
+        self._models = served_models(config)
         rng = random.Random(ingress_id)
         self.fleet = Fleet()
         self.links = FleetLinks(
@@ -60,17 +84,43 @@ class IngressCore:
         )
         metrics = ApiMetrics()
         self._fleet_metrics = FleetMetrics(metrics.registry)
+        ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
+        self._metrics = metrics
+        self.turns = Turns(
+            self.fleet,
+            now=now,
+            ttft_slo_s=ttft_slo_s,
+            weight=lambda tenant: config.tenant(tenant).weight,
+            max_nbytes=config.http.max_queue_nbytes,
+            waited=self._observe_wait,
+        )
         self.dispatcher = Dispatcher(
             self.links,
             self.fleet,
             now=now,
             rng=rng,
-            ttft_slo_s={tier.name: tier.ttft_slo_s for tier in config.tiers},
+            ttft_slo_s=ttft_slo_s,
             moved=self._fleet_metrics.request_moved,
+            turns=self.turns,
+            wakes=self._may_be_empty,
         )
+        self._escalation: Escalation | None = None
+        if config.cascade is not None:
+            self._escalation = Escalation(
+                config.cascade,
+                ttft_slo_s,
+                generate=self.dispatcher.generate,
+                rename=lambda request, model: named(request, self._models[model]),
+                fleet=self.fleet.view,
+                now=now,
+                decided=metrics.cascade_decided,
+            )
+        self._limits = Limits(config.tenant, clock=metrics.clock)
+        self._sharing = self._share_limits(board)
         self.service = Service(
             self._models,
-            self.dispatcher.generate,
+            self._generate,
+            explain=self._cascade_decision,
             default_timeout_s=config.http.default_timeout_s,
             clock=now,
         )
@@ -79,8 +129,9 @@ class IngressCore:
             config.http,
             readiness=self.readiness,
             metrics=metrics,
-            explain=self._explain,
+            explain=self._explanation,
             refresh=self._refresh_metrics,
+            quota=Quota(config.tenant, config.tenant_class, self._limits),
         )
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
@@ -92,10 +143,12 @@ class IngressCore:
                 self._models[record.model] = dataclasses.replace(
                     model, block_size=record.block_size, max_model_len=record.max_model_len
                 )
+        self._models.update(_auto(self._config, self._models))
         self.links.update(records)
 
     def readiness(self) -> Readiness:
-        """Ready while every tier has a worker that takes requests: any of them can do it all.
+        """Ready while every tier has a worker that takes requests: any of them can do it all; or
+        may have none until somebody asks.
 
         Not at first: before a worker of each pool was there once, requests are not let in.
         """
@@ -119,7 +172,9 @@ class IngressCore:
             self._is_starting = False
         if not self._is_starting:
             lacking = [
-                name for name, pool in pools.items() if not pool["num_prefill"] + pool["num_decode"]
+                name
+                for name, pool in pools.items()
+                if not pool["num_prefill"] + pool["num_decode"] and name not in self._may_be_empty
             ]
         reason = f"no worker takes requests for {', '.join(lacking)}" if lacking else ""
         return Readiness(not lacking, reason, pools, self._ingress_id)
@@ -134,10 +189,41 @@ class IngressCore:
             await asyncio.sleep(READY_POLL_S)
         return True
 
+    def load(self) -> dict[str, float]:
+        """For the autoscaler."""
+        states = states_of(self.fleet.reports())
+        return report(self.dispatcher.demand, states, [tier.name for tier in self._config.tiers])
+
+    def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
+        """With the other ingresses, if there are limits and a place for them."""
+        config = self._config
+        if not any(tenant.is_limited for tenant in config.tenants.values()):
+            return None
+        if board is None and config.redis_url is not None:
+            board = RedisBoard(config.redis_url, secret=config.cluster_key.encode())
+        if board is None:
+            return None
+        return asyncio.create_task(keep_in_step(self._limits, board, self._ingress_id))
+
     async def close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
         await self.links.close()
 
+    def _observe_wait(self, tenant: str, seconds: float) -> None:
+        self._metrics.queue_wait.labels(self._config.tenant_class(tenant)).observe(seconds)
+
+    def _refresh_queue(self) -> None:
+        lengths = dict.fromkeys([DEFAULT_TENANT, *self._config.tenants], 0)
+        for tenant, number in self.turns.num_by_tenant().items():
+            lengths[self._config.tenant_class(tenant)] += number
+        for name, number in lengths.items():
+            self._metrics.queue_length.labels(name).set(number)
+        self._metrics.queue_nbytes.set(self.turns.nbytes)
+
     def _refresh_metrics(self) -> None:
+        self._refresh_queue()
         reports = self.fleet.reports()
         for record, status in reports:
             self._fleet_metrics.worker(
@@ -150,6 +236,9 @@ class IngressCore:
                 num_holds=status.num_holds,
                 requests_nbytes=status.requests_nbytes,
                 link_nbytes=self.links.num_buffered_bytes(record.worker_id),
+                step_error=status.step_costs.median_error if status.step_costs else 0.0,
+                num_drafted=status.num_drafted,
+                num_accepted=status.num_accepted,
             )
             if status.store is not None:
                 counts = msgspec.structs.asdict(status.store)
@@ -166,20 +255,48 @@ class IngressCore:
                     latency_s=figure.latency_s,
                     bytes_per_s=figure.bytes_per_s,
                 )
+        index = self.fleet.index
+        self._fleet_metrics.prefix_index(index.nbytes, index.num_blocks)
         self._fleet_metrics.keep_only({record.worker_id for record, _ in reports})
 
-    def _explain(self, request_id: str) -> bytes | None:
-        decisions = self.dispatcher.decision(request_id)
-        return msgspec.json.encode(decisions) if decisions else None
+    def _generate(self, request: GenerateRequest) -> Deltas:
+        if self._escalation is not None and request.model == AUTO:
+            return self._escalation.generate(request)
+        return self.dispatcher.generate(request)
+
+    def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
+        return None if self._escalation is None else self._escalation.decision(request_id)
+
+    def _explanation(self, request_id: str) -> bytes | None:
+        routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
+        return msgspec.json.encode(Explanation(routes, cascade)) if routes else None
+
+
+def served_models(config: ServeConfig) -> dict[str, ServedModel]:
+    """By name, all that clients may ask for.
+
+    Raises:
+        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
+    """
+    models = {tier.name: _served_model(tier) for tier in config.tiers}
+    if config.cascade is not None:
+        check_one_language(list(models.values()))
+    return models | _auto(config, models)
+
+
+def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
+    if config.cascade is None:
+        return {}
+    return {AUTO: auto_model([models[tier.name] for tier in config.tiers])}
 
 
 def _num_serving(config: ServeConfig) -> dict[Pool, int]:
-    """Of the pools in which workers stand by."""
+    """Of the pools in which workers stand by; in one that is scaled those serve ahead of load."""
     numbers: dict[Pool, int] = {}
     for tier in config.tiers:
-        if tier.prefill.num_standby:
+        if tier.prefill.num_standby and tier.prefill.autoscaling is None:
             numbers[tier.name, "prefill"] = tier.prefill.num_replicas
-        if tier.decode.num_standby:
+        if tier.decode.num_standby and tier.decode.autoscaling is None:
             numbers[tier.name, "decode"] = tier.decode.num_replicas
     return numbers
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from disagg.api.answers import Piece, Run
 from disagg.errors import DisaggError, Overloaded
+from disagg.router.cascade import CascadeDecision
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,11 +50,30 @@ class ApiMetrics:
         self.num_running = Gauge(
             "disagg_num_requests_running", "Requests in flight", registry=self.registry
         )
+        self.num_tasks = Gauge(
+            "disagg_event_loop_tasks", "Tasks of the event loop", registry=self.registry
+        )
         self.body_nbytes = Gauge(
             "disagg_requests_body_bytes", "Bodies of requests in flight", registry=self.registry
         )
         self.refused = counter(
-            "disagg_request_refused", "Requests that there was no room or no time for", ["route"]
+            "disagg_request_refused",
+            "Requests that there was no room or no time for",
+            ["route", "reason", "tenant"],
+        )
+        self.queue_length = Gauge(
+            "disagg_queue_num_requests",
+            "Requests that wait here for their turn",
+            ["tenant"],
+            registry=self.registry,
+        )
+        self.queue_nbytes = Gauge("disagg_queue_bytes", "What these take", registry=self.registry)
+        self.queue_wait = Histogram(
+            "disagg_queue_wait_seconds",
+            "Of those who had their turn",
+            ["tenant"],
+            buckets=_TTFT_S,
+            registry=self.registry,
         )
         self.http_requests = counter(
             "disagg_http_requests", "HTTP requests by route and status", ["route", "code"]
@@ -69,6 +89,16 @@ class ApiMetrics:
         self.prompt_tokens = counter("disagg_prompt_tokens", "Prompt tokens", model)
         self.cached_tokens = counter("disagg_cached_prompt_tokens", "Of these, not computed", model)
         self.generation_tokens = counter("disagg_generation_tokens", "Tokens of answers", model)
+        self.cascade_answers = counter(
+            "disagg_cascade_answers",
+            "Requests for auto by who answered",
+            model,
+        )
+        self.cascade_escalations = counter(
+            "disagg_cascade_escalations",
+            "Requests for auto that a model did not answer, and why",
+            ["model_name", "reason"],
+        )
         self.ttft = histogram(
             "disagg_time_to_first_token_seconds", "From arrival to first token", _TTFT_S
         )
@@ -78,6 +108,11 @@ class ApiMetrics:
         self.e2e = histogram(
             "disagg_e2e_request_latency_seconds", "From arrival to last token", _DURATION_S
         )
+
+    def cascade_decided(self, decision: CascadeDecision) -> None:
+        self.cascade_answers.labels(decision.model).inc()
+        for attempt in decision.attempts[:-1]:
+            self.cascade_escalations.labels(attempt.model, attempt.reason).inc()
 
     def expose(self) -> bytes:
         return generate_latest(self.registry)

@@ -16,6 +16,8 @@ from msgspec import Meta
 
 from disagg.api.json_body import invalid_field, load_object
 from disagg.api.refusals import InvalidRequest, missing_parameter
+from disagg.api.structured_output import Choices, ResponseFormat, Schema, StructuredOutputs
+from disagg.config import MAX_PRIORITY
 
 MAX_NUM_CHOICES = 128  # prompts * n of one request
 
@@ -53,6 +55,13 @@ class _Sampled(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds for the whole answer
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None  # vLLM's older names for parts of `structured_outputs`
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
     user: Label | None = None
     metadata: (
@@ -150,7 +159,7 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest, TokenizeRequest, De
 # Fields that are never taken from outside: they name our own machinery or carry code or tensors.
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template", "ec_transfer_params",
-    "kv_transfer_params", "logits_processors", "priority", "prompt_embeds", "request_id", "rid",
+    "kv_transfer_params", "logits_processors", "prompt_embeds", "request_id", "rid",
     "vllm_xargs",
 )  # fmt: skip
 
@@ -163,18 +172,12 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1.0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),

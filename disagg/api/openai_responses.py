@@ -105,6 +105,7 @@ class Model(msgspec.Struct):
     created: int
     max_model_len: int
     root: str
+    num_parameters: int = 0  # 0: not known
     parent: None = None
     object: Literal["model"] = "model"
     owned_by: str = "disagg"
@@ -181,7 +182,7 @@ def chat_body(run: Run, answers: Sequence[Piece]) -> bytes:
         for answer in answers
     ]
     return _to_json(
-        ChatCompletion(job.id, job.created_unix_s, job.model.name, choices, usage_of(run))
+        ChatCompletion(job.id, job.created_unix_s, run.model_name, choices, usage_of(run))
     )
 
 
@@ -198,7 +199,7 @@ def completion_body(run: Run, answers: Sequence[Piece]) -> bytes:
         choices.append(
             CompletionChoice(answer.index, echo + answer.text, logprobs, answer.finish_reason)
         )
-    return _to_json(Completion(job.id, job.created_unix_s, job.model.name, choices, usage_of(run)))
+    return _to_json(Completion(job.id, job.created_unix_s, run.model_name, choices, usage_of(run)))
 
 
 class Frames(ABC):
@@ -210,12 +211,24 @@ class Frames(ABC):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = job.model.tokenizer
-        self._preamble = (
+        self._preambles = [self._preamble(job.model.name)] * len(job.choices)
+        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
+
+    def name_models(self, run: Run) -> bool:
+        """Name the models that the cascade chose so far. Returns whether it chose for all."""
+        names = [None if each is None else each.model for each in run.decisions]
+        for index, name in enumerate(names):
+            if name is not None:
+                self._preambles[index] = self._preamble(name)
+        return None not in names
+
+    def _preamble(self, model_name: str) -> bytes:
+        job = self._job
+        return (
             b'data: {"id":' + _to_json(job.id) + b',"object":' + _to_json(self.kind)
             + b',"created":%d' % job.created_unix_s
-            + b',"model":' + _to_json(job.model.name) + b',"choices":['
+            + b',"model":' + _to_json(model_name) + b',"choices":['
         )  # fmt: skip
-        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -236,7 +249,8 @@ class Frames(ABC):
         """The usage chunk when it was asked for, and `[DONE]`."""
         if not self._job.include_usage:
             return DONE
-        return self._preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
+        preamble = self._preamble(run.model_name)
+        return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
 
     @abstractmethod
     def _text(self, text: str) -> bytes:
@@ -249,7 +263,7 @@ class Frames(ABC):
     def _event(self, index: int, gain: bytes, logprobs: bytes, reason: bytes) -> bytes:
         return b"".join(
             (
-                self._preamble,
+                self._preambles[index],
                 b'{"index":%d,' % index,
                 self.gain,
                 gain,

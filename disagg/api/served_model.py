@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from disagg.api.chat_template import ChatTemplate, load_chat_template
 from disagg.api.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class ServedModel:
         name: what clients call it.
         fingerprint: equal only for equal weights and tokenizer; root of all block names.
         vocab_size: ids a prompt may hold are below it.
+        num_parameters: as stored; a matrix that is tied to another one counts once.
         max_model_len: tokens of prompt and answer together.
         block_size: positions of a KV block, as its workers have it.
     """
@@ -51,6 +53,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     defaults: GenerationDefaults = GenerationDefaults()
     created_unix_s: int = 0
+    num_parameters: int = 0  # 0: not known
 
     @classmethod
     def from_directory(
@@ -83,6 +86,7 @@ class ServedModel:
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             defaults=_defaults(generation),
             created_unix_s=created_unix_s,
+            num_parameters=_num_parameters(directory),
         )
 
 
@@ -99,21 +103,34 @@ def model_fingerprint(directory: Path) -> str:
         digest.update(len(raw).to_bytes(8, "little") + raw)
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as weights:
-            header = weights.read(int.from_bytes(weights.read(8), "little"))
+            header = _header(weights)
             digest.update(file.name.encode() + header)
             start = 8 + len(header)
-            for begin, end in _spans(header, file):
+            for begin, end, _ in _tensors(header, file):
                 weights.seek(start + max(begin, (begin + end - _SAMPLE_NBYTES) // 2))
                 digest.update(weights.read(min(_SAMPLE_NBYTES, end - begin)))
     return digest.hexdigest()
 
 
-def _spans(header: bytes, file: Path) -> list[tuple[int, int]]:
-    """Byte ranges of a safetensors file's tensors, relative to the end of its header."""
+def _num_parameters(directory: Path) -> int:
+    total = 0
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb") as weights:
+            total += sum(num for _, _, num in _tensors(_header(weights), file))
+    return total
+
+
+def _header(weights: BinaryIO) -> bytes:
+    return weights.read(int.from_bytes(weights.read(8), "little"))
+
+
+def _tensors(header: bytes, file: Path) -> list[tuple[int, int, int]]:
+    """Where each tensor of a safetensors file begins and ends, relative to the end of its header,
+    and how many elements it has."""
     try:
         entries = json.loads(header)
         return [
-            (int(begin), int(end))
+            (int(begin), int(end), math.prod(map(int, entry["shape"])))
             for name, entry in entries.items()
             if name != "__metadata__"
             for begin, end in [entry["data_offsets"]]

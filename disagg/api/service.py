@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.answers import Choice, Generate, Job, Run
+from disagg.api.answers import Choice, Explain, Generate, Job, Run
 from disagg.api.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -27,9 +27,10 @@ from disagg.api.openai_requests import (
 from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_tokens
 from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
+from disagg.api.structured_output import GrammarChecks, wanted_grammar
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, Grammar, SamplingParams
 
 Number = TypeVar("Number", int, float)
 Tokens = TypeVar("Tokens")
@@ -46,6 +47,7 @@ class Caller:
     tenant: str = ""
     traceparent: str = ""
     waited_s: float = 0.0  # from its arrival until now
+    min_priority: int = 0  # the lowest number it may ask for
 
 
 class Service:
@@ -53,6 +55,7 @@ class Service:
     Args:
         models: served name -> model.
         generate: runs one request; its iterator is closed when the answer is no longer wanted.
+        explain: what the cascade decided of a request that left its model open.
         default_timeout_s: from arrival to the last token.
         clock: seconds since the epoch.
         random_bits: number of bits -> a random integer, for seeds that clients leave open.
@@ -63,15 +66,18 @@ class Service:
         models: Mapping[str, ServedModel],
         generate: Generate,
         *,
+        explain: Explain = lambda request_id: None,
         default_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self.models = models
         self._generate = generate
+        self._explain = explain
         self._default_timeout_s = default_timeout_s
         self._clock = clock
         self._random_bits = random_bits
+        self._grammar_checks = GrammarChecks()
 
     def model(self, name: str | None) -> ServedModel:
         """The model a client asks for; it may be left out when only one is served.
@@ -102,7 +108,8 @@ class Service:
             token_ids = await self._in_time(deadline_unix_s, chat_tokens(model, request))
             span.set("disagg.num_prompt_tokens", len(token_ids))
         limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
-        return self._run(request, caller, model, [token_ids], limit, deadline_unix_s)
+        grammar = await self._grammar(request, model, deadline_unix_s)
+        return self._run(request, caller, model, [token_ids], limit, deadline_unix_s, grammar)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
@@ -115,7 +122,10 @@ class Service:
         limit = self._token_limit(
             model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
         )
-        return self._run(request, caller, model, token_lists, limit, deadline_unix_s, echoes)
+        grammar = await self._grammar(request, model, deadline_unix_s)
+        return self._run(
+            request, caller, model, token_lists, limit, deadline_unix_s, grammar, echoes
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
         model, deadline_unix_s = self.model(request.model), self._clock() + self._default_timeout_s
@@ -137,15 +147,31 @@ class Service:
             limit_s = min(request.timeout, limit_s)
         return self._clock() - caller.waited_s + limit_s
 
-    async def _in_time(self, deadline_unix_s: float, work: Awaitable[Tokens]) -> Tokens:
+    async def _grammar(
+        self, request: ChatRequest | CompletionRequest, model: ServedModel, deadline_unix_s: float
+    ) -> Grammar | None:
+        """What the answer must look like, if that can be done. Raises `InvalidRequest`."""
+        wanted = wanted_grammar(request)
+        if wanted is None:
+            return None
+        param, grammar = wanted
+        checking = self._grammar_checks.check(param, grammar, model)
+        await self._in_time(deadline_unix_s, checking, "its grammar was checked; make it simpler")
+        return grammar
+
+    async def _in_time(
+        self,
+        deadline_unix_s: float,
+        work: Awaitable[Tokens],
+        what: str = "its prompt was read; shorten the prompt",
+    ) -> Tokens:
         """Raises `DeadlineExceeded`; what runs in a thread then has a limit of its own."""
         try:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
                 return await work
         except TimeoutError:
             raise DeadlineExceeded(
-                "The request's deadline passed before its prompt was read; shorten the prompt or"
-                " allow more time."
+                f"The request's deadline passed before {what} or allow more time."
             ) from None
 
     def _token_limit(
@@ -188,9 +214,10 @@ class Service:
         token_lists: Sequence[Sequence[int]],
         max_tokens: int,
         deadline_unix_s: float,
+        grammar: Grammar | None,
         echoes: Sequence[str] = (),
     ) -> Run:
-        sampling = self._sampling(request, model, max_tokens)
+        sampling = self._sampling(request, model, max_tokens, grammar)
         num_choices = request.n or 1
         choices: list[Choice] = []
         for token_ids in token_lists:
@@ -209,7 +236,7 @@ class Service:
             include_usage=request.include_usage,
             echoes=tuple(echoes),
         )
-        return Run(job, self._generate)
+        return Run(job, self._generate, self._explain)
 
     def _generate_request(
         self,
@@ -220,20 +247,21 @@ class Service:
         sampling: SamplingParams,
         deadline_unix_s: float,
     ) -> GenerateRequest:
-        cache_tenant = f"{caller.tenant}/{request.cache_salt or ''}"
-        root = hash_root(model.fingerprint, model.block_size, cache_tenant)
-        return GenerateRequest(
+        unnamed = GenerateRequest(
             request_id=caller.request_id,
             model=model.name,
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
-            hash_root=root,
-            block_hashes=tuple(hash_blocks(root, token_ids, model.block_size)),
+            hash_root=b"",
+            block_hashes=(),
             sampling=sampling,
             deadline_unix_s=deadline_unix_s,
             tenant=caller.tenant,
+            priority=_priority(request, caller),
             traceparent=caller.traceparent,
+            cache_salt=request.cache_salt or "",
         )
+        return named(unnamed, model)
 
     @staticmethod
     def _choice(
@@ -255,7 +283,11 @@ class Service:
         )
 
     def _sampling(
-        self, request: ChatRequest | CompletionRequest, model: ServedModel, max_tokens: int
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: ServedModel,
+        max_tokens: int,
+        grammar: Grammar | None,
     ) -> SamplingParams:
         defaults = model.defaults
         stop_ids = request.stop_token_ids or []
@@ -285,7 +317,29 @@ class Service:
             logprobs=request.num_logprobs,
             stop_token_ids=tuple(dict.fromkeys((*ends, *stop_ids))),
             ignore_eos=bool(request.ignore_eos),
+            grammar=grammar,
         )
+
+
+def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
+    """`request` for `model`, by which the names of its blocks are known there."""
+    cache_tenant = f"{request.tenant}/{request.cache_salt}"
+    root = hash_root(model.fingerprint, model.block_size, cache_tenant)
+    hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
+    return replace(request, model=model.name, hash_root=root, block_hashes=hashes)
+
+
+def _priority(request: ChatRequest | CompletionRequest, caller: Caller) -> int:
+    if request.priority is None:
+        return max(0, caller.min_priority)
+    if request.priority < caller.min_priority:
+        raise InvalidRequest(
+            f"Invalid priority: {request.priority} is more urgent than {caller.min_priority}, the"
+            " lowest number that your key may ask for.",
+            code="invalid_value",
+            param="priority",
+        )
+    return request.priority
 
 
 def _derived_seed(seed: int, index: int) -> int:

@@ -19,6 +19,10 @@ from disagg.errors import ModelError
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
 
+# The library keeps how it cut words of up to 256 bytes, 10,000 of them, at up to 8 KB each; where a
+# tokenizer knows no words, a whole prompt is one. Measured: as fast with none kept (decision 38).
+NUM_WORDS_KEPT = 1000
+
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -26,6 +30,8 @@ class Tokenizer:
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         core.no_truncation()
         core.no_padding()
+        if hasattr(core.model, "_resize_cache"):  # there is no other way, short of the model's file
+            core.model._resize_cache(NUM_WORDS_KEPT)
         self.core = core
         vocab = core.get_vocab(with_added_tokens=True)
         added = core.get_added_tokens_decoder()

@@ -5,15 +5,20 @@ serve run disagg.app.build:build --...      or `import_path: disagg.app.build:bu
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
+from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
 from disagg.app.ingress import Ingress
-from disagg.config import PoolConfig, ServeConfig, TierConfig, parse_config
+from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig, parse_config
+from disagg.errors import StartupError
 from disagg.messages import Role
+from disagg.router.autoscale import pools
 
 HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -32,12 +37,35 @@ def build(args: dict[str, Any]) -> Application:
     """Serve's builder function.
 
     Args:
-        args: `config.ServeConfig` as plain data.
+        args: `config.ServeConfig` as plain data. A text `env:NAME` stands for an environment
+            variable of the process that builds, so that no file needs to hold a secret.
 
     Raises:
-        StartupError: names the key at fault.
+        StartupError: names the key or the variable at fault.
     """
-    return build_application(parse_config(args))
+    return build_application(parse_config(filled_in(args, os.environ)))
+
+
+def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
+    """`args` with the values of variables in the place of their names.
+
+    Raises:
+        StartupError: one is not set.
+    """
+    match args:
+        case dict():
+            return {key: filled_in(value, environment) for key, value in args.items()}
+        case list():
+            return [filled_in(value, environment) for value in args]
+        case str() if args.startswith("env:"):
+            name = args.removeprefix("env:")
+            if name not in environment:
+                raise StartupError(
+                    f"The configuration says {args!r}, but there is no environment variable"
+                    f" {name}; set it on every node of the Ray cluster, or write the value itself."
+                )
+            return environment[name]
+    return args
 
 
 def build_application(
@@ -52,15 +80,16 @@ def build_application(
         max_num_starts: failures to start after which Serve gives a worker pool up; 1 where a
             person waits for the reason.
     """
+    _check_limits(config)
     workers = [
         _worker_pool(config, tier, role, pool, worker, max_num_starts)
         for tier in config.tiers
-        for role, pool in _pools(tier)
-        if pool.num_replicas > 0
+        for role, pool in pools(tier)
+        if pool.num_replicas > 0 or pool.autoscaling is not None
     ]
     ingress = serve.deployment(
-        name="Ingress",
-        num_replicas=config.num_ingress,
+        name=autoscaling.INGRESS,
+        **_size(config, _reporting(config), config.num_ingress),
         max_ongoing_requests=INGRESS_MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
@@ -73,8 +102,31 @@ def build_application(
     return ingress.bind(config, *workers)
 
 
-def _pools(tier: TierConfig) -> tuple[tuple[Role, PoolConfig], ...]:
-    return (("prefill", tier.prefill), ("decode", tier.decode))
+def _check_limits(config: ServeConfig) -> None:
+    """Limits that several ingresses could not share would be as many times as high."""
+    limited = [name for name, tenant in config.tenants.items() if tenant.is_limited]
+    if limited and config.num_ingress > 1 and config.redis_url is None:
+        raise StartupError(
+            f"The limits of {', '.join(sorted(limited))} hold for {config.num_ingress} ingresses"
+            " together, which share what has been used through Redis; set redis_url.",
+            param="redis_url",
+        )
+
+
+def _reporting(config: ServeConfig) -> AutoscalingConfig | None:
+    """Of an ingress: always as many; in this way Serve asks it for its load."""
+    if not autoscaling.is_scaled(config):
+        return None
+    return AutoscalingConfig(min_replicas=config.num_ingress, max_replicas=config.num_ingress)
+
+
+def _size(config: ServeConfig, limits: AutoscalingConfig | None, number: int) -> dict[str, Any]:
+    """How many replicas, to begin with or always."""
+    if limits is not None:
+        first = min(number, limits.max_replicas)
+        options = autoscaling.serve_options(config, limits.min_replicas, first, limits.max_replicas)
+        return {"autoscaling_config": options}
+    return {"num_replicas": number}
 
 
 def _worker_pool(
@@ -89,8 +141,8 @@ def _worker_pool(
     if tier.engine.num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(tier.engine.num_threads)
     deployment = serve.deployment(
-        name=f"{tier.name}-{role}",
-        num_replicas=pool.num_replicas + pool.num_standby,
+        name=autoscaling.deployment_name(tier.name, role),
+        **_size(config, pool.autoscaling, pool.num_replicas + pool.num_standby),
         max_ongoing_requests=1000,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,

@@ -39,6 +39,10 @@ class Ingress:
         # that says so in words is better than none.
         await self._core.wait_ready(READY_WAIT_S)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        load: dict[str, float] = self._core.load()
+        return load
+
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._core.app
 

@@ -128,6 +128,17 @@ class Server:
             raise Unavailable(f"{self.url} serves no model.")
         return models[0].id
 
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The body of an answer; without `body` of a GET.
+
+        Raises:
+            DisaggError: what the server says is wrong.
+            Unavailable: it cannot be reached.
+        """
+        method, raw = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        with self._exchange(method, path, raw) as reply:
+            return reply.read()
+
     def chunks(self, body: dict[str, Any]) -> Generator[_Chunk, None, None]:
         """The events of a streamed chat completion. Closing the iterator hangs up.
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from disagg.cli.ports import free_port
 from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 1.0
@@ -102,7 +103,7 @@ class EmbeddedRedis:
         self._directory.mkdir(parents=True, exist_ok=True)
         tries = _NUM_PORTS_TRIED if self._fixed_port is None else 1
         for left in reversed(range(tries)):
-            self._port = self._fixed_port or self._port or _free_port()
+            self._port = self._fixed_port or self._port or free_port()
             try:
                 self._start_once(executable)
                 return
@@ -272,10 +273,3 @@ def find_redis_server() -> str:
 def _quoted(path: Path) -> str:
     escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.cli.chart import check_path, write_svg
+from disagg.cli.plan_plot import cost_chart, worker_charts
 from disagg.cli.plan_report import report, show
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.planner.advice import Advice, advise
+from disagg.planner.advice import advise
 from disagg.planner.gpus import (
     GPUS,
     LINKS,
@@ -28,7 +30,8 @@ from disagg.planner.gpus import (
 )
 from disagg.planner.load import Load, Slo
 from disagg.planner.roofline import Placement, placements
-from disagg.planner.shapes import NBYTES, SHAPES, ModelShape, read_shape
+from disagg.planner.shapes import KV_NBYTES, NBYTES, SHAPES, ModelShape, read_shape
+from disagg.planner.sizing import Prices
 from disagg.sim.trace import read_trace
 
 ONE_GPU_A_WORKER = (
@@ -47,7 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default: h100; repeat it to choose among several: {', '.join(GPUS)}",
     )
     parser.add_argument("--weights", choices=list(NBYTES), default="bf16")
-    parser.add_argument("--kv", choices=list(NBYTES), default="bf16", help="of the KV cache")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        dest="kv",
+        type=lambda name: "bf16" if name == "bfloat16" else name,  # which `disagg serve` says
+        choices=list(KV_NBYTES),
+        default="bf16",
+        help="of KV",
+    )
     parser.add_argument("--requests-per-s", type=float, metavar="RATE")
     parser.add_argument(
         "--trace",
@@ -77,16 +87,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for one GPU and hour; default: a list of {PRICES_AS_OF}",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write batches, and cost over the load, as SVG"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DisaggError` for unknown names, what does not fit, and SLOs that cannot be met."""
+    if args.plot is not None:
+        check_path(args.plot)
     shape = read_shape(args.model)
     load, notes = _load(args)
     load.check_fits(shape)
     every, left_out = _placements(args, shape, load)
     is_asked = args.requests_per_s is not None or args.trace is not None
-    advice = _advise(args, load, every) if is_asked else None
+    charts = worker_charts(load, every) if args.plot is not None else []
+    advice = None
+    if is_asked:
+        slo, prices = Slo(args.ttft, args.tpot), _prices_of(args, every)
+        advice = advise(load, slo, every, link_of(args.link), prices)
+        if args.plot is not None:
+            charts += filter(None, [cost_chart(load, slo, every, link_of(args.link), prices)])
+    if args.plot is not None:
+        write_svg(args.plot, charts)
     notes += left_out
     if max(each.num_gpus for each in every) > 1:
         notes.append(ONE_GPU_A_WORKER)
@@ -153,10 +176,9 @@ def _placements(
     return kept, notes
 
 
-def _advise(args: argparse.Namespace, load: Load, every: Sequence[Placement]) -> Advice:
+def _prices_of(args: argparse.Namespace, every: Sequence[Placement]) -> Prices:
     usd = _prices(args.price or [], {each.gpu.name for each in every})
-    slo = Slo(args.ttft, args.tpot)
-    return advise(load, slo, every, link_of(args.link), lambda each: usd[each.gpu.name])
+    return lambda each: usd[each.gpu.name]
 
 
 def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:

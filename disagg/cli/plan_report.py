@@ -87,11 +87,12 @@ def _fleet_report(fleet: Fleet, load: Load) -> dict[str, Any]:
         "transfer_s": fleet.transfer_s,
         "chunk_tokens": fleet.chunk_tokens,
         "usd_per_hour": fleet.usd_per_hour,
-        "usd_per_million_tokens": _usd_per_million(fleet, load),
+        "usd_per_million_tokens": usd_per_million(fleet, load),
     }
 
 
-def _usd_per_million(fleet: Fleet, load: Load) -> dict[str, float]:
+def usd_per_million(fleet: Fleet, load: Load) -> dict[str, float]:
+    """US dollars for a million tokens: of answers, and of prompts and answers."""
     requests = load.requests_per_s * 3600 / 1e6
     both = load.mean_prompt_tokens + load.mean_output_tokens
     return {
@@ -216,7 +217,7 @@ def _fleet_table(advice: Advice, load: Load) -> Table:
     for name, key in (("output", "output"), ("all", "input_and_output")):
         row(
             f"$ a million tokens, {name}",
-            lambda fleet, key=key: f"{_usd_per_million(fleet, load)[key]:.3f}",
+            lambda fleet, key=key: f"{usd_per_million(fleet, load)[key]:.3f}",
         )
     return table
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import signal
 import socket
 import tempfile
@@ -23,149 +22,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
+from disagg.cli.ports import free_port
+from disagg.cli.serve_arguments import add_arguments, config_from_arguments
 from disagg.cli.start_lines import StartLog, one_line
-from disagg.config import EngineConfig, ServeConfig, TierConfig, parse_config
+from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.errors import StartupError
 from disagg.messages import StartsByPool
 
-DEFAULT_MODEL = "demo-large"
 READY_TIMEOUT_S = 600.0
 
+__all__ = ["add_arguments", "config_from_arguments", "run"]
+
 console = Console(highlight=False)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="*",
-        help=f"model directories or bundled models, small to large (default: {DEFAULT_MODEL})",
-    )
-    _add_serving_arguments(parser.add_argument_group("serving"))
-    _add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
-    _add_cluster_arguments(parser.add_argument_group("cluster"))
-
-
-def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="where HTTP listens")
-    group.add_argument("--port", type=int, default=8000)
-    group.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
-    group.add_argument(
-        "--ttft-slo-s",
-        type=float,
-        default=30.0,
-        help="refuse a request whose first token is predicted to come later (default: 30)",
-    )
-    group.add_argument(
-        "--served-model-name", nargs="*", default=[], help="one per model, in their order"
-    )
-    group.add_argument("--chat-template", help="path of a Jinja template")
-    group.add_argument("--prefill", type=int, default=1, help="prefill workers per model")
-    group.add_argument("--decode", type=int, default=1, help="decode workers per model")
-    group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
-
-
-def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", default="auto")
-    group.add_argument("--device", default="auto")
-    group.add_argument("--block-size", type=int)
-    group.add_argument("--max-model-len", type=int)
-    group.add_argument("--max-num-seqs", type=int, default=64)
-    group.add_argument("--max-num-batched-tokens", type=int, default=1024)
-    group.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    group.add_argument("--kv-cache-memory-bytes", type=int)
-    group.add_argument("--num-gpu-blocks-override", type=int)
-    group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
-    )
-    group.add_argument(
-        "--num-threads",
-        type=int,
-        help="torch threads per worker on a CPU (default: the cores, shared out)",
-    )
-
-
-def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--config", help="YAML or JSON of a whole deployment; replaces the flags")
-    group.add_argument("--ray-address", help="a running cluster; default: start Ray here")
-    group.add_argument("--redis-url", help="default: an embedded server")
-    group.add_argument("--no-redis", action="store_true", help="no store: without the cold KV tier")
-    group.add_argument("--cold-tier-bytes", type=int, default=1 << 30)
-    group.add_argument("--transport", default="nixl", help="how KV moves: nixl or local")
-    group.add_argument(
-        "--haproxy",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="HAProxy in front of the ingress instead of Serve's Python proxy",
-    )
-
-
-def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
-    """Flags (or the file given by --config) as a checked configuration."""
-    if arguments.config:
-        raw = _read_config_file(Path(arguments.config))
-        return parse_config({**raw, "cluster_key": raw.get("cluster_key") or _new_key()})
-    models = arguments.model or [DEFAULT_MODEL]
-    names = arguments.served_model_name
-    if names and len(names) != len(models):
-        raise StartupError(
-            f"{len(models)} models but {len(names)} served names were given; give one per model.",
-            param="served_model_name",
-        )
-    if arguments.num_threads is None and arguments.ray_address is None:
-        # All workers are on this machine; more threads than cores cost several times their work.
-        num_workers = len(models) * (arguments.prefill + arguments.decode)
-        arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
-    engine = {
-        key: value
-        for key in EngineConfig.__struct_fields__
-        if (value := getattr(arguments, key, None)) is not None  # not every setting has a flag
-    }
-    tiers = [
-        {
-            "model": model,
-            "served_model_name": name,
-            "prefill": {"num_replicas": arguments.prefill},
-            "decode": {"num_replicas": arguments.decode},
-            "engine": engine,
-            "chat_template": arguments.chat_template,
-            "ttft_slo_s": arguments.ttft_slo_s,
-        }
-        for model, name in zip(models, names or [None] * len(models), strict=True)
-    ]
-    return parse_config(
-        {
-            "tiers": tiers,
-            "http": {
-                "host": arguments.host,
-                "port": arguments.port,
-                "api_key": arguments.api_key,
-            },
-            "num_ingress": arguments.ingress,
-            "transport": arguments.transport,
-            "redis_url": arguments.redis_url,
-            "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
-            "link_host": None if arguments.ray_address else "127.0.0.1",
-            "cluster_key": _new_key(),
-        }
-    )
-
-
-def _new_key() -> str:
-    return secrets.token_hex(32)
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
-            error
-        )
-    if not isinstance(raw, dict):
-        raise StartupError(f"The configuration {path} is not a mapping.", param="config")
-    return raw
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -250,10 +118,13 @@ def _check_port(config: ServeConfig) -> None:
 
 def _check_models(config: ServeConfig) -> None:
     """Refuse a model that cannot be served before any process starts."""
+    from disagg.api.ingress import served_models
     from disagg.worker.check import check_tier
 
     for tier in config.tiers:
         check_tier(tier)
+    if config.cascade is not None:
+        served_models(config)
 
 
 def _with_store(
@@ -295,17 +166,10 @@ def haproxy_environment(directory: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _url(config: ServeConfig) -> str:
@@ -350,14 +214,13 @@ def _print_ready_line(config: ServeConfig, ready: dict[str, Any], seconds: float
         for name, pool in ready["pools"].items()
     )
     console.print(f"ready after {seconds:.0f} s: {url}/v1  ({pools})", soft_wrap=True)
-    console.print(
-        f"\n  {curl_example(url, config.tiers[0], config.http.api_key)}\n", soft_wrap=True
-    )
+    model = config.tiers[0].name if config.cascade is None else AUTO
+    console.print(f"\n  {curl_example(url, model, config.http.api_key)}\n", soft_wrap=True)
 
 
-def curl_example(url: str, tier: TierConfig, api_key: str | None) -> str:
+def curl_example(url: str, model: str, api_key: str | None) -> str:
     body = {
-        "model": tier.name,
+        "model": model,
         "messages": [
             {
                 "role": "user",

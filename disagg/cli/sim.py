@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from disagg.cli.chart import Chart, check_path, write_svg
+from disagg.cli.serve_arguments import PoolSize, pool_size
+from disagg.config import AutoscalingConfig
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
-from disagg.sim.plot import ttft_by_load
 from disagg.sim.report import Report
 from disagg.sim.simulation import Fault, SimConfig, simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
@@ -39,14 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speed", type=float, action="append", help="times the trace's own rate; may be repeated"
     )
-    parser.add_argument("--prefill", type=int, default=default.num_prefill, metavar="WORKERS")
+    parser.add_argument(
+        "--prefill",
+        type=pool_size,
+        default=PoolSize(default.num_prefill, default.num_prefill),
+        metavar="WORKERS",
+        help="as 4, or 1..4 to follow the load between these",
+    )
     parser.add_argument(
         "--decode",
-        type=int,
-        default=default.num_decode,
+        type=pool_size,
+        default=PoolSize(default.num_decode, default.num_decode),
         metavar="WORKERS",
-        help="0: prefill workers decode what they prefilled",
+        help="the same; 0: prefill workers decode what they prefilled",
     )
+    _add_scaling_arguments(parser)
     parser.add_argument("--num-blocks", type=int, default=default.num_blocks, help="of each worker")
     parser.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
@@ -77,13 +88,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="write p95 TTFT by load here, as SVG")
 
 
+def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pools that follow the load")
+    group.add_argument("--ttft-slo-s", type=float, default=math.inf)
+    group.add_argument("--tpot-slo-s", type=float, default=math.inf)
+    group.add_argument("--max-workers", type=int, help="of both pools together")
+    group.add_argument(
+        "--start-s", type=float, default=30.0, help="until a new worker serves (default: 30)"
+    )
+    group.add_argument(
+        "--look-back-s", type=float, default=240.0, help="sized for the load of so long"
+    )
+    group.add_argument("--down-after-s", type=float, default=60.0, help="for so long not needed")
+    group.add_argument(
+        "--slo-fraction", type=float, default=1.0, help="of the SLOs that is to be used"
+    )
+
+
+def _first(size: PoolSize) -> int:
+    """A pool that may be empty begins with one worker, which shows how fast it is."""
+    return max(size.least, min(1, size.most))
+
+
+def _limits(size: PoolSize, args: argparse.Namespace) -> AutoscalingConfig | None:
+    """Raises `RequestError` for what the settings of a deployment would not take either."""
+    if size.least == size.most:
+        return None
+    raw = {"min_replicas": size.least, "max_replicas": size.most}
+    for name in ("start_s", "look_back_s", "down_after_s", "slo_fraction"):
+        raw[name] = getattr(args, name)
+    try:
+        return msgspec.convert(raw, AutoscalingConfig)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"Pools cannot follow the load so: {error}.") from error
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises `RequestError` for a trace or a fleet that cannot be."""
+    if args.plot is not None:
+        check_path(args.plot)
     trace = _trace(args)
     policies = POLICIES if args.compare else args.policy or [OURS]
     config = SimConfig(
-        num_prefill=args.prefill,
-        num_decode=args.decode,
+        num_prefill=_first(args.prefill),
+        num_decode=_first(args.decode),
+        ttft_slo_s=args.ttft_slo_s,
+        tpot_slo_s=args.tpot_slo_s,
+        scale_prefill=_limits(args.prefill, args),
+        scale_decode=_limits(args.decode, args),
+        max_num_workers=args.max_workers,
         num_blocks=args.num_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -101,9 +154,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     _print(reports)
     if args.plot is not None:
-        args.plot.write_text(ttft_by_load(reports), encoding="utf-8")
-    line = {"simulated": True, "config": msgspec.to_builtins(config)}
-    del line["config"]["policy"], line["config"]["speed"]
+        write_svg(args.plot, [_ttft_by_load(reports)])
+    settings = json.loads(msgspec.json.encode(config))  # what is infinite is null
+    del settings["policy"], settings["speed"]
+    line = {"simulated": True, "config": settings}
     print(json.dumps(line | {"reports": msgspec.to_builtins(reports)}))
     return 0
 
@@ -126,6 +180,7 @@ def _print(reports: list[Report]) -> None:
     columns = (
         *("policy", "speed", "req/s", "out tok/s", "TTFT p50", "p95", "p99 s"),
         *("TPOT p50", "p95", "p99 ms", "hits %", "imbalance", "busy", "failed"),
+        *("worker h", "in time %"),
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -143,8 +198,18 @@ def _print(reports: list[Report]) -> None:
             f"{each.imbalance:.3f}",
             f"{each.utilisation:.2f}",
             str(each.num_failed),
+            f"{each.worker_hours:.2f}",
+            f"{each.in_time_percent:.1f}",
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
+
+
+def _ttft_by_load(reports: Sequence[Report]) -> Chart:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in sorted(reports, key=lambda report: report.speed):
+        lines.setdefault(each.policy, []).append((each.requests_per_s, each.ttft_p95_s))
+    title = "p95 TTFT (s) by requests/s; engines and network are simulated"
+    return Chart(title, lines, " s", "/s", is_logarithmic=True)
 
 
 def _step_times(text: str) -> StepTimeModel:

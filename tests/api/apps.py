@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from disagg.api.service import Service
 from disagg.config import HttpConfig
 from tests.api.fakes import FakeGenerate, served_model
 
+URL = "/v1/chat/completions"
 READY = Readiness(ready=True, pools={"tiny": {"prefill": 1, "decode": 1}})
 
 
@@ -68,3 +70,39 @@ async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that only others can do; the test's time limit ends a vain wait."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+class Exchange:
+    """One raw ASGI exchange whose client can go away, which `httpx` cannot play."""
+
+    def __init__(self, app: AsgiApp, body: dict[str, Any]) -> None:
+        self.sent: list[MutableMapping[str, Any]] = []
+        self.arrived = asyncio.Event()
+        self._incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": URL,
+            "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
+        }
+        self.done = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: AsgiApp, scope: MutableMapping[str, Any]) -> None:
+        await app(scope, self._incoming.get, self._send)
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.sent.append(message)
+        self.arrived.set()
+
+    def hang_up(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+def never() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()

@@ -75,6 +75,9 @@ CHAT_REFUSALS = [
     Refusal(_message(role="tool"), "missing_required_parameter", "messages[0].tool_call_id"),
     Refusal({"stream": "yes"}, "invalid_type", "stream"),
     Refusal({"stream": 1}, "invalid_type", "stream"),
+    Refusal({"priority": -1}, "invalid_value", "priority"),
+    Refusal({"priority": "1"}, "invalid_type", "priority"),
+    Refusal({"priority": 1001}, "integer_above_max_value", "priority"),
     Refusal({"user": "u" * 10**6}, "string_above_max_length", "user"),
     Refusal({"metadata": {str(i): "" for i in range(17)}}, "array_above_max_length", "metadata"),
     # fields of our own machinery, code, tensors, and what is not implemented
@@ -82,8 +85,8 @@ CHAT_REFUSALS = [
         Refusal({name: {"a": 1}}, "unsupported_parameter", name)
         for name in (
             "bootstrap_room", "chat_template", "ec_transfer_params", "kv_transfer_params",
-            "logits_processors", "priority", "prompt_embeds", "request_id", "rid", "vllm_xargs",
-            "structured_outputs", "guided_json", "prompt_logprobs", "audio",
+            "logits_processors", "prompt_embeds", "request_id", "rid", "vllm_xargs",
+            "prompt_logprobs", "audio",
         )
     ),
     Refusal(
@@ -100,8 +103,9 @@ CHAT_REFUSALS = [
     Refusal({"tools": [{"type": "function"}], "tool_choice": "required"},
             "unsupported_parameter", "tools"),
     Refusal({"tool_choice": "bogus"}, "unsupported_parameter", "tool_choice"),
-    Refusal({"response_format": {"type": "json_object"}},
-            "unsupported_parameter", "response_format"),
+    Refusal({"response_format": {"type": "yaml"}}, "invalid_value", "response_format.type"),
+    Refusal({"structured_outputs": {"regex": "("}}, "invalid_grammar", "structured_outputs.regex"),
+    Refusal({"guided_json": {"a": 1}, "guided_regex": "a"}, "invalid_value", "guided_regex"),
     Refusal({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
     Refusal({"bad_words": [""]}, "unsupported_parameter", "bad_words"),
     Refusal({"continue_final_message": True}, "unsupported_parameter", "continue_final_message"),
@@ -198,7 +202,6 @@ TEXT_REFUSALS = [
             "bootstrap_room",
             "ec_transfer_params",
             "kv_transfer_params",
-            "priority",
             "prompt_embeds",
             "request_id",
             "rid",

@@ -32,13 +32,14 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
 
 
 def playing(*deltas: TokenDelta | Exception) -> Generate:
-    """A source that says `deltas` to everyone, all at once."""
+    """A source that says `deltas` to everyone, by turns."""
 
     async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         for delta in deltas:
             if isinstance(delta, Exception):
                 raise delta
             yield delta
+            await asyncio.sleep(0)
 
     return generate
 
@@ -110,6 +111,54 @@ async def test_text_before_a_failure_is_delivered_then_the_failure(
             text += "".join(piece.text for piece in batch)
     assert text.startswith("the quick")
     assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int) -> None:
+    """However far the others are by then."""
+    num_opened, closed = 0, 0
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal num_opened, closed
+        number, num_opened = num_opened, num_opened + 1
+        try:
+            if number == refused:
+                await asyncio.sleep(0.02)
+                raise Overloaded("full", retry_after_s=7.0)
+            yield TokenDelta(0, IDS[:2])
+            if number == 0:
+                yield TokenDelta(0, IDS[2:], "stop")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closed += 1
+
+    batches = Run(job(3), generate).batches()
+    with pytest.raises(Overloaded) as error:
+        await anext(batches)
+    assert error.value.retry_after_s == 7.0
+    assert num_opened == closed == 3
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
+    release = asyncio.get_running_loop().create_future()
+    num_opened = 0
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal num_opened
+        number, num_opened = num_opened, num_opened + 1
+        yield TokenDelta(0, IDS[:1])
+        if number == 1:
+            await release
+        yield TokenDelta(0, IDS[1:], "stop")
+
+    texts = ["", ""]
+    async for batch in Run(job(2), generate).batches():
+        for piece in batch:
+            texts[piece.index] += piece.text
+            if piece.index == 0 and piece.finish_reason is not None:
+                release.set_result(None)
+    assert texts == [TEXT, TEXT]
 
 
 async def test_one_failed_choice_ends_the_others() -> None:

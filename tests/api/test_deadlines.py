@@ -16,11 +16,10 @@ from disagg.api.metrics import ApiMetrics
 from disagg.api.openai_requests import ChatRequest, parse_request
 from disagg.api.service import Caller
 from disagg.config import HttpConfig
-from tests.api.apps import http_client, make_app, until
+from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate, served_model
 from tests.api.hostile_requests import CHAT
 from tests.api.test_chat_template import ENDLESS
-from tests.api.test_http import URL, Exchange, never
 from tests.api.test_service import service
 
 
@@ -134,12 +133,14 @@ async def test_bodies_have_a_room_of_so_many_bytes() -> None:
         (line,) = (x for x in metrics.expose().decode().splitlines() if x.startswith(name))
         return float(line.split()[-1])
 
+    num_tasks = shown("disagg_event_loop_tasks")
     served = Exchange(app, CHAT)
     num_served = len(json.dumps(CHAT))
     await until(lambda: generate.num_open == 1)
     reading = Exchange(app, CHAT)
     parts_of(reading, b"x" * (1999 - num_served))
     await until(lambda: shown("disagg_requests_body_bytes") == 1999)
+    assert shown("disagg_event_loop_tasks") > num_tasks
     late = Exchange(app, CHAT)
     parts_of(late, b"x", b"x")
     await late.done
@@ -155,6 +156,7 @@ async def test_bodies_have_a_room_of_so_many_bytes() -> None:
         await exchange.done
     assert shown("disagg_requests_body_bytes") == 0
     assert shown("disagg_num_requests_running") == 0
+    assert shown("disagg_event_loop_tasks") == num_tasks
 
 
 @pytest.mark.parametrize("body", [CHAT, CHAT | {"n": 0}], ids=["answer", "refusal"])

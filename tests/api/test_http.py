@@ -1,8 +1,10 @@
+"""HTTP in front: keys, paths, headers, bodies, limits, and what the smaller endpoints say."""
+
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,16 +12,13 @@ import httpx2
 import pytest
 import uvicorn
 
-from disagg.api import http_reply, http_request
+from disagg.api import http_request
 from disagg.api.http import AsgiApp, Readiness
-from disagg.api.metrics import ApiMetrics
 from disagg.config import HttpConfig
-from disagg.messages import GenerateRequest, TokenDelta
-from tests.api.apps import http_client, make_app, until
+from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.api.hostile_requests import CHAT
 
-URL = "/v1/chat/completions"
 OPEN = ["/health", "/live", "/ready", "/ping", "/version", "/metrics"]
 KEYED = [
     ("POST", "/v1/chat/completions"),
@@ -32,172 +31,6 @@ KEYED = [
     ("GET", "/nope"),
     ("DELETE", "/v1/models"),
 ]
-
-
-class Exchange:
-    """One raw ASGI exchange whose client can go away, which `httpx` cannot play."""
-
-    def __init__(self, app: AsgiApp, body: dict[str, Any]) -> None:
-        self.sent: list[MutableMapping[str, Any]] = []
-        self.arrived = asyncio.Event()
-        self._incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
-        self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "path": URL,
-            "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
-        }
-        self.done = asyncio.create_task(self._run(app, scope))
-
-    async def _run(self, app: AsgiApp, scope: MutableMapping[str, Any]) -> None:
-        await app(scope, self._incoming.get, self._send)
-
-    async def _send(self, message: MutableMapping[str, Any]) -> None:
-        self.sent.append(message)
-        self.arrived.set()
-
-    def hang_up(self) -> None:
-        self._incoming.put_nowait({"type": "http.disconnect"})
-
-    @property
-    def text(self) -> str:
-        return b"".join(message.get("body", b"") for message in self.sent).decode()
-
-
-def never() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("num_choices", [1, 3])
-async def test_a_client_that_goes_away_ends_its_work(stream: bool, num_choices: int) -> None:
-    generate = FakeGenerate(pause=never)
-    exchange = Exchange(make_app(generate), CHAT | {"stream": stream, "n": num_choices})
-    await until(lambda: generate.num_open == num_choices)
-    exchange.hang_up()
-    await exchange.done
-    assert (generate.num_open, generate.num_closed) == (0, num_choices)
-    assert exchange.sent == []
-
-
-async def test_a_client_that_goes_away_inside_a_stream_ends_its_work() -> None:
-    pauses = iter(range(100))
-    generate = FakeGenerate(
-        pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 2 else never()
-    )
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True})
-    while "quick" not in exchange.text:
-        await exchange.arrived.wait()
-        exchange.arrived.clear()
-    exchange.hang_up()
-    await exchange.done
-    assert generate.num_open == 0
-    assert "[DONE]" not in exchange.text
-
-
-async def test_a_client_that_goes_away_inside_its_body_is_nobodys_request() -> None:
-    generate = FakeGenerate()
-    exchange = Exchange(make_app(generate), CHAT)
-    exchange._incoming.get_nowait()
-    exchange._incoming.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
-    exchange.hang_up()
-    await exchange.done
-    assert generate.requests == []
-
-
-async def test_a_cancelled_server_task_leaves_nothing_behind() -> None:
-    generate, metrics = FakeGenerate(pause=never), ApiMetrics()
-    exchange = Exchange(make_app(generate, metrics=metrics), CHAT)
-    await until(lambda: generate.num_open == 1)
-    exchange.done.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await exchange.done
-    assert generate.num_open == 0
-    assert len(asyncio.all_tasks()) == 1
-    shown = metrics.expose().decode()  # Serve cancels when a client goes away: it counts as that
-    assert "disagg_request_disconnect_total 1.0" in shown
-    assert f'disagg_http_requests_total{{code="499",route="{URL}"}} 1.0' in shown
-
-
-async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
-    pauses = iter(range(100))
-    generate = FakeGenerate(
-        pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 1 else never()
-    )
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True})
-    while ": ping\n\n" not in exchange.text:
-        await exchange.arrived.wait()
-        exchange.arrived.clear()
-    exchange.hang_up()
-    await exchange.done
-
-
-async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
-    generate = FakeGenerate(pause=lambda: asyncio.ensure_future(asyncio.sleep(0.002)), finish=False)
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 400})
-
-    async def block(message: MutableMapping[str, Any]) -> None:
-        exchange.sent.append(message)
-        if message.get("more_body"):
-            await never()
-
-    exchange._send = block  # type: ignore[method-assign]
-    await exchange.done
-    assert (generate.num_open, generate.num_closed) == (0, 1)
-    assert len(exchange.sent) == 2  # the head and the write that blocked
-
-
-async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice() -> None:
-    asked, leaving = asyncio.Event(), asyncio.Event()
-
-    async def reluctant(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        try:
-            asked.set()
-            await never()
-            yield TokenDelta(0, ())
-        finally:
-            leaving.set()
-            await asyncio.sleep(0.05)
-
-    metrics = ApiMetrics()
-    exchange = Exchange(make_app(reluctant, metrics=metrics), CHAT)
-    await asyncio.wait_for(asked.wait(), timeout=5)
-    exchange.done.cancel()
-    await asyncio.wait_for(leaving.wait(), timeout=5)
-    exchange.done.cancel()
-    await asyncio.wait([exchange.done])
-    shown = metrics.expose().decode()
-    assert "disagg_requests_body_bytes 0.0" in shown
-    assert "disagg_num_requests_running 0.0" in shown
-
-
-async def test_tokens_that_wait_for_a_slow_client_leave_together() -> None:
-    """While one write blocks, what arrives is gathered into the next write.
-
-    One choice alone is gathered by its link (tests/links/test_client.py), several are here.
-    """
-    gate = asyncio.Event()
-    generate = FakeGenerate(finish=False)
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 100, "n": 2})
-    original = exchange._send
-    slow_writes = 0
-
-    async def slow(message: MutableMapping[str, Any]) -> None:
-        nonlocal slow_writes
-        await original(message)
-        if message.get("more_body"):
-            slow_writes += 1
-            await gate.wait()
-
-    exchange._send = slow  # type: ignore[method-assign]
-    await until(lambda: generate.num_closed == 2)
-    gate.set()
-    await exchange.done
-    assert slow_writes == 3  # the first token; all others and the end; usage and [DONE]
 
 
 async def test_keys_are_asked_for_everywhere_but_where_probes_look() -> None:

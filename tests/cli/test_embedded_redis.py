@@ -16,6 +16,7 @@ from redis.retry import Retry
 
 from disagg.cli import embedded_redis
 from disagg.cli.embedded_redis import EmbeddedRedis, find_redis_server
+from disagg.cli.ports import free_port
 from disagg.errors import StartupError
 
 
@@ -196,9 +197,8 @@ def test_a_free_port_that_was_taken_meanwhile_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free_port = embedded_redis._free_port
         ports = iter([taken.getsockname()[1], free_port()])
-        monkeypatch.setattr(embedded_redis, "_free_port", lambda: next(ports))
+        monkeypatch.setattr(embedded_redis, "free_port", lambda: next(ports))
         with EmbeddedRedis(tmp_path) as server:
             assert server.port != taken.getsockname()[1]
 

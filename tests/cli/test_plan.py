@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_13b_on_one_h100_is_near_8_ms_a_token(capsys: pytest.CaptureFixture[str]
     assert "KV 800 KiB a token" in text
     assert float(row(text, "1", "x", "h100")[-1]) == pytest.approx(8.0, rel=0.02)
     assert "Fleets" not in text  # nobody gave a load
+
+
+def test_a_format_of_kv_has_the_name_that_serving_gives_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual = report(capsys, "llama-3-70b")
+    assert report(capsys, "llama-3-70b", "--kv-cache-dtype", "bfloat16") == usual
+    smaller = report(capsys, "llama-3-70b", "--kv-cache-dtype", "int8")
+    assert smaller["kv_nbytes_per_token"] < usual["kv_nbytes_per_token"]
 
 
 def test_machines_get_the_same_figures_and_priors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,3 +186,33 @@ def test_bad_input_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert sentence in refused(capsys, *words)
+
+
+def test_plans_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plan.svg"
+    words = ("llama-3-8b", "--gpu", "h100", "--requests-per-s", "60", "--plot", str(plot))
+    assert "Prior of the time model" in printed(capsys, *words)
+    root = ET.parse(plot).getroot()  # noqa: S314 - written above
+    texts = " ".join(element.text or "" for element in root.iter())
+    for words_there in ("ms a token", "Tokens a second", "dollars", "apart", "together", "predict"):
+        assert words_there in texts
+    worker, throughput, cost = root.findall("{*}g")
+    assert len(worker.findall(".//{*}circle")) == len(throughput.findall(".//{*}circle")) > 20
+    assert len(cost.findall(".//{*}circle")) == 18
+    rising = [float(each.attrib["cy"]) for each in worker.findall(".//{*}circle")][:20]
+    assert rising == sorted(rising, reverse=True)  # larger batches take longer
+
+
+def test_without_a_load_a_plot_has_no_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plan.svg"
+    printed(capsys, "llama-3-8b", "--plot", str(plot))
+    assert len(ET.parse(plot).getroot().findall("{*}g")) == 2  # noqa: S314
+
+
+@pytest.mark.parametrize("name", ["plan.png", "no such folder/plan.svg"])
+def test_a_plot_that_cannot_be_written_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert name in refused(capsys, "llama-3-8b", "--plot", str(tmp_path / name))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
 
 from disagg.cli import serve
-from disagg.config import ServeConfig
+from disagg.config import CascadeConfig, ServeConfig
+from disagg.errors import StartupError
+from tests.tiny_model import write_tiny_model
 
 
 def config_of(*words: str) -> ServeConfig:
@@ -32,6 +35,59 @@ def test_a_file_need_not_name_a_cluster_key(tmp_path: Path, line: str, is_drawn:
     assert len(key) == 64 if is_drawn else key == "mine"
 
 
+def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
+    models = ("demo-small", "demo-large")
+    assert config_of(*models).cascade is None
+    assert config_of(*models, "--cascade").cascade == CascadeConfig()
+    file = tmp_path / "cascade.yaml"
+    file.write_text("cascade: {signal: mean, num_judged_tokens: 4, thresholds: [-0.2]}\n")
+    asked = config_of(*models, "--cascade", str(file)).cascade
+    assert asked == CascadeConfig(signal="mean", num_judged_tokens=4, thresholds=(-0.2,))
+    file.write_text("signal: mean\n")
+    with pytest.raises(StartupError, match="a cascade section and nothing else"):
+        config_of(*models, "--cascade", str(file))
+    with pytest.raises(StartupError, match="at least two models"):
+        config_of("demo-small", "--cascade")
+
+
+def test_tenants_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("api_keys: {a: key-a, b: key-b}\ntenants: {b: {weight: 3}}\n")
+    config = config_of("demo-small", "--tenants", str(file), "--api-key", "house")
+    assert (config.http.api_key, config.http.api_keys) == ("house", {"a": "key-a", "b": "key-b"})
+    assert config.tenant("b").weight == 3.0
+    for wrong in ("tenants: {b: {weight: 3}}", "api_keys: {}\nkeys: {}", "- a"):
+        file.write_text(wrong)
+        with pytest.raises(StartupError):
+            config_of("demo-small", "--tenants", str(file))
+
+
+def test_models_of_two_families_are_refused_before_any_process_starts(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    config = config_of("demo-small", str(model), "--cascade", "--num-gpu-blocks-override", "128")
+    with pytest.raises(StartupError, match="cannot form a cascade: their tokenizers differ"):
+        serve._check_models(config)
+
+
 def test_pools_without_workers_are_not_waited_for() -> None:
     config = config_of("demo-small", "demo-large", "--prefill", "0", "--decode", "2")
     assert serve._pool_sizes(config) == {"demo-small-decode": 2, "demo-large-decode": 2}
+
+
+def test_a_pool_between_two_numbers_follows_the_load() -> None:
+    config = config_of("demo-small", "--prefill", "2", "--decode", "1..4", "--max-workers", "5")
+    (tier,) = config.tiers
+    assert tier.prefill.autoscaling is None and tier.prefill.num_replicas == 2
+    limits = tier.decode.autoscaling
+    assert limits is not None and (limits.min_replicas, limits.max_replicas) == (1, 4)
+    assert (tier.decode.num_replicas, config.max_num_workers) == (1, 5)
+    assert tier.engine.num_threads == max(1, (os.cpu_count() or 1) // 6)
+
+
+@pytest.mark.parametrize("size", ["4..1", "-1", "1..", "many", "1...4"])
+def test_a_pool_size_that_cannot_be_read_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        config_of("demo-small", f"--decode={size}")
+    assert size in capsys.readouterr().err

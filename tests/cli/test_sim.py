@@ -76,7 +76,13 @@ def test_what_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--fault", "decode-0"], ["--step-times", "1,2"], ["--step-times", "1,2,3,4,x"]]
+    "arguments",
+    [
+        ["--fault", "decode-0"],
+        ["--step-times", "1,2"],
+        ["--step-times", "1,2,3,4,x"],
+        ["--prefill", "4..1"],
+    ],
 )
 def test_flags_that_cannot_be_read_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -84,3 +90,30 @@ def test_flags_that_cannot_be_read_are_refused(
     with pytest.raises(SystemExit):
         main(["sim", *arguments])
     assert arguments[1] in capsys.readouterr().err
+
+
+def test_pools_follow_the_load_between_two_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sim", "--num-requests", "40", "--prefill", "1..4", "--decode", "0..2"]
+    assert main([*arguments, "--ttft-slo-s", "0.3", "--start-s", "2"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    scaled = line["config"]["scale_prefill"]
+    assert (scaled["min_replicas"], scaled["max_replicas"], scaled["start_s"]) == (1, 4, 2.0)
+    assert line["config"]["tpot_slo_s"] is None  # infinite
+    (report,) = line["reports"]
+    assert report["num_failed"] == 0
+    assert report["worker_hours"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--ttft-slo-s", "0.001"], "0.0068 s"),
+        (["--tpot-slo-s", "0.001"], "6.8 ms"),
+        (["--slo-fraction", "2"], "slo_fraction"),
+    ],
+)
+def test_an_slo_that_no_number_of_workers_holds_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--num-requests", "5", "--prefill", "1..4", *arguments]) == 2
+    assert why in capsys.readouterr().err

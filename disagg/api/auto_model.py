@@ -1,0 +1,74 @@
+"""The model "auto": what the API must know of a cascade, made from its tiers.
+
+A larger tier takes the tokens of a smaller one as a draft, and reads the prompt that was rendered
+for both. So one tokenizer, one chat template and one end of an answer are required of all of them,
+and what differs is refused at start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+
+from disagg.api.served_model import ServedModel
+from disagg.api.tokenizer import Tokenizer
+from disagg.config import AUTO
+from disagg.errors import ModelError
+
+
+def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
+    """The cascade of `tiers`, smallest first, under the name that clients use.
+
+    Its limits are the tightest of theirs. What a request leaves open is sampled by the defaults of
+    the largest: they are part of what it would have answered.
+    """
+    return dataclasses.replace(
+        tiers[0],
+        name=AUTO,
+        max_model_len=min(tier.max_model_len for tier in tiers),
+        vocab_size=min(tier.vocab_size for tier in tiers),
+        defaults=tiers[-1].defaults,
+        num_parameters=0,
+    )
+
+
+def check_one_language(tiers: Sequence[ServedModel]) -> None:
+    """Whether models can take over each other's prompts and tokens.
+
+    Raises:
+        ModelError: two of them cannot, and why.
+    """
+    for one, other in pairwise(tiers):
+        reason = _difference(one, other)
+        if reason:
+            raise ModelError(
+                f"{one.name!r} and {other.name!r} cannot form a cascade: {reason}. The larger model"
+                " takes over the tokens of the smaller one; use models of one family, or serve"
+                " them without a cascade.",
+                param="cascade",
+            )
+
+
+def _difference(one: ServedModel, other: ServedModel) -> str:
+    if one.tokenizer.core.to_str() != other.tokenizer.core.to_str():
+        return f"their tokenizers differ, {_where(one.tokenizer, other.tokenizer)}"
+    if sorted(one.eos_token_ids) != sorted(other.eos_token_ids):
+        return (
+            f"their answers end with different tokens, {sorted(one.eos_token_ids)} and"
+            f" {sorted(other.eos_token_ids)}"
+        )
+    templates = [None if each.template is None else each.template.key for each in (one, other)]
+    if templates[0] != templates[1]:
+        return "their chat templates differ; one for both can be given with --chat-template"
+    return ""
+
+
+def _where(one: Tokenizer, other: Tokenizer) -> str:
+    if one.num_ids != other.num_ids:
+        return f"with {one.num_ids} and {other.num_ids} tokens"
+    pairs = ((i, one.core.id_to_token(i), other.core.id_to_token(i)) for i in range(one.num_ids))
+    for number, mine, its in pairs:
+        if mine != its:
+            return f"token {number} is {mine!r} in one and {its!r} in the other"
+    return "in how they split or join texts"

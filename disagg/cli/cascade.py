@@ -1,0 +1,310 @@
+"""Find the threshold at which a small model answers and a large one need not be asked."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from disagg import local
+from disagg.cli.chat import Server
+from disagg.config import CascadeConfig, EngineConfig, ServeConfig, Signal, TierConfig
+from disagg.errors import DisaggError, RequestError, StartupError
+from disagg.messages import TokenLogprobs
+from disagg.router.calibration import Compared, Curve, Point, curve
+
+DEFAULTS = CascadeConfig()
+SHARES = (0.5, 0.8, 0.95)  # of the gap recovered, at which costs are reported
+NUM_ROWS = 12
+CHAT = "/v1/chat/completions"
+
+Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # a chat request to its answer
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the prompts' file: a prompt or messages, and the one right answer."""
+
+    label: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A prompt on its way to the models."""
+
+    messages: list[dict[str, Any]]
+    label: str
+
+
+class _Top(msgspec.Struct):
+    logprob: float
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Answer(msgspec.Struct):
+    """As much of a chat completion as counts here."""
+
+    model: str
+    choices: list[_Choice]
+    usage: _Usage
+
+    def is_right(self, label: str) -> bool:
+        return self.choices[0].message.content.strip() == label.strip()
+
+    @property
+    def scores(self) -> tuple[TokenLogprobs, ...]:
+        logprobs = self.choices[0].logprobs
+        return tuple(
+            TokenLogprobs(each.logprob, tuple((0, top.logprob) for top in each.top_logprobs))
+            for each in (logprobs.content if logprobs is not None else ())
+        )
+
+
+class _Served(msgspec.Struct):
+    id: str
+    num_parameters: int = 0
+
+
+class _Models(msgspec.Struct):
+    data: list[_Served]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    calibrate = verbs.add_parser("calibrate", help="find a threshold from labelled prompts")
+    add = calibrate.add_argument
+    add("models", nargs=2, metavar="MODEL", help="the small and the large one")
+    add("--prompts", type=Path, required=True, help="JSONL: prompt (or messages) and label")
+    add("--url", help="a server that serves both; default: both are loaded here")
+    add("--api-key", default=os.environ.get("DISAGG_API_KEY"))
+    add("--quality", type=float, default=0.95, help="of the large model's accuracy, to keep")
+    add("--signal", choices=get_args(Signal), help="default: the one that comes out cheapest")
+    add("--num-judged-tokens", type=int, default=DEFAULTS.num_judged_tokens)
+    add("--max-tokens", type=int, default=256, help="of an answer")
+    add("--parallel", type=int, default=16, help="prompts asked at once")
+    add("--write", type=Path, help="a file for disagg serve --cascade, or to put into its YAML")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises `DisaggError` for prompts or models that nothing can be learned from."""
+    if not 0.0 < arguments.quality <= 1.0:
+        raise RequestError("A quality is a fraction above 0 and at most 1.", param="quality")
+    if arguments.num_judged_tokens < 1:
+        raise RequestError("At least one token must be judged.", param="num_judged_tokens")
+    prompts = read_prompts(arguments.prompts)
+    gather = _from_server if arguments.url else _from_here
+    answers, parameters = asyncio.run(gather(arguments, prompts))
+    signals: Sequence[Signal] = (arguments.signal,) if arguments.signal else get_args(Signal)
+    curves = [
+        curve(answers, signal, arguments.num_judged_tokens, *parameters) for signal in signals
+    ]
+    best = min(curves, key=lambda each: each.cheapest(arguments.quality).cost)
+    chosen = best.cheapest(arguments.quality)
+    _report(arguments, curves, best, chosen, parameters)
+    written = as_yaml(best, chosen)
+    if arguments.write is None:
+        console.print(f"\n{written}", end="", markup=False)
+    else:
+        arguments.write.write_text(written, encoding="utf-8")
+        console.print(
+            f"written: disagg serve {' '.join(arguments.models)} --cascade {arguments.write}"
+        )
+    return 0
+
+
+def read_prompts(file: Path) -> list[Asked]:
+    """Raises `RequestError` naming the line that is broken, or has no label."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file} cannot be read: {error}.", param="prompts") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            labelled = msgspec.json.decode(line, type=Labelled)
+        except msgspec.MsgspecError as error:
+            raise RequestError(
+                f'{where}: {error}. A line is {{"prompt": "2 + 3 =", "label": "5"}}; the label is'
+                " the right answer, against which both models are held.",
+                param="prompts",
+            ) from error
+        if (labelled.prompt is None) == (labelled.messages is None):
+            raise RequestError(f"{where}: give either prompt or messages.", param="prompts")
+        messages = labelled.messages or [{"role": "user", "content": labelled.prompt}]
+        prompts.append(Asked(messages, labelled.label))
+    if not prompts:
+        raise RequestError(f"{file} has no prompts.", param="prompts")
+    return prompts
+
+
+async def _from_server(
+    arguments: argparse.Namespace, prompts: Sequence[Asked]
+) -> tuple[list[Compared], list[int]]:
+    server = Server(arguments.url, api_key=arguments.api_key)
+    models = msgspec.json.decode(server.ask("/v1/models"), type=_Models).data
+    served = {each.id: each.num_parameters for each in models}
+    for model in arguments.models:
+        if not served.get(model):
+            known = ", ".join(name for name, size in served.items() if size)
+            raise StartupError(
+                f"{arguments.url} serves no model {model!r} of which it says how many parameters it"
+                f" has; it serves {known or 'none such'}.",
+                param="url",
+            )
+
+    async def ask(body: dict[str, Any]) -> bytes:
+        return await asyncio.to_thread(server.ask, CHAT, body)
+
+    answers = await compare(
+        ask, arguments.models, prompts, arguments.max_tokens, arguments.parallel
+    )
+    return answers, [served[model] for model in arguments.models]
+
+
+async def _from_here(
+    arguments: argparse.Namespace, prompts: Sequence[Asked]
+) -> tuple[list[Compared], list[int]]:
+    engine = EngineConfig(num_threads=max(1, (os.cpu_count() or 1) // len(arguments.models)))
+    tiers = tuple(TierConfig(model=model, engine=engine) for model in arguments.models)
+    config = ServeConfig(tiers=tiers, transport="local", cluster_key="calibration")
+    with console.status("loading both models"):
+        async with local.running(config) as cluster:
+            names = [tier.name for tier in tiers]
+            ask = asker(cluster)
+            answers = await compare(ask, names, prompts, arguments.max_tokens, arguments.parallel)
+            models = cluster.ingress.service.models
+            return answers, [models[name].num_parameters for name in names]
+
+
+def asker(cluster: local.LocalCluster) -> Ask:
+    """Chat with models of this process."""
+
+    async def ask(body: dict[str, Any]) -> bytes:
+        status, answer = await cluster.post(CHAT, msgspec.json.encode(body))
+        if status != 200:
+            raise DisaggError(f"A prompt was not answered: {answer.decode(errors='replace')[:500]}")
+        return answer
+
+    return ask
+
+
+async def compare(
+    ask: Ask, models: Sequence[str], prompts: Sequence[Asked], max_tokens: int, num_parallel: int
+) -> list[Compared]:
+    """What both models answer, greedily. `models`: the small and the large one."""
+    places = asyncio.Semaphore(num_parallel)
+
+    async def one(model: str, asked: Asked) -> Answer:
+        body = {
+            "model": model,
+            "messages": asked.messages,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        async with places:
+            return msgspec.json.decode(await ask(body), type=Answer)
+
+    async def both(asked: Asked) -> Compared:
+        small, large = await asyncio.gather(*(one(model, asked) for model in models))
+        return compared(small, large, asked.label)
+
+    return list(await asyncio.gather(*map(both, prompts)))
+
+
+def compared(small: Answer, large: Answer, label: str) -> Compared:
+    return Compared(
+        small.usage.prompt_tokens,
+        small.scores,
+        large.usage.completion_tokens,
+        small.is_right(label),
+        large.is_right(label),
+    )
+
+
+def as_yaml(best: Curve, chosen: Point) -> str:
+    """The `cascade` section of a deployment."""
+    return (
+        "cascade:\n"
+        f"  signal: {best.signal}\n"
+        f"  num_judged_tokens: {best.num_judged_tokens}\n"
+        f"  thresholds: [{chosen.threshold:.6g}]\n"
+    )
+
+
+def _report(
+    arguments: argparse.Namespace,
+    curves: Sequence[Curve],
+    best: Curve,
+    chosen: Point,
+    parameters: Sequence[int],
+) -> None:
+    small, large = arguments.models
+    console.print(
+        f"{small}: {best.small_accuracy:.1%} right with {parameters[0]:,} parameters;"
+        f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
+    )
+    table = Table(title=f"{best.signal}, quality against cost", title_justify="left")
+    for column in ("threshold", "escalated", "accuracy", "gap recovered", "cost"):
+        table.add_column(column, justify="right")
+    step = max(1, len(best.points) // NUM_ROWS)
+    rows = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
+    for point in rows:
+        cells = (
+            f"{point.threshold:.4g}",
+            *map("{:.1%}".format, msgspec.structs.astuple(point)[1:]),
+        )
+        table.add_row(*cells, style="bold" if point == chosen else "")
+    console.print(table)
+    table = Table(
+        title="escalated (cost) where so much of the gap is recovered", title_justify="left"
+    )
+    shares = (f"{share:.0%}" for share in SHARES)
+    for column in ("signal", *shares, "APGR", f"cost at quality {arguments.quality:g}"):
+        table.add_column(column, justify="left" if column == "signal" else "right")
+    for each in curves:
+        points = [each.at_recovered(share) for share in SHARES]
+        cells = tuple(f"{point.escalated:.1%} ({point.cost:.1%})" for point in points)
+        cost = each.cheapest(arguments.quality).cost
+        table.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
+    console.print(table)
+    console.print(
+        f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"
+        f" tokens: {chosen.accuracy:.1%} right ({chosen.accuracy / best.large_accuracy:.1%} of"
+        f" {large}'s) at {chosen.cost:.1%} of its cost; {chosen.escalated:.1%} escalate"
+    )

@@ -1,0 +1,63 @@
+"""What `disagg plan --plot` draws: a worker's batch against its tokens, and cost over the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from disagg.cli.chart import Chart
+from disagg.cli.plan_report import PREDICTED, usd_per_million
+from disagg.planner.load import Load, Slo
+from disagg.planner.roofline import Placement
+from disagg.planner.sizing import MAX_BATCH, Fleet, Prices, colocated, disaggregated
+
+NUM_BATCHES = 24
+LOADS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)  # of what was asked for
+
+
+def worker_charts(load: Load, every: Sequence[Placement]) -> list[Chart]:
+    """Each way to place the model, by how many sequences decode at once."""
+
+    def lines(value: Callable[[int, float], float]) -> dict[str, list[tuple[float, float]]]:
+        return {
+            f"{each.num_gpus} x {each.gpu.name}": [
+                (batch, value(batch, each.decode_step_s(batch, load.decode_tokens)))
+                for batch in _batches(each, load)
+            ]
+            for each in every
+        }
+
+    of = f"by sequences of {load.decode_tokens:,.0f} tokens in a step; {PREDICTED}"
+    return [
+        Chart(f"ms a token {of}", lines(lambda batch, step_s: step_s * 1e3)),
+        Chart(f"Tokens a second of a worker {of}", lines(lambda batch, step_s: batch / step_s)),
+    ]
+
+
+def cost_chart(
+    load: Load, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
+) -> Chart | None:
+    """Both kinds of fleet. None where neither holds the SLOs at any load."""
+    loads = [msgspec.structs.replace(load, requests_per_s=load.requests_per_s * x) for x in LOADS]
+
+    def line(fleet: Callable[[Load], Fleet | None]) -> list[tuple[float, float]]:
+        fleets = ((each, fleet(each)) for each in loads)
+        return [
+            (each.requests_per_s, usd_per_million(found, each)["output"])
+            for each, found in fleets
+            if found is not None
+        ]
+
+    lines = {
+        "apart": line(lambda load: disaggregated(load, slo, every, link_bytes_per_s, prices)),
+        "together": line(lambda load: colocated(load, slo, every, prices)),
+    }
+    lines = {name: points for name, points in lines.items() if points}
+    title = f"US dollars for a million tokens of answers, by requests/s; {PREDICTED}"
+    return Chart(title, lines, x_unit="/s") if lines else None
+
+
+def _batches(each: Placement, load: Load) -> Iterator[int]:
+    most = max(1, min(MAX_BATCH, int(each.num_kv_tokens / load.decode_tokens)))
+    yield from sorted({max(1, most * part // NUM_BATCHES) for part in range(NUM_BATCHES + 1)})

@@ -1,0 +1,244 @@
+"""The flags of `disagg serve`, and the deployment that they (or a file) describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from disagg.config import EngineConfig, ServeConfig, parse_config
+from disagg.errors import StartupError
+
+DEFAULT_MODEL = "demo-large"
+
+
+class PoolSize(NamedTuple):
+    """Equal where the pool is not scaled."""
+
+    least: int
+    most: int
+
+
+def pool_size(text: str) -> PoolSize:
+    """`2`, or `1..4`. Raises `argparse.ArgumentTypeError`."""
+    match = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of workers, as 2, nor a least and a most, as 1..4"
+        )
+    return PoolSize(int(match[1]), int(match[2] or match[1]))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="*",
+        help=f"model directories or bundled models, small to large (default: {DEFAULT_MODEL})",
+    )
+    _add_serving_arguments(parser.add_argument_group("serving"))
+    _add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
+    _add_cluster_arguments(parser.add_argument_group("cluster"))
+
+
+def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="where HTTP listens")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
+    group.add_argument(
+        "--tenants",
+        metavar="FILE",
+        help="YAML of several tenants: `api_keys`, a key for each name, and `tenants`, what each"
+        " may use (docs/admission.md)",
+    )
+    group.add_argument(
+        "--ttft-slo-s",
+        type=float,
+        default=30.0,
+        help="refuse a request whose first token is predicted to come later (default: 30)",
+    )
+    group.add_argument(
+        "--served-model-name", nargs="*", default=[], help="one per model, in their order"
+    )
+    group.add_argument(
+        "--cascade",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help='answer model "auto" with the smallest model that is sure; with a file of `disagg'
+        " cascade calibrate`, else as measured for the bundled models",
+    )
+    group.add_argument("--chat-template", help="path of a Jinja template")
+    group.add_argument(
+        "--tpot-slo-s",
+        type=float,
+        default=0.2,
+        help="seconds from token to token that decode pools are scaled by (default: 0.2)",
+    )
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}",
+            type=pool_size,
+            default=PoolSize(1, 1),
+            metavar="WORKERS",
+            help=f"{role} workers per model: 2, or 1..4 to follow the load between these",
+        )
+    group.add_argument("--max-workers", type=int, help="of all pools together, if they are scaled")
+    group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
+
+
+def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dtype", default="auto")
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="how KV is stored: auto (as the model computes), float32, bfloat16, float16, fp8"
+        " (e4m3) or int8; the last two keep a scale for each token and head",
+    )
+    group.add_argument("--device", default="auto")
+    group.add_argument("--block-size", type=int)
+    group.add_argument("--max-model-len", type=int)
+    group.add_argument("--max-num-seqs", type=int, default=64)
+    group.add_argument("--max-num-batched-tokens", type=int, default=1024)
+    group.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    group.add_argument("--kv-cache-memory-bytes", type=int)
+    group.add_argument("--num-gpu-blocks-override", type=int)
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="on a GPU: launch kernels one by one instead of as captured CUDA graphs",
+    )
+    group.add_argument(
+        "--num-threads",
+        type=int,
+        help="torch threads per worker on a CPU (default: the cores, shared out)",
+    )
+
+
+def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--config", help="YAML or JSON of a whole deployment; replaces the flags")
+    group.add_argument("--ray-address", help="a running cluster; default: start Ray here")
+    group.add_argument("--redis-url", help="default: an embedded server")
+    group.add_argument("--no-redis", action="store_true", help="no store: without the cold KV tier")
+    group.add_argument("--cold-tier-bytes", type=int, default=1 << 30)
+    group.add_argument("--transport", default="nixl", help="how KV moves: nixl or local")
+    group.add_argument(
+        "--haproxy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="HAProxy in front of the ingress instead of Serve's Python proxy",
+    )
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
+    """Flags (or the file given by --config) as a checked configuration."""
+    if arguments.config:
+        raw = _read_config_file(Path(arguments.config))
+        return parse_config({**raw, "cluster_key": raw.get("cluster_key") or _new_key()})
+    models = arguments.model or [DEFAULT_MODEL]
+    names = arguments.served_model_name
+    if names and len(names) != len(models):
+        raise StartupError(
+            f"{len(models)} models but {len(names)} served names were given; give one per model.",
+            param="served_model_name",
+        )
+    if arguments.num_threads is None and arguments.ray_address is None:
+        # All workers are on this machine; more threads than cores cost several times their work.
+        num_workers = len(models) * (arguments.prefill.most + arguments.decode.most)
+        arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+    engine = {
+        key: value
+        for key in EngineConfig.__struct_fields__
+        if (value := getattr(arguments, key, None)) is not None  # not every setting has a flag
+    }
+    tiers = [
+        {
+            "model": model,
+            "served_model_name": name,
+            "prefill": _pool(arguments.prefill),
+            "decode": _pool(arguments.decode),
+            "engine": engine,
+            "chat_template": arguments.chat_template,
+            "ttft_slo_s": arguments.ttft_slo_s,
+            "tpot_slo_s": arguments.tpot_slo_s,
+        }
+        for model, name in zip(models, names or [None] * len(models), strict=True)
+    ]
+    api_keys, tenants = _tenants(arguments.tenants)
+    return parse_config(
+        {
+            "tiers": tiers,
+            "tenants": tenants,
+            "cascade": _cascade_section(arguments.cascade),
+            "http": {
+                "host": arguments.host,
+                "port": arguments.port,
+                "api_key": arguments.api_key,
+                "api_keys": api_keys,
+            },
+            "num_ingress": arguments.ingress,
+            "max_num_workers": arguments.max_workers,
+            "transport": arguments.transport,
+            "redis_url": arguments.redis_url,
+            "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
+            "link_host": None if arguments.ray_address else "127.0.0.1",
+            "cluster_key": _new_key(),
+        }
+    )
+
+
+def _pool(size: PoolSize) -> dict[str, Any]:
+    """A scaled pool begins with its minimum, or with one worker that shows how fast it is."""
+    if size.least == size.most:
+        return {"num_replicas": size.least}
+    limits = {"min_replicas": size.least, "max_replicas": size.most}
+    return {"num_replicas": max(1, size.least), "autoscaling": limits}
+
+
+def _tenants(file: str | None) -> tuple[Any, Any]:
+    """The sections `api_keys` and `tenants` of a file."""
+    if file is None:
+        return {}, {}
+    raw = _read_config_file(Path(file))
+    if "api_keys" not in raw or not set(raw) <= {"api_keys", "tenants"}:
+        raise StartupError(
+            f"{file} must hold api_keys, may hold tenants, and nothing else.", param="tenants"
+        )
+    return raw["api_keys"], raw.get("tenants") or {}
+
+
+def _cascade_section(file: str | None) -> Any:
+    """None: no cascade; "": that of the bundled models; else a file with a `cascade` section."""
+    if not file:
+        return None if file is None else {}
+    raw = _read_config_file(Path(file))
+    if set(raw) != {"cascade"}:
+        raise StartupError(
+            f"{file} must hold a cascade section and nothing else; disagg cascade calibrate writes"
+            " one.",
+            param="cascade",
+        )
+    return raw["cascade"]
+
+
+def _new_key() -> str:
+    return secrets.token_hex(32)
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
+            error
+        )
+    if not isinstance(raw, dict):
+        raise StartupError(f"The configuration {path} is not a mapping.", param="config")
+    return raw

@@ -1,0 +1,88 @@
+"""The files under deploy/ say what Serve, Ray and our own configuration accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from disagg.app.build import build, filled_in
+from disagg.config import ServeConfig, parse_config
+from disagg.errors import StartupError
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+KUBERAY = DEPLOY / "kuberay" / "rayservice.yaml"
+SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
+
+
+def _load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def _config(serve: dict[str, Any], environment: dict[str, str]) -> ServeConfig:
+    schema = ServeDeploySchema.model_validate(serve)
+    (application,) = schema.applications
+    assert application.import_path == "disagg.app.build:build"
+    return parse_config(filled_in(application.args, environment))
+
+
+@pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
+def test_serve_files(path: Path) -> None:
+    assert _config(_load(path), {}).tiers
+
+
+def test_pods_have_what_their_workers_ask_for() -> None:
+    spec = _load(KUBERAY)["spec"]
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    names = [[each["name"] for each in container["env"]] for container in containers]
+    assert names == [names[0]] * len(groups)  # Serve's processes read them on every pod
+
+    config = _config(yaml.safe_load(spec["serveConfigV2"]), dict.fromkeys(names[0], "secret"))
+    assert config.cluster_key == config.redis_url == config.http.api_key == "secret"
+    for group, pool in zip(
+        cluster["workerGroupSpecs"], (config.tiers[0].prefill, config.tiers[0].decode), strict=True
+    ):
+        given = yaml.safe_load(yaml.safe_load(group["rayStartParams"]["resources"]))
+        assert pool.resources == given == {group["groupName"]: 1}
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == pool.num_gpus
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s
+        assert group["minReplicas"] <= pool.num_replicas <= group["maxReplicas"]
+
+
+def test_serve_reads_the_same_settings_on_nodes_and_on_pods() -> None:
+    nodes, pods = _load(DEPLOY / "ray" / "cluster.yaml"), _load(KUBERAY)
+    head = pods["spec"]["rayClusterConfig"]["headGroupSpec"]
+    of_pods = {
+        each["name"]: each["value"]
+        for each in head["template"]["spec"]["containers"][0]["env"]
+        if each["name"].startswith("RAY_")
+    }
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        start = nodes[commands][-1]
+        for name, value in of_pods.items():
+            assert f"{name}={value}" in start
+
+
+def test_a_variable_that_is_not_set_is_named() -> None:
+    raw = {"http": {"api_key": "env:A_KEY"}, "tiers": ["as it is", 3]}
+    assert filled_in(raw, {"A_KEY": "k"}) == {"http": {"api_key": "k"}, "tiers": ["as it is", 3]}
+    with pytest.raises(StartupError, match="A_KEY"):
+        filled_in(raw, {"ANOTHER": "k"})
+
+
+def test_limits_that_ingresses_cannot_share_are_refused() -> None:
+    args = {
+        "cluster_key": "key",
+        "tiers": [{"model": "demo-small"}],
+        "http": {"api_keys": {"a": "k"}},
+        "tenants": {"a": {"requests_per_minute": 5}},
+        "num_ingress": 2,
+    }
+    with pytest.raises(StartupError, match="set redis_url"):
+        build(args)

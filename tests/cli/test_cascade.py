@@ -1,0 +1,90 @@
+"""`disagg cascade calibrate`: what it refuses, and that `disagg serve` takes what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.main import main
+from disagg.cli.serve_arguments import add_arguments, config_from_arguments
+
+GOOD = '{"prompt": "What is 2 + 3?", "label": "5"}'
+PROMPTS = [
+    ("What is the capital of France?", "Paris"),
+    ("What is 2 + 3?", "5"),
+    ("What is 86517 + 97768?", "184285"),
+    ("Calculate 937 times 8.", "7496"),
+]
+
+
+def calibrate(file: Path, *more: str) -> int:
+    return main(["cascade", "calibrate", "demo-small", "demo-large", "--prompts", str(file), *more])
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([GOOD, '{"prompt": "2 + 2 ="}'], "line 2: Object missing required field `label`"),
+        ([GOOD, "", "{"], "line 3: Input data was truncated"),
+        ([GOOD, '{"label": "5"}'], "line 2: give either prompt or messages"),
+        ([GOOD, '{"prompt": "x", "messages": [], "label": "5"}'], "line 2: give either"),
+        ([GOOD, '{"prompt": "x", "label": 5}'], "line 2: Expected `str`, got `int`"),
+        ([GOOD, '{"prompt": "x", "answer": "5", "label": "5"}'], "unknown field `answer`"),
+        ([""], "has no prompts"),
+    ],
+)
+def test_a_set_that_nothing_can_be_learned_from_is_refused(
+    lines: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    assert calibrate(file) == 2
+    said = capsys.readouterr().err
+    assert reason in said and "(--prompts)" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--quality", "1.5"], "at most 1. (--quality)"),
+        (["--quality", "0"], "above 0"),
+        (["--num-judged-tokens", "0"], "At least one token"),
+        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    flags: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(GOOD)
+    assert calibrate(file, *flags) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate(tmp_path / "none.jsonl") == 2
+    assert "none.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    file, written = tmp_path / "prompts.jsonl", tmp_path / "cascade.yaml"
+    lines = [json.dumps({"prompt": prompt, "label": label}) for prompt, label in PROMPTS]
+    messages = [{"role": "user", "content": "Which city is the capital of Italy?"}]
+    lines.append(json.dumps({"messages": messages, "label": "Rome"}))
+    file.write_text("\n".join(lines))
+    flags = ["--signal", "minimum", "--quality", "1", "--write", str(written)]
+    assert calibrate(file, *flags) == 0
+    said = capsys.readouterr().out
+    assert "demo-small: 60.0% right with 918,912 parameters" in said
+    assert "demo-large: 100.0% with 7,770,880" in said
+    assert "40.0% escalate" in said
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["demo-small", "demo-large", "--cascade", str(written)]
+    cascade = config_from_arguments(parser.parse_args(words)).cascade
+    assert cascade is not None and cascade.signal == "minimum"
+    assert -0.3 < cascade.thresholds[0] < -0.001

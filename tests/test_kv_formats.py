@@ -1,0 +1,169 @@
+"""KV with scales, from one engine's text to two workers': the same text, wherever it is decoded."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from bench.kv_formats import Contender, conversations, quality
+from disagg import local
+from disagg.config import ASSETS, EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.engine.engine import Engine
+from disagg.engine.kv_cache import choose_format
+from disagg.engine.runner import build_engine
+from disagg.errors import StartupError, TransferFailed
+from disagg.kernels import torch_attention
+from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
+from disagg.kvtransfer.pulls import PullBook, describe
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from tests.e2e.single_engine import SingleEngine
+from tests.engine.test_runner import config, new_sequence, prompts, run
+from tests.poison import poison_new_blocks
+from tests.tiny_model import write_tiny_model
+
+ENGINE = EngineConfig(
+    dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
+)
+PROMPTS = ("a prompt with so many blocks that it is prefilled elsewhere: " * 4, "short", "x" * 96)
+FORMATS: tuple[Any, ...] = ("float32", "int8", "fp8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def engine_with(kv_cache_dtype: Any, **changes: Any) -> EngineConfig:
+    return msgspec.structs.replace(ENGINE, kv_cache_dtype=kv_cache_dtype, **changes)
+
+
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS[1:])
+async def test_pulled_blocks_give_the_text_of_one_engine(
+    model: Path, kv_cache_dtype: Any, transport: Literal["local", "nixl"]
+) -> None:
+    engine = engine_with(kv_cache_dtype)
+    tier = TierConfig(
+        model=str(model),
+        engine=engine,
+        prefill=PoolConfig(num_replicas=1),
+        decode=PoolConfig(num_replicas=1),
+    )
+    reference = SingleEngine(model, engine)
+    whole = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
+    async with local.running(whole) as running:
+        for prompt in PROMPTS:
+            body = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": 24,
+                "temperature": 0,
+            }
+            status, answer = await running.post("/v1/chat/completions", msgspec.json.encode(body))
+            assert status == 200, answer
+            said = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
+            assert said == reference.chat(prompt, 24)
+        doors = [worker._doors for worker in running.workers]
+        assert sum(len(door.status().transfers) for door in doors), "nothing was pulled"
+
+
+def test_formats_never_mix(model: Path) -> None:
+    """Blocks of int8 and of e4m3 have as many bytes, and are refused all the same, in words."""
+    sides = {}
+    for worker_id, name in enumerate(FORMATS):
+        _, kv_cache, _ = build_engine(engine_with(name), model)
+        assert name in kv_cache.layout
+        slab = Slab(
+            kv_cache.base_address,
+            kv_cache.num_blocks,
+            kv_cache.block_nbytes,
+            kv_cache.layout,
+            owner=kv_cache,
+        )
+        stamps = Stamps(kv_cache.num_blocks, f"worker-{worker_id}", 1)
+        sides[name] = (slab, describe(f"worker-{worker_id}", 1, "local", slab, stamps))
+    assert sides["int8"][0].block_nbytes == sides["fp8"][0].block_nbytes
+    for mine, theirs in permutations(FORMATS, 2):
+        book = PullBook(sides[mine][0], "local")
+        with pytest.raises(TransferFailed, match=f":{theirs}.*:{mine}"):
+            book.add_peer(sides[theirs][1])
+
+
+def greedy(engine: Engine) -> list[list[int]]:
+    return run(engine, [new_sequence(str(i), p, temperature=0.0) for i, p in enumerate(prompts())])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+def test_chunks_hits_and_preemption_change_nothing(
+    model: Path, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every new block was NaN before it was written, its scales included."""
+    poisoned = poison_new_blocks(monkeypatch)
+    tight, _, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), model)
+    roomy, _, _ = build_engine(
+        config(
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_batched_tokens=64,
+            num_gpu_blocks_override=200,
+            enable_prefix_caching=False,
+        ),
+        model,
+    )
+    assert greedy(tight) == greedy(roomy)
+    assert tight.scheduler.num_preempted > 0 and poisoned.num_blocks > 100
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+def test_poison_finds_what_was_never_written(
+    model: Path, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_new_blocks(monkeypatch)
+    monkeypatch.setattr(torch_attention, "_clear_begun_blocks", lambda batch, kv_cache: None)
+    engine, _, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), model)
+    with pytest.raises(AssertionError, match="nobody had written"):
+        greedy(engine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "device", "capability", "possible"),
+    [
+        ("float32", "bfloat16", "cpu", None, "auto, float32, int8, fp8"),
+        ("bfloat16", "float16", "cpu", None, "auto, bfloat16, int8, fp8"),
+        ("bfloat16", "fp8", "cuda", (8, 0), "auto, bfloat16, int8"),
+        ("float16", "bfloat16", "cuda", (9, 0), "auto, float16, int8, fp8"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_does(
+    dtype: str,
+    kv_cache_dtype: Any,
+    device: str,
+    capability: tuple[int, int] | None,
+    possible: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    asked = engine_with(kv_cache_dtype)
+    with pytest.raises(StartupError, match=f"Possible here: {possible}\\.") as caught:
+        choose_format(asked, FORMATS_BY_NAME[dtype].dtype, torch.device(device))
+    assert caught.value.param == "kv_cache_dtype"
+    if capability == (8, 0):
+        assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "percent"), [("int8", 0.1), ("fp8", 0.2)])
+def test_a_bundled_model_keeps_its_quality(kv_cache_dtype: str, percent: float) -> None:
+    """Perplexity, by how much at most: what docs/performance.md states."""
+    directory = ASSETS / "demo-large"
+    rows = conversations(Tokenizer.from_file(str(directory / "tokenizer.json")), 2)
+    exact, stored = (
+        quality(Contender(directory, "float32", name), rows) for name in ("float32", kv_cache_dtype)
+    )
+    assert 0 < abs(stored[0] / exact[0] - 1) <= percent / 100
+    assert stored[1] >= exact[1] - 1 / len(rows), "answers right"
