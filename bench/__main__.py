@@ -14,7 +14,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BENCHES = ("engine", "kv_pull", "routing", "scheduler", "serving_path", "sim", "worker_memory")
+BENCHES = (
+    "autoscale",
+    "cascade",
+    "engine",
+    "grammar",
+    "kv_formats",
+    "kv_pull",
+    "prefix_index",
+    "routing",
+    "scheduler",
+    "serving_path",
+    "sim",
+    "time_model",
+    "worker_memory",
+)
 WITHOUT_REHEARSAL = ("kv_pull",)
 
 

@@ -34,7 +34,7 @@ from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, StepPlan
 from disagg.errors import DisaggError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
@@ -73,7 +73,7 @@ class FakePacedRunner(FakeRunner):
         self.gate = threading.Event()
         self.gate.set()
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         self.gate.wait(GRACE_S)
         time.sleep(STEP_S + PROMPT_TOKEN_S * plan.num_new_tokens)
         return super().run(plan)

@@ -72,7 +72,7 @@ async def overload(gates: Gates) -> list[dict[str, Any]]:
     )
     if others:
         surplus += f": {why(each for each in answers if verdict(each) != 'refused')}"
-    name = f"{OVERLOAD:g} x {capacity:.1f} requests/s for {gates.sizes.overload_s / 60:g} min"
+    name = f"{OVERLOAD:g} x {capacity:.1f} requests/s for {gates.sizes.overload_s:g} s"
     is_refused = bool(refused) and hinted == len(refused) and not others
     return [
         row(name, "surplus refused with Retry-After", surplus, is_refused),

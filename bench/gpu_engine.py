@@ -4,7 +4,8 @@
     python -m bench.gpu_engine --device cpu --tiny      # a rehearsal
 
 TTFT: from submitting one prompt to its first token, nothing cached. TPOT: one step of a batch
-that decodes. Host time is included, sampling too. The floor of a TPOT is the time to read weights
+that decodes, as a captured graph and launched kernel by kernel. Host time is included, sampling
+too. The floor of a TPOT is the time to read weights
 and KV once at the measured bandwidth, that of a TTFT its FLOPs at the measured speed of a matrix
 product. transformers runs `generate` with a static cache, attention by torch.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +31,7 @@ from bench.gpu_models import new_engine, new_sequence, num_parameters
 from bench.report import print_table
 from bench.shapes import model_config, transformers_config
 from disagg.engine.engine import Engine
+from disagg.engine.runner import ModelRunner
 from disagg.engine.sequence import Sequence
 from disagg.models.model_config import ModelConfig
 
@@ -142,6 +144,7 @@ class Comparison:
         self.rates = ceilings(device, tiny)
         self.batches = TINY_BATCHES if tiny else BATCHES
         self.prompts = TINY_PROMPTS if tiny else PROMPTS
+        self.capture_s: float | None = None
         block_size = 64 if device.type == "cuda" else 16
         num_blocks = max(
             num_seqs * (-(-(length + NUM_DECODES) // block_size) + 1)
@@ -150,11 +153,19 @@ class Comparison:
         max_num_seqs = max(num_seqs for num_seqs, _ in self.batches)
         engine, _ = new_engine(self.config, device, num_blocks, max_num_seqs=max_num_seqs)
         self._ours = Timed(engine, self.config.vocab_size, device)
+        self._runner = cast(ModelRunner, engine.runner)
+        if device.type == "cuda":
+            self.capture_s = attempt("graphs", lambda: self._capture(max_num_seqs))
         self._peer: Peer | None = None
         try:
             self._peer = Peer(shape, device)
         except Exception as error:  # not installed, or its memory does not fit beside ours
             print(f"transformers: {type(error).__name__}: {error}", flush=True)
+
+    def _capture(self, max_num_seqs: int) -> float:
+        begin_s = time.perf_counter()
+        self._runner.capture(max_num_seqs, self.config.max_model_len)
+        return time.perf_counter() - begin_s
 
     def ttft(self, length: int) -> dict[str, Any]:
         ours = median(lambda: self._ours.ttft_s(length))
@@ -162,10 +173,13 @@ class Comparison:
         return {"prompt": length, **self._row(ours, floor, lambda peer: peer.ttft_s(length))}
 
     def tpot(self, num_seqs: int, length: int) -> dict[str, Any]:
-        ours = median(lambda: self._ours.tpot_s(num_seqs, length))
+        graphs, self._runner.graphs = self._runner.graphs, None
+        eager = median(lambda: self._ours.tpot_s(num_seqs, length))
+        self._runner.graphs = graphs
+        ours = eager if graphs is None else median(lambda: self._ours.tpot_s(num_seqs, length))
         floor = tpot_floor_s(self.config, num_seqs, length, self.rates)
         row = self._row(ours, floor, lambda peer: peer.tpot_s(num_seqs, length))
-        return {"at once": num_seqs, "context": length, **row}
+        return {"at once": num_seqs, "context": length, **row, "eager ms": eager * 1e3}
 
     def _row(self, ours: float, floor: float, ask: Callable[[Peer], float]) -> dict[str, Any]:
         peer, theirs = self._peer, None
@@ -188,6 +202,7 @@ def main() -> None:
         "machine": describe(device),
         "shape": shape,
         "ceilings": comparison.rates,
+        "capture_s": comparison.capture_s,
         "ttft": [],
         "tpot": [],
     }

@@ -27,10 +27,13 @@ from bench.gpu_peers import (
 )
 from bench.report import print_table
 from disagg.kernels import reference
+from disagg.kernels.kv_pages import FORMATS, KVFormat, KVPages, format_of, pages_of
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.silu_mul import silu_mul
 
+QUANTIZED = (FORMATS["fp8"], FORMATS["int8"])
+ROUNDING = {"fp8": 1 / 14, "int8": 1 / 127}  # a step of stored values, of the largest
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 4e-3, torch.float32: 2e-3}  # of the largest
 
 
@@ -70,7 +73,35 @@ def check_rows(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def check_attention(device: torch.device, dtype: torch.dtype, tiny: bool) -> dict[str, float]:
+def on_cpu(paged: Paged) -> KVPages:
+    """A copy of its pages."""
+    values, heads = paged.pages.values, paged.heads
+    return pages_of(
+        paged.pages.blocks.cpu().clone().view(torch.uint8).flatten(),
+        paged.pages.format,
+        values.shape[1],
+        heads.num_kv_heads,
+        heads.block_size,
+        heads.head_dim,
+    )
+
+
+def numbers(pages: KVPages) -> Tensor:
+    """What the stored values stand for."""
+    wide = pages.values.float()
+    return wide if pages.scales is None else wide * pages.scales.unsqueeze(-1)
+
+
+def storable(vectors: Tensor, format: KVFormat) -> Tensor:
+    """Vectors near to these that the format stores as they are: the scale of each is 1 / 64."""
+    wide = reference.quantize(vectors, format)[0].float()
+    wide[..., 0] = format.largest
+    return (wide / 64).to(vectors.dtype)
+
+
+def check_attention(
+    device: torch.device, dtype: torch.dtype, tiny: bool, format: KVFormat
+) -> dict[str, float]:
     """Decodes, verification, prompts with and without a prefix, windows, odd groups."""
     long = 300 if tiny else 3000
     mixed = [(1, long), (1, 1), (1, 64), (4, 70), (37, 37), (50, long // 2)]
@@ -81,11 +112,16 @@ def check_attention(device: torch.device, dtype: torch.dtype, tiny: bool) -> dic
     }
     differences = {}
     for name, (heads, window) in list(cases.items())[: 1 if tiny else None]:
-        paged = Paged(heads, mixed, device, dtype, window)
-        before = paged.cache.cpu().clone()
+        paged = Paged(heads, mixed, device, dtype, window, format)
+        if tiny and format.has_scales:
+            # A rehearsal is interpreted, and the interpreter rounds to e4m3 wrongly.
+            vectors = paged.qkv[:, heads.num_heads :]
+            vectors.copy_(storable(vectors, format))
+        before = on_cpu(paged)
         paged.write(1)
         reference.kv_write(paged.qkv.cpu(), before, 1, paged.slots.cpu())
-        differences[f"kv_write, {name}"] = _difference(paged.cache, before)
+        written = on_cpu(paged)
+        differences[f"kv_write, {name}"] = _difference(numbers(written), numbers(before))
         expected = reference.paged_attention(
             paged.qkv.cpu()[:, : heads.num_heads],
             before,
@@ -103,12 +139,22 @@ def check(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     rows = []
     dtypes = [torch.float32] if tiny else [torch.bfloat16, torch.float16, torch.float32]
     for dtype in dtypes:
-        found = {**check_rows(device, dtype), **check_attention(device, dtype, tiny)}
-        for name, difference in found.items():
-            is_equal = difference <= TOLERANCE[dtype]
-            kind = str(dtype).removeprefix("torch.")
+        kind = str(dtype).removeprefix("torch.")
+        found = {(name, kind): value for name, value in check_rows(device, dtype).items()}
+        for stored in (format_of(dtype), *QUANTIZED):
+            differences = check_attention(device, dtype, tiny, stored)
+            found |= {(name, stored.name): value for name, value in differences.items()}
+        for (name, stored_as), difference in found.items():
+            # A rounding at the middle between two stored values may go either way on a device.
+            room = max(TOLERANCE[dtype], ROUNDING.get(stored_as, 0.0))
             rows.append(
-                {"kernel": name, "dtype": kind, "difference": difference, "equal": is_equal}
+                {
+                    "kernel": name,
+                    "dtype": kind,
+                    "KV": stored_as,
+                    "difference": difference,
+                    "equal": difference <= room,
+                }
             )
     return rows
 
@@ -136,25 +182,32 @@ def decode_cases(tiny: bool) -> dict[str, list[int]]:
 
 
 def time_decode(
-    name: str, contexts: list[int], heads: Heads, device: torch.device, read_rate: float
+    name: str,
+    contexts: list[int],
+    heads: Heads,
+    device: torch.device,
+    read_rate: float,
+    format: KVFormat = FORMATS["bfloat16"],
 ) -> dict[str, Any]:
-    """Microseconds of one layer."""
-    paged = Paged(heads, [(1, context) for context in contexts], device)
-    nbytes = sum(contexts) * heads.token_nbytes
+    """Microseconds of one layer. The peers read bf16 and stand beside that only."""
+    paged = Paged(heads, [(1, context) for context in contexts], device, format=format)
+    nbytes = sum(contexts) * heads.token_nbytes(format)
     ours = seconds(paged.attend_all, device) / heads.num_layers
+    row = {
+        "decode": name,
+        "KV": format.name,
+        "us": ours * 1e6,
+        "GB/s": nbytes / ours / 1e9,
+        "of read": nbytes / ours / read_rate,
+    }
+    if format.has_scales:
+        return {**row, "FlashInfer us": None, "SDPA us": None}
     layers = dense_layers(paged)
     flashinfer = attempt("FlashInfer", lambda: flashinfer_decode(layers, paged, device))
     sdpa = None
     if len(set(contexts)) == 1:  # dense keys of unequal lengths would not be a fair peer
         sdpa = attempt("SDPA", lambda: sdpa_decode(layers, paged, device))
-    return {
-        "decode": name,
-        "us": ours * 1e6,
-        "GB/s": nbytes / ours / 1e9,
-        "of read": nbytes / ours / read_rate,
-        "FlashInfer us": _microseconds(flashinfer),
-        "SDPA us": _microseconds(sdpa),
-    }
+    return {**row, "FlashInfer us": _microseconds(flashinfer), "SDPA us": _microseconds(sdpa)}
 
 
 def time_prompt(
@@ -192,8 +245,9 @@ def main() -> None:
     rates = found["ceilings"]
     heads = TINY if tiny else Heads()
     found["decode"] = [
-        time_decode(name, contexts, heads, device, rates["read_bytes_per_s"])
+        time_decode(name, contexts, heads, device, rates["read_bytes_per_s"], format)
         for name, contexts in decode_cases(tiny).items()
+        for format in (FORMATS["bfloat16"], *QUANTIZED)
     ]
     print_table(found["decode"])
     heads = TINY if tiny else Heads(num_layers=2)

@@ -14,6 +14,7 @@ from disagg.engine.kv_cache import KVCache, KVShape
 from disagg.engine.runner import ModelRunner
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.kernels.kv_pages import format_of
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.decoder import random_decoder
 from disagg.models.model_config import ModelConfig
@@ -42,7 +43,7 @@ def new_engine(
     """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
     decoder = random_decoder(config, torch.bfloat16, device)
     block_size = 64 if device.type == "cuda" else 16
-    shape = KVShape.of(config, block_size, torch.bfloat16)
+    shape = KVShape.of(config, block_size, format_of(torch.bfloat16))
     kv_cache = KVCache(shape, num_blocks, device)
     runner = ModelRunner(decoder, kv_cache)
     runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)

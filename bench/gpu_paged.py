@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from disagg.kernels import reference
+from disagg.kernels.kv_pages import KVFormat, format_of, new_pages
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
 
@@ -21,10 +23,10 @@ class Heads:
     block_size: int = 64
     num_layers: int = 32
 
-    @property
-    def token_nbytes(self) -> int:
-        """Keys and values of one position in one layer, bf16."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
+    def token_nbytes(self, format: KVFormat) -> float:
+        """Keys and values of one position in one layer, with its scales."""
+        page_nbytes = format.page_nbytes(self.block_size, self.head_dim)
+        return 2 * self.num_kv_heads * page_nbytes / self.block_size
 
 
 TINY = Heads(4, 2, 32, 16, 2)
@@ -40,6 +42,7 @@ class Paged:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         window: int | None = None,
+        format: KVFormat | None = None,
     ) -> None:
         self.heads, self.lens, self.window = heads, lens, window
         size = heads.block_size
@@ -49,9 +52,16 @@ class Paged:
         for row, ids in enumerate(torch.split(order, counts)):
             tables[row, : len(ids)] = ids
         self.tables = tables.to(device)
-        dims = (heads.num_layers, 2, heads.num_kv_heads, size, heads.head_dim)
-        self.cache = torch.randn(dims, device=device).to(dtype).repeat(sum(counts), 1, 1, 1, 1, 1)
-        self.cache += torch.arange(sum(counts), device=device).view(-1, 1, 1, 1, 1, 1) % 7 * 0.1
+        self.pages = new_pages(
+            format or format_of(dtype),
+            sum(counts),
+            heads.num_layers,
+            heads.num_kv_heads,
+            size,
+            heads.head_dim,
+            device,
+        )
+        self._fill(device)
         num_tokens = sum(query for query, _ in lens)
         all_heads = heads.num_heads + 2 * heads.num_kv_heads
         self.qkv = torch.randn(num_tokens, all_heads, heads.head_dim, device=device).to(dtype)
@@ -60,6 +70,19 @@ class Paged:
         self.context_lens = torch.tensor([context for _, context in lens]).int().to(device)
         self.slots = torch.cat([self._slots(row) for row in range(len(lens))]).to(device)
         self.work = self._plan(device)
+
+    def _fill(self, device: torch.device) -> None:
+        """Keys and values of one block, in all of them, times what differs from block to block."""
+        values, scales = self.pages.values, self.pages.scales
+        factor = 1 + torch.arange(len(values), device=device).view(-1, 1, 1, 1, 1) % 7 * 0.1
+        drawn = torch.randn(values.shape[1:], device=device)
+        if scales is None:
+            values.copy_(drawn.to(values.dtype).expand_as(values))
+            values *= factor.unsqueeze(-1)
+            return
+        stored, of_vector = reference.quantize(drawn, self.pages.format)
+        values.view(torch.int8).copy_(stored.view(torch.int8).expand_as(values))
+        scales.copy_(of_vector * factor)
 
     def _slots(self, row: int) -> Tensor:
         query, context = self.lens[row]
@@ -85,7 +108,7 @@ class Paged:
     def attend(self, layer: int) -> Tensor:
         return paged_attention(
             self.qkv,
-            self.cache,
+            self.pages,
             layer,
             self.tables,
             self.query_start,
@@ -94,7 +117,7 @@ class Paged:
         )
 
     def write(self, layer: int) -> None:
-        kv_write(self.qkv, self.cache, layer, self.slots)
+        kv_write(self.qkv, self.pages, layer, self.slots)
 
     def attend_all(self) -> None:
         for layer in range(self.heads.num_layers):

@@ -21,7 +21,7 @@ WORKSPACE_NBYTES = 256 << 20
 
 def dense_layers(paged: Paged) -> list[Tensor]:
     """[num_blocks, 2, num_kv_heads, block_size, head_dim], one tensor a layer as peers want."""
-    return [paged.cache[:, layer].contiguous() for layer in range(paged.heads.num_layers)]
+    return [paged.pages.values[:, layer].contiguous() for layer in range(paged.heads.num_layers)]
 
 
 def flashinfer_decode(layers: list[Tensor], paged: Paged, device: torch.device) -> float:
@@ -101,7 +101,7 @@ def flashinfer_prompt(paged: Paged, device: torch.device) -> float:
         kv_data_type=torch.bfloat16,
     )
     q = paged.qkv[:, : heads.num_heads].contiguous()
-    layer = paged.cache[:, 0].contiguous()
+    layer = paged.pages.values[:, 0].contiguous()
     return seconds(lambda: wrapper.run(q, layer), device)
 
 

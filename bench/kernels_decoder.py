@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from bench.shapes import SHAPES, model_config, transformers_config
+from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
 
-PROMPT, OUTPUT, LONG_PROMPT, BLOCK_SIZE = 128, 128, 1024, 16
+PROMPT, OUTPUT, LONG_PROMPT, BLOCK_SIZE, NUM_BLOCKS = 128, 128, 1024, 16, 1024
 
 
 def uniform_batch(token_ids: torch.Tensor, num_computed: int, tables: torch.Tensor) -> Batch:
@@ -47,11 +48,11 @@ def uniform_batch(token_ids: torch.Tensor, num_computed: int, tables: torch.Tens
     )
 
 
-def generate(decoder: Decoder, slab: torch.Tensor, prompts: torch.Tensor, num_new: int) -> None:
+def generate(decoder: Decoder, slab: KVPages, prompts: torch.Tensor, num_new: int) -> None:
     """Decode greedily; blocks are scattered over the slab as after a while of serving."""
     num_seqs, length = prompts.shape
     num_blocks = -(-(length + num_new) // BLOCK_SIZE)
-    order = torch.randperm(slab.shape[0], generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))
     tables = order[: num_seqs * num_blocks].view(num_seqs, num_blocks).int()
     new = prompts
     computed = 0
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="15m")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-cache-dtype", choices=["bfloat16", "fp8", "int8"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument(
@@ -109,8 +111,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     config = model_config(arguments.shape)
     decoder = random_decoder(config, torch.bfloat16, torch.device("cpu"))
-    slab_shape = (1024, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    slab = torch.zeros(slab_shape, dtype=torch.bfloat16)
+    slab = new_pages(
+        FORMATS[arguments.kv_cache_dtype],
+        NUM_BLOCKS,
+        config.num_layers,
+        config.num_kv_heads,
+        BLOCK_SIZE,
+        config.head_dim,
+        torch.device("cpu"),
+    )
     contenders: dict[str, Callable[[torch.Tensor, int], None]] = {
         "disagg": lambda prompts, num_new: generate(decoder, slab, prompts, num_new)
     }

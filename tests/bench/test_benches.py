@@ -33,16 +33,39 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 
 @pytest.mark.timeout(300)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
-    names = ["engine", "routing", "scheduler", "sim", "worker_memory"]
+    names = [
+        "autoscale",
+        "cascade",
+        "engine",
+        "grammar",
+        "kv_formats",
+        "prefix_index",
+        "routing",
+        "scheduler",
+        "sim",
+        "time_model",
+        "worker_memory",
+    ]
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
     engine = results["engine"]["rows"]
     assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
     for row in engine:
         assert min(row["disagg"], row["generate"], row["continuous"]) > 0
+    assert all(row["mask us"] > 0 for row in results["grammar"]["rows"])
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
+    assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
+    stored = {row["KV"]: row["bytes/token"] for row in results["kv_formats"]["rows"]}
+    assert stored["int8"] == stored["fp8"] < 0.55 * stored["bfloat16"]
+    assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
+    cascade = results["cascade"]
+    assert [row["tasks"] for row in cascade["rows"]] == ["hard", "easy", "recall", "all"]
+    assert all(row["cost %"] >= row["small alone cost %"] > 0 for row in cascade["rows"])
+    scaled = results["autoscale"]
+    assert scaled["smallest"]["in time %"] >= 95.0
+    assert all(row["worker hours"] > 0 == row["failed"] for row in scaled["rows"])
     memory = results["worker_memory"]["rows"]
     assert all(row["RSS MB"] >= row["PSS MB"] >= row["USS MB"] > 0 for row in memory)
 
@@ -69,4 +92,7 @@ def test_gpu_kernels_equal_their_references(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--out", str(tmp_path))
     found = rehearse("bench.gpu_kernels", *arguments, TRITON_INTERPRET="1")
     assert found["parity"] and all(row["equal"] for row in found["parity"])
-    assert found["decode"] and found["prompt"]
+    stored = {(row["kernel"].split(",")[0], row["KV"]) for row in found["parity"]}
+    assert stored >= {("paged_attention", "fp8"), ("paged_attention", "int8"), ("kv_write", "int8")}
+    assert {row["KV"] for row in found["decode"]} == {"bfloat16", "fp8", "int8"}
+    assert found["prompt"]

@@ -25,7 +25,15 @@ class SingleEngine:
         text = template.render(messages, add_generation_prompt=True, arguments={})
         return tokenizer.encode_chat(text)
 
-    def chat(self, content: str, max_tokens: int, *, temperature: float = 0, seed: int = 0) -> str:
+    def chat(
+        self,
+        content: str,
+        max_tokens: int,
+        *,
+        temperature: float = 0,
+        seed: int = 0,
+        ignore_eos: bool = False,
+    ) -> str:
         tokens = self.prompt(content)
         request = GenerateRequest(
             request_id="single",
@@ -38,7 +46,7 @@ class SingleEngine:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=seed,
-                stop_token_ids=self._model.eos_token_ids,
+                stop_token_ids=() if ignore_eos else self._model.eos_token_ids,
             ),
             deadline_unix_s=float("inf"),
         )

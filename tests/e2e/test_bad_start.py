@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.served import free_port
+from disagg.cli.ports import free_port
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]

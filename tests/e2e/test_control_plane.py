@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from disagg.cli.embedded_redis import find_redis_server
-from tests.e2e.served import free_port
+from disagg.cli.ports import free_port
 from tests.faults.clients import Answer, Questions, load
 from tests.faults.faults import Fault, Frozen, Killed, suffered
 from tests.faults.oracles import Oracle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -18,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
+from disagg.cli.ports import free_port
 from disagg.config import EngineConfig, parse_config
-from tests.e2e.served import free_port
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
 
@@ -35,14 +36,14 @@ class RayNodes:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._gcs_port, self.dashboard_port = free_port(), free_port()
+        self.gcs_port, self.dashboard_port = free_port(), free_port()
         self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start_head(self) -> None:
         self._start(
             "--head",
-            f"--port={self._gcs_port}",
+            f"--port={self.gcs_port}",
             f"--dashboard-port={self.dashboard_port}",
             f"--temp-dir={self._directory}",
             "--num-cpus=1",
@@ -50,7 +51,7 @@ class RayNodes:
 
     def start_node(self, resources: str) -> None:
         self._start(
-            f"--address=127.0.0.1:{self._gcs_port}", "--num-cpus=1", f"--resources={resources}"
+            f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=1", f"--resources={resources}"
         )
 
     def _start(self, *flags: str) -> None:
@@ -132,6 +133,8 @@ def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
     config["proxy_location"] = "HeadOnly"  # three nodes share one address here
     arguments = config["applications"][0]["args"]
     arguments.update(redis_url=None, link_host="127.0.0.1", drain_s=1)
+    del arguments["tenants"]  # limits over several ingresses need Redis
+    del arguments["http"]["api_keys"]
     for tier in arguments["tiers"]:
         tier["model"] = str(model)
         tier["engine"] = {"dtype": "float32", "num_threads": 1}
@@ -181,6 +184,23 @@ def test_the_cluster_file_is_valid() -> None:
     assert all(node_types[role]["resources"]["GPU"] for role in ("prefill", "decode"))
 
 
+@pytest.mark.parametrize("kind", ["head", "worker"])
+def test_commands_of_the_cluster_file_start_ray(kind: str) -> None:
+    """Ray's own parser takes them, and the head keeps its tables where its successor finds them."""
+    from ray.scripts.scripts import start
+
+    config = yaml.safe_load((DEPLOY.parent / "ray" / "cluster.yaml").read_text())
+    exports, _, command = config[f"{kind}_start_ray_commands"][-1].partition(";")
+    variables = dict(each.split("=") for each in shlex.split(exports)[1:])
+    assert ("RAY_REDIS_ADDRESS" in variables) == (kind == "head")  # workers ask the head
+    assert float(variables["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 60
+    arguments = shlex.split(command)
+    assert arguments[:2] == ["ray", "start"]
+    parsed = start.make_context("start", arguments[2:]).params
+    assert parsed["head"] == (kind == "head")
+    assert bool(parsed["redis_password"]) == (kind == "head")
+
+
 def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
     reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
@@ -193,7 +213,7 @@ def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, nodes)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            assert {model.id for model in client.models.list()} == {"small", "large"}
+            assert {model.id for model in client.models.list()} == {"small", "large", "auto"}
             for tier in ("small", "large"):
                 prompt = f"a long prompt for {tier}, so that it is handed over: " * 5
                 answer = client.chat.completions.create(

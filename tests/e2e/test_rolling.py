@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
+from disagg.cli.ports import free_port
 from disagg.config import EngineConfig
-from tests.e2e.served import free_port
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.test_deploy import RayNodes, ray_nodes, wait_until_ready
 from tests.tiny_model import write_tiny_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,19 @@ def test_many_choices_and_logprobs(client: openai.OpenAI, reference: SingleEngin
             assert position.top_logprobs[0].logprob == position.logprob  # greedy: the likeliest
 
 
+def test_an_answer_follows_a_schema_through_both_pools(client: openai.OpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 3, "maxItems": 5}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": PROMPTS[2]}],
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        seed=3,
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    colors = json.loads(answer.choices[0].message.content or "")
+    assert 3 <= len(colors) <= 5 and set(colors) <= {"red", "blue"}
+
+
 def test_errors_are_sentences(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at most") as too_long:
         client.completions.create(model="tiny", prompt="x" * 5000, max_tokens=4)
@@ -154,7 +168,7 @@ def test_errors_are_sentences(client: openai.OpenAI) -> None:
 
 
 def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpCollector) -> None:
-    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    trace_id = secrets.token_hex(16)  # another one for each way through a proxy
     answer = httpx.post(
         f"{server.url}/v1/chat/completions",
         json={

@@ -149,7 +149,7 @@ async def ask(
 
 
 async def _read_answer(reader: asyncio.StreamReader, answer: Answer, nbytes: int) -> None:
-    answer.status = int((await reader.readline()).split()[1])
+    answer.status = int((await _line(reader)).split()[1])
     while (line := await reader.readline()) not in (b"\r\n", b""):
         name, _, value = line.decode().partition(":")
         answer.headers[name.lower()] = value.strip()
@@ -167,10 +167,17 @@ async def _read_answer(reader: asyncio.StreamReader, answer: Answer, nbytes: int
 
 async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """The chunks of a chunked body."""
-    while nbytes := int(await reader.readline(), 16):
+    while nbytes := int(await _line(reader), 16):
         yield await reader.readexactly(nbytes)
         await reader.readexactly(2)
     await reader.readexactly(2)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise asyncio.IncompleteReadError(line, None)
+    return line
 
 
 class Questions:

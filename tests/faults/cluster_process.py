@@ -46,6 +46,7 @@ def serve_until_told(config: ServeConfig, scratch: Path) -> None:
 def deploy(config: ServeConfig) -> None:
     from ray import serve
 
+    from disagg.app.autoscaling import is_scaled
     from disagg.app.build import build_application
     from disagg.app.cluster import APPLICATION
     from tests.faults.fake_replica import FakeReplica
@@ -56,7 +57,8 @@ def deploy(config: ServeConfig) -> None:
                 build_application(config, FakeReplica),
                 name=APPLICATION,
                 route_prefix="/",
-                external_scaler_enabled=True,
+                # Serve scales a pool itself or lets others do so.
+                external_scaler_enabled=not is_scaled(config),
             )
         ],
         wait_for_applications_running=False,

@@ -20,7 +20,7 @@ from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, StepPlan
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.worker.parts import Parts, new_cold_tier, new_transport
@@ -80,7 +80,7 @@ class FakePacedRunner(FakeRunner):
         self._step_s = step_s
         self._token_s = token_s
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         ends_at = time.monotonic() + self._step_s + self._token_s * plan.num_new_tokens
         sampled = super().run(plan)
         time.sleep(max(0.0, ends_at - time.monotonic()))

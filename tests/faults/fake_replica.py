@@ -94,6 +94,9 @@ class BackDoor:
                 return {"refused": _is_refused(self._path.parent.parent / "written")}
             case "state":
                 return await self._state()
+            case "names":
+                hashes = await self._worker._ask(self._worker._engine.pool.hashes)
+                return {"names": sorted(each.hex() for each in hashes)}
             case _:
                 raise ValueError(f"{do!r} cannot be asked here")
         return {}

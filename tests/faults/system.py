@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cli.embedded_redis import EmbeddedRedis
-from tests.e2e.served import free_port
+from disagg.cli.ports import free_port
 from tests.faults.fake_model import BACK_DOORS, write_fake_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,6 +40,7 @@ class Pool:
     step_s: float = 0.01
     token_s: float = 0.0
     settings: tuple[tuple[str, Any], ...] = ()  # of the tier
+    num_standby: int = 0  # decode workers
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,30 @@ class System:
         return found
 
     def ingress(self) -> psutil.Process:
-        (found,) = [
-            each for each in self.root.children(recursive=True) if "disagg:Ingress" in _title(each)
-        ]
+        """The only one."""
+        (found,) = self.ingresses()
         return found
 
-    def pools(self) -> dict[str, dict[str, int]]:
-        """What the ingress says of its pools; empty when it says nothing."""
+    def ingresses(self) -> list[psutil.Process]:
+        family = self.root.children(recursive=True)
+        return [each for each in family if "disagg:Ingress" in _title(each)]
+
+    def ingress_urls(self) -> dict[psutil.Process, str]:
+        """Of those that answer, past the proxy, which would choose one of them."""
+        urls = {}
+        for process in self.ingresses():
+            with suppress(psutil.Error, httpx.HTTPError):
+                for port in _listening(process):
+                    url = f"http://127.0.0.1:{port}"
+                    httpx.get(f"{url}/live", timeout=5)
+                    urls[process] = url
+        return urls
+
+    def pools(self, url: str = "") -> dict[str, dict[str, int]]:
+        """What an ingress says of its pools; empty when it says nothing."""
         with suppress(httpx.HTTPError, KeyError, ValueError):
-            pools: dict[str, dict[str, int]] = httpx.get(f"{self.url}/ready", timeout=5).json()[
-                "pools"
-            ]
+            answer = httpx.get(f"{url or self.url}/ready", timeout=5)
+            pools: dict[str, dict[str, int]] = answer.json()["pools"]
             return pools
         return {}
 
@@ -128,8 +143,15 @@ class System:
         until(self._is_whole, timeout_s, lambda: f"the fleet is not whole: {self.pools()}")
 
     def counters(self) -> dict[str, float]:
-        """Sums over labels of what the ingress counts, by sample name."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        """Sums over labels, and over all ingresses, of what they count, by sample name."""
+        sums: Counter[str] = Counter()
+        for url in self._urls():
+            sums.update(self.counters_of(url))
+        return dict(sums)
+
+    def counters_of(self, url: str) -> dict[str, float]:
+        """Of one ingress."""
+        text = httpx.get(f"{url}/metrics", timeout=10).text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -166,16 +188,23 @@ class System:
                 return
         raise AssertionError("the cluster process ended; its words are above")
 
+    def _urls(self) -> list[str]:
+        is_one = self._read_config()["num_ingress"] == 1
+        return [self.url] if is_one else list(self.ingress_urls().values())
+
     def _is_whole(self) -> bool:
-        pools = self.pools()
-        for tier in self._read_config()["tiers"]:
+        config, urls = self._read_config(), self._urls()
+        for tier in config["tiers"]:
             wanted = [tier[role]["num_replicas"] for role in ("prefill", "decode")]
-            pool = pools.get(tier["served_model_name"], {})
-            if [pool.get("num_prefill"), pool.get("num_decode")] != wanted:
+            for url in urls:
+                pool = self.pools(url).get(tier["served_model_name"], {})
+                if [pool.get("num_prefill"), pool.get("num_decode")] != wanted:
+                    return False
+            num_members = sum(wanted) + tier["decode"]["num_standby"]
+            if len(self.members(tier["served_model_name"])) != num_members:
                 return False
-            if len(self.members(tier["served_model_name"])) != sum(wanted):
-                return False
-        return True
+        num_ingress: int = config["num_ingress"]
+        return len(urls) == len(self.ingresses()) == num_ingress
 
     def _read_config(self) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads(self._config.read_text())
@@ -194,14 +223,20 @@ def until(
 
 
 @contextmanager
-def running_system(*pools: Pool, haproxy: bool = True, drain_s: float = 5.0) -> Iterator[System]:
-    """Start everything, wait until the fleet is whole, stop it; nothing may be left."""
+def running_system(
+    *pools: Pool, haproxy: bool = True, drain_s: float = 5.0, num_ingress: int = 1
+) -> Iterator[System]:
+    """Start everything, wait until the fleet is whole, stop it; nothing may be left.
+
+    More than one ingress can be told apart with `haproxy` only, where each has a port.
+    """
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         directory = Path(name)
         with EmbeddedRedis(directory / "redis") as redis:
             port = free_port()
             config = directory / "config.json"
-            config.write_text(json.dumps(_config(pools, directory, redis.url, port, drain_s)))
+            raw = _config(pools, directory, redis.url, port, drain_s)
+            config.write_text(json.dumps({**raw, "num_ingress": num_ingress}))
             flags = [] if haproxy else ["--no-haproxy"]
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.cluster_process", str(config), *flags],
@@ -228,7 +263,7 @@ def _config(
             ),
             "served_model_name": pool.name,
             "prefill": {"num_replicas": pool.num_prefill},
-            "decode": {"num_replicas": pool.num_decode},
+            "decode": {"num_replicas": pool.num_decode, "num_standby": pool.num_standby},
             "engine": dict(pool.engine),
             **dict(pool.settings),
         }
@@ -263,6 +298,12 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
             for each in left:
                 each.kill()
     assert not left, f"still running afterwards: {[_title(each) for each in left]}"
+
+
+def _listening(process: psutil.Process) -> list[int]:
+    """Ports of IPv4, where Serve listens; Ray's own take any address."""
+    found = process.net_connections("tcp4")
+    return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
 
 def _title(process: psutil.Process) -> str:

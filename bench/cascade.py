@@ -1,0 +1,185 @@
+"""What the cascade keeps of the large model's accuracy, and what it saves, on the bundled models.
+
+    python -m bench.cascade [--num-per-level N] [--tiny]
+
+Labelled prompts of every task and difficulty of the models' own (`scripts/demo_evaluate.py`), made
+from a seed that neither training nor the choice of the default threshold has seen. All are asked
+three times: the small model, the large one, and `auto`, over links and moved KV as in production.
+`hard` are the levels where the models' card shows a gap, `easy` all others but recall, whose long
+prompts would outweigh everything.
+
+Cost is tokens x parameters: all tokens that the steps of a model's engines computed, prompts
+included, times its parameters. It is counted in the engines, so it has what was computed in vain:
+small answers that were given up, tokens computed before the cancellation arrived, rejected tokens
+of drafts. Prefix caching is off, or the last to be asked would find what the others computed.
+
+The measures of the curve are predicted from the answers of both models alone
+(`router/calibration.py`); accuracy and cost of `auto` are what was served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from bench.report import finish, print_table
+from disagg import local
+from disagg.cli.cascade import SHARES, Answer, Asked, asker, compared
+from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
+from disagg.engine.step import StepPlan
+from disagg.kvtransfer.local_transport import LocalFleet
+from disagg.router.calibration import Compared, curve
+from disagg.worker.parts import Parts, build_parts
+from scripts.demo_evaluate import all_levels
+
+SMALL, LARGE = TIERS = ("demo-small", "demo-large")
+HARD = ("add-3", "add-4", "add-5", "subtract-3", "subtract-4", "multiply-2", "multiply-3")
+GOAL = {"quality": 0.95, "cost": 0.60}  # of the large model's; at least, at most
+MAX_TOKENS = 256
+NUM_PARALLEL = 16
+QUIET_S = 0.2
+
+
+def new_prompts(num_per_level: int) -> dict[str, list[Asked]]:
+    """By group."""
+    tokenizer = Tokenizer.from_file(str(TierConfig(model=SMALL).directory / "tokenizer.json"))
+    groups: dict[str, list[Asked]] = {"hard": [], "easy": [], "recall": []}
+    for level in all_levels():
+        rng = random.Random(f"bench {level.name}")
+        easy = "recall" if level.name.startswith("recall") else "easy"
+        for _ in range(num_per_level):
+            turn = level.make(rng, tokenizer)
+            asked = Asked([{"role": "user", "content": turn.question}], turn.answer)
+            groups["hard" if level.name in HARD else easy].append(asked)
+    return groups
+
+
+def counted(counts: Counter[str]) -> Callable[..., Parts]:
+    """Makes workers whose engines add the tokens that they compute, by model."""
+    build_here = functools.partial(build_parts, local_fleet=LocalFleet())
+
+    def build(config: ServeConfig, tier: TierConfig, *rest: Any) -> Parts:
+        parts = build_here(config, tier, *rest)
+        run = parts.engine.runner.run
+
+        def counting(plan: StepPlan) -> Any:
+            counts[tier.name] += plan.num_new_tokens
+            return run(plan)
+
+        parts.engine.runner.run = counting  # type: ignore[method-assign]
+        return parts
+
+    return build
+
+
+async def measure(
+    cluster: local.LocalCluster, counts: Counter[str], model: str, prompts: Sequence[Asked]
+) -> tuple[list[Answer], int]:
+    """The answers, and what they cost in tokens x parameters."""
+    ask, places = asker(cluster), asyncio.Semaphore(NUM_PARALLEL)
+    fields = {"model": model, "temperature": 0, "max_tokens": MAX_TOKENS}
+    if model != AUTO:  # for the curve; scores are no tokens
+        fields |= {"logprobs": True, "top_logprobs": 2}
+
+    async def one(asked: Asked) -> Answer:
+        async with places:
+            answer = await ask(fields | {"messages": asked.messages})
+            return msgspec.json.decode(answer, type=Answer)
+
+    counts.clear()
+    answers = list(await asyncio.gather(*map(one, prompts)))
+    before = -1
+    while before != counts.total():  # until what was cancelled has ended
+        before = counts.total()
+        await asyncio.sleep(QUIET_S)
+    models = cluster.ingress.service.models
+    return answers, sum(counts[tier] * models[tier].num_parameters for tier in TIERS)
+
+
+def new_row(
+    group: str, prompts: Sequence[Asked], answers: dict[str, list[Answer]], costs: dict[str, int]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"tasks": group, "prompts": len(prompts)}
+    right = {
+        model: sum(map(_is_right, answers[model], prompts)) / len(prompts) for model in answers
+    }
+    for model, share in right.items():
+        row[f"{model} %"] = 100 * share
+    row["quality %"] = 100 * right[AUTO] / right[LARGE]  # of the large model's
+    row["cost %"] = 100 * costs[AUTO] / costs[LARGE]
+    row["small alone cost %"] = 100 * costs[SMALL] / costs[LARGE]
+    row["escalated %"] = 100 * sum(a.model == LARGE for a in answers[AUTO]) / len(prompts)
+    return row
+
+
+def _is_right(answer: Answer, asked: Asked) -> bool:
+    return answer.is_right(asked.label)
+
+
+def new_curve(group: str, answers: Sequence[Compared], parameters: Sequence[int]) -> Any:
+    config = CascadeConfig()
+    found = curve(answers, config.signal, config.num_judged_tokens, *parameters)
+    row: dict[str, Any] = {"tasks": group, "signal": found.signal, "APGR": found.area}
+    for share in SHARES:
+        point = found.at_recovered(share)
+        row[f"CPT {100 * share:.0f} %"] = 100 * point.escalated
+        row[f"cost at {100 * share:.0f} %"] = 100 * point.cost
+    row["cost at quality 95 %"] = 100 * found.cheapest(GOAL["quality"]).cost
+    return row
+
+
+async def run(num_per_level: int) -> tuple[list[Any], list[Any]]:
+    engine = EngineConfig(num_threads=1, enable_prefix_caching=False)
+    tiers = tuple(TierConfig(model=model, engine=engine) for model in TIERS)
+    config = ServeConfig(
+        tiers=tiers, transport="local", cluster_key="bench", cascade=CascadeConfig()
+    )
+    counts: Counter[str] = Counter()
+    groups = new_prompts(num_per_level)
+    prompts: list[Asked] = []
+    answers: dict[str, list[Answer]] = {model: [] for model in (*TIERS, AUTO)}
+    costs: Counter[str] = Counter()
+    rows = []
+    async with local.running(config, counted(counts)) as cluster:
+        parameters = [cluster.ingress.service.models[model].num_parameters for model in TIERS]
+        for group, asked in groups.items():
+            found = {m: await measure(cluster, counts, m, asked) for m in (*TIERS, AUTO)}
+            its_answers = {model: its for model, (its, _) in found.items()}
+            its_costs = {model: cost for model, (_, cost) in found.items()}
+            rows.append(new_row(group, asked, its_answers, its_costs))
+            prompts += asked
+            for model in answers:
+                answers[model] += its_answers[model]
+            costs.update(its_costs)
+    rows.append(new_row("all", prompts, answers, costs))
+    both = [
+        compared(small, large, asked.label)
+        for small, large, asked in zip(answers[SMALL], answers[LARGE], prompts, strict=True)
+    ]
+    hard = both[: len(groups["hard"])]
+    curves = [new_curve("hard", hard, parameters), new_curve("all", both, parameters)]
+    return rows, curves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-per-level", type=int, default=60)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    arguments = parser.parse_args()
+    rows, curves = asyncio.run(run(4 if arguments.tiny else arguments.num_per_level))
+    print_table(rows)
+    print_table(curves)
+    goal = {f"goal_{name}": value for name, value in GOAL.items()}
+    finish("cascade", rows, curves=curves, config=msgspec.to_builtins(CascadeConfig()), **goal)
+
+
+if __name__ == "__main__":
+    main()

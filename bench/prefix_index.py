@@ -1,0 +1,137 @@
+"""Memory and speed of the router's prefix index with millions of blocks.
+
+    python -m bench.prefix_index [--tiny]
+
+Chains of 128 blocks are told to the index as workers do, eight blocks an event, each worker's own
+(`unshared`) or every chain on `NUM_HOLDERS` workers (`shared`). Bytes are those that the process
+grew by, from /proc; `own count` is what the index says itself, its metric. `slowest` is the longest
+call of all: whoever makes it keeps streams waiting for so long. `stream` goes on with new chains
+when the index is full: the process must not grow any more. `leaves` has one of the workers leave.
+Each case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.report import finish, print_table
+from disagg.blocks import BlockHash
+from disagg.messages import KVEvent
+from disagg.router.prefix_index import ENTRY_NBYTES, PrefixIndex
+
+NUM_BLOCKS, NUM_BLOCKS_TINY = 10_000_000, 20_000
+NUM_WORKERS, NUM_HOLDERS = 64, 4
+CHAIN_BLOCKS, EVENT_BLOCKS = 128, 8
+GOAL = {"bytes per block and worker": 150, "total bytes": 2e9}
+CASES = ("unshared", "shared", "stream", "leaves")
+
+
+class Filling:
+    """An index, and what it took to tell it things."""
+
+    def __init__(self, num_blocks: int, max_nbytes: int) -> None:
+        self.index = PrefixIndex(max_nbytes)
+        self.rng = random.Random(1)
+        self.num_blocks = num_blocks
+        self.slowest_s = 0.0
+        self.spent_s = 0.0
+        for worker in range(NUM_WORKERS):
+            self.index.snapshot(f"w{worker}", ())
+        gc.collect()
+        self.began_nbytes = rss_nbytes()
+
+    def timed(self, call: Callable[[], Any]) -> None:
+        began_s = time.thread_time()
+        call()
+        took_s = time.thread_time() - began_s
+        self.spent_s += took_s
+        self.slowest_s = max(self.slowest_s, took_s)
+
+    def tell_chain(self, number: int, num_holders: int) -> None:
+        for _ in range(CHAIN_BLOCKS // EVENT_BLOCKS):
+            names = tuple(self.rng.randbytes(16) for _ in range(EVENT_BLOCKS))
+            for place in range(num_holders):
+                worker = f"w{(number + place) % NUM_WORKERS}"
+                # As from another process: every worker's event has names of its own.
+                event = KVEvent("stored", names if not place else tuple(map(copied, names)))
+                self.timed(lambda worker=worker, event=event: self.index.apply(worker, [event]))  # type: ignore[misc]
+
+    def fill(self, num_holders: int) -> None:
+        for number in range(self.num_blocks // CHAIN_BLOCKS):
+            self.tell_chain(number, num_holders)
+
+    def row(self, case: str, num_pairs: int) -> dict[str, Any]:
+        nbytes = rss_nbytes() - self.began_nbytes
+        return {
+            "case": case,
+            "blocks": self.index.num_blocks,
+            "pairs": num_pairs,
+            "MB": nbytes / 1e6,
+            "own count MB": self.index.nbytes / 1e6,
+            "bytes a block": nbytes / self.index.num_blocks,
+            "bytes a pair": nbytes / num_pairs,
+            "slowest ms": self.slowest_s * 1e3,
+        }
+
+
+def rss_nbytes() -> int:
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def copied(name: BlockHash) -> BlockHash:
+    return bytes(bytearray(name))
+
+
+def run(case: str, num_blocks: int) -> list[dict[str, Any]]:
+    room = num_blocks if case == "stream" else 2 * num_blocks
+    filling = Filling(num_blocks, room * ENTRY_NBYTES)
+    num_holders = NUM_HOLDERS if case == "shared" else 1
+    filling.fill(num_holders)
+    index = filling.index
+    if case in ("unshared", "shared"):
+        return [filling.row(case, index.num_blocks * num_holders)]
+    if case == "stream":
+        rows = []
+        for turn in range(1, 4):
+            filling.slowest_s = 0.0
+            filling.fill(1)
+            rows.append(filling.row(f"stream, {turn} x new", index.num_blocks))
+        return rows
+    filling.slowest_s = 0.0
+    filling.timed(lambda: index.drop("w0"))
+    while index.num_blocks > num_blocks * (NUM_WORKERS - 1) // NUM_WORKERS:
+        filling.timed(lambda: index.apply("w1", ()))
+    return [filling.row("one of 64 leaves", index.num_blocks)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    num_blocks = NUM_BLOCKS_TINY if arguments.tiny else NUM_BLOCKS
+    if arguments.case:
+        print(json.dumps(run(arguments.case, num_blocks)))
+        return
+    rows = []
+    for case in CASES:
+        command = [sys.executable, "-m", "bench.prefix_index", "--case", case]
+        command += ["--tiny"] if arguments.tiny else []
+        rows += json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    print_table(rows)
+    finish("prefix_index", rows, goal=GOAL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""How well the time model predicts this machine's own engine under a mixed load.
+
+    python -m bench.time_model [--clock cpu|wall] [--requests 400] [--tiny]
+
+One real engine (the large bundled model) serves prompts of 16 to 1,500 tokens that come at random
+and get answers of 16 to 128 tokens, with the product's own fit, fleet view and routing costs beside
+it. `TTFT`: what the router predicts when a request arrives, from the status after the last step,
+beside the time to its first token. `decode step`, `mixed step`: the fit's prediction just before
+it learns from a step. `noise`: equal decode steps again and again, each beside their median; no
+model can be better. Errors are fractions of what was measured; the first requests warm the fit up
+and do not count.
+
+With the clock `cpu` (the default) time passes as the thread uses the processor, so that others on a
+shared machine do not count; the engine then has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bench.report import finish, print_table
+from disagg.blocks import hash_blocks
+from disagg.config import ASSETS, EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.runner import build_engine
+from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.kvtransfer.ticket import Peer
+from disagg.messages import GenerateRequest, SamplingParams, WorkerRecord, WorkerStatus
+from disagg.planner.prior import step_times
+from disagg.planner.shapes import shape_of
+from disagg.router.fleet import Fleet, Load, Reservation
+from disagg.router.policy import choose_route
+from disagg.time_model import StepTimeFit
+from disagg.worker.first_steps import first_steps
+
+MODEL, WORKER = "demo-large", "w"
+PROMPT_TOKENS, ANSWER_TOKENS = (16, 1500), (16, 128)
+BUSY = 0.6  # of the time, by the model's own first steps
+WARM_UP = 0.1  # of the requests
+NUM_REPEATS, NUM_REPEATED_SEQUENCES, REPEATED_TOKENS = 200, 16, 256
+GOAL = {"median": 0.10, "p95": 0.30}
+
+
+class Clock:
+    """Seconds that pass as `source` says, and by `skip`."""
+
+    def __init__(self, source: Callable[[], float]) -> None:
+        self._source = source
+        self._skipped_s = -source()
+
+    def __call__(self) -> float:
+        return self._source() + self._skipped_s
+
+    def skip_to(self, moment_s: float) -> None:
+        self._skipped_s += max(0.0, moment_s - self())
+
+
+class Rig:
+    """A worker's engine and what an ingress knows of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        config = EngineConfig(num_threads=1, device="cpu", kv_cache_memory_bytes=256 << 20)
+        self.engine, _, self.model = build_engine(config, ASSETS / MODEL)
+        self.clock = clock
+        prior, _ = step_times(shape_of(self.model, ASSETS / MODEL), "")
+        self.fit = StepTimeFit(prior)
+        self.fleet = Fleet()
+        self.rng = random.Random(1)
+        pool, scheduler = self.engine.pool, self.engine.scheduler
+        record = WorkerRecord(
+            worker_id=WORKER,
+            role="decode",
+            model=MODEL,
+            host="",
+            port=0,
+            epoch=1,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            max_model_len=scheduler.max_model_len,
+            peer=Peer(WORKER, 1, "local", "bench", pool.num_blocks, 1, 0, 0, -1, b""),
+            pid=0,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self.fleet.worker_synced(record, (), self.status())
+
+    def status(self) -> WorkerStatus:
+        return msgspec.structs.replace(self.engine.status(), step_costs=self.fit.to_costs())
+
+    def request(self, name: str, num_tokens: int, num_output: int) -> GenerateRequest:
+        root = b"bench"
+        tokens = tuple(self.rng.randrange(3, self.model.vocab_size) for _ in range(num_tokens))
+        return GenerateRequest(
+            request_id=name,
+            model=MODEL,
+            token_ids=tokens,
+            num_prompt_tokens=num_tokens,
+            hash_root=root,
+            block_hashes=tuple(hash_blocks(root, tokens, self.engine.pool.block_size)),
+            sampling=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
+            deadline_unix_s=math.inf,
+        )
+
+
+class Visit(msgspec.Struct):
+    arrived_s: float
+    predicted_s: float
+    reservation: Reservation
+
+
+class Played(msgspec.Struct):
+    """Predicted and measured seconds."""
+
+    ttft: list[tuple[float, float]] = []
+    decode_steps: list[tuple[float, float]] = []
+    mixed_steps: list[tuple[float, float]] = []
+    busy_s: float = 0.0
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+
+def arrivals(rig: Rig, num_requests: int) -> list[tuple[float, int, int]]:
+    """When, prompt tokens, answer tokens; so many that the engine is busy for `BUSY` of it."""
+    rng, times = random.Random(2), first_steps(rig.engine, rig.clock)
+    mean_prompt, mean_answer = sum(PROMPT_TOKENS) / 2, sum(ANSWER_TOKENS) / 2
+    step_s = times.decode_step_s(8, 8 * mean_prompt) / 8  # in a batch of eight
+    rate = BUSY / (times.prefill_s(mean_prompt) + mean_answer * step_s)
+    found, now = [], 0.0
+    for _ in range(num_requests):
+        now += rng.expovariate(rate)
+        found.append((now, rng.randint(*PROMPT_TOKENS), rng.randint(*ANSWER_TOKENS)))
+    return found
+
+
+def arrive(rig: Rig, moment_s: float, request: GenerateRequest) -> Visit:
+    """As in the dispatcher: predict, choose, claim, send."""
+    route = choose_route(request, rig.fleet.view(), rig.fleet.index, 0.0, rig.rng, ttft_slo_s=None)
+    num_tokens = len(request.token_ids)
+    claim = rig.fleet.reserve(WORKER, Load(num_tokens, 1, num_tokens))
+    rig.fleet.sent(claim)
+    rig.engine.submit(EngineSequence(request))
+    return Visit(moment_s, route.predicted_s, claim)
+
+
+def play(rig: Rig, num_requests: int) -> Played:
+    """What comes during a step is routed by the status before it, and computed after it."""
+    played = Played()
+    coming = arrivals(rig, num_requests)[::-1]
+    num_warm_up = int(WARM_UP * num_requests)
+    visits: dict[str, Visit] = {}
+    began_s = rig.clock()
+    while coming or rig.engine.has_work:
+        if not rig.engine.has_work:
+            rig.clock.skip_to(began_s + coming[-1][0])
+        events, status = rig.engine.pool.take_events(), rig.status()
+        while coming and began_s + coming[-1][0] <= rig.clock():
+            moment_s, num_tokens, num_output = coming.pop()
+            name = str(num_requests - len(coming))
+            request = rig.request(name, num_tokens, num_output)
+            visits[name] = arrive(rig, began_s + moment_s, request)
+            if num_requests - len(coming) == num_warm_up:
+                played = Played(began_s=rig.clock())
+        rig.fleet.worker_stepped(WORKER, events, status)
+        step(rig, visits, played)
+    played.ended_s = rig.clock()
+    return played
+
+
+def step(rig: Rig, visits: dict[str, Visit], played: Played) -> None:
+    began_s = rig.clock()
+    events = rig.engine.step()
+    ended_s = rig.clock()
+    took_s = ended_s - began_s
+    features = rig.engine.last_plan.features
+    played.busy_s += took_s
+    kind = played.mixed_steps if features.num_new_tokens else played.decode_steps
+    kind.append((rig.fit.model.step_s(features), took_s))
+    rig.fit.observe(features, took_s)
+    for event in events:
+        visit = visits.pop(event.sequence.request_id, None) if event.token_ids else None
+        if visit is not None:
+            played.ttft.append((visit.predicted_s, ended_s - visit.arrived_s))
+            rig.fleet.release(visit.reservation)
+
+
+def repeated_steps(rig: Rig, num_repeats: int) -> list[tuple[float, float]]:
+    """Each decode step of a batch that hardly changes, beside the median of its neighbours."""
+    for place in range(NUM_REPEATED_SEQUENCES):
+        request = rig.request(f"repeat {place}", REPEATED_TOKENS, num_repeats + 8)
+        rig.engine.submit(EngineSequence(request))
+    while rig.engine.scheduler.waiting or rig.engine.last_plan.features.num_new_tokens:
+        rig.engine.step()
+    took_s = []
+    for _ in range(num_repeats):
+        began_s = rig.clock()
+        rig.engine.step()
+        took_s.append(rig.clock() - began_s)
+    end_all(rig.engine)
+    usual_s = [statistics.median(took_s[max(0, at - 10) : at + 11]) for at in range(num_repeats)]
+    return list(zip(usual_s, took_s, strict=True))
+
+
+def end_all(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def row(what: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    errors = sorted(abs(predicted - took) / took for predicted, took in pairs)
+    signed = statistics.median([predicted / took - 1.0 for predicted, took in pairs])
+    return {
+        "what": what,
+        "number": len(errors),
+        "measured p50 ms": statistics.median(took for _, took in pairs) * 1e3,
+        "error p50 %": statistics.median(errors) * 100,
+        "error p95 %": errors[min(len(errors) - 1, int(0.95 * len(errors)))] * 100,
+        "bias p50 %": signed * 100,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    arguments = parser.parse_args()
+    rig = Rig(Clock(time.thread_time if arguments.clock == "cpu" else time.perf_counter))
+    num_repeats, num_requests = (20, 12) if arguments.tiny else (NUM_REPEATS, arguments.requests)
+    noise = repeated_steps(rig, num_repeats)
+    played = play(rig, num_requests)
+    rows = [
+        row("TTFT", played.ttft),
+        row("decode step", played.decode_steps),
+        row("mixed step", played.mixed_steps),
+        row("noise", noise),
+    ]
+    print_table(rows)
+    busy = played.busy_s / (played.ended_s - played.began_s)
+    finish("time_model", rows, goal=GOAL, clock=arguments.clock, busy=busy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""`disagg serve demo-small demo-large --cascade` as a user starts it: hard tasks escalate, easy
+ones stream from the small model, and a calibration against the server writes a threshold."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from disagg.cli.main import main
+from tests.e2e.served import Served, served
+from tests.otlp_collector import OtlpCollector
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+SMALL, LARGE = "demo-small", "demo-large"
+EASY = {
+    "What is the capital of France?": "Paris",
+    "What is 2 + 3?": "5",
+    "The code of Anna is 4821. The code of Peter is 1937. What is the code of Anna?": (
+        "The code of Anna is 4821."
+    ),
+}
+HARD = {"Calculate 937 times 8.": "7496", "What is 86517 + 97768?": "184285"}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpCollector]:
+    with OtlpCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(collector: OtlpCollector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    arguments = [SMALL, LARGE, "--cascade", "--no-haproxy", "--num-threads", "1", "--no-redis"]
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
+    with served(arguments, tmp_path_factory.mktemp("cascade"), environment) as running:
+        yield running
+
+
+def body(question: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": "auto", "messages": messages, "temperature": 0, **fields}
+
+
+@pytest.mark.parametrize("question", [*EASY, *HARD])
+def test_easy_tasks_stream_from_the_small_model_and_hard_ones_escalate(
+    server: Served, question: str
+) -> None:
+    model, answer = (SMALL, EASY[question]) if question in EASY else (LARGE, HARD[question])
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chunks = list(client.chat.completions.create(**body(question, stream=True)))
+    assert {chunk.model for chunk in chunks} == {model}
+    assert len(chunks) > 2
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == answer
+
+
+def test_header_debug_page_span_and_metrics_say_why(
+    server: Served, collector: OtlpCollector
+) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    url = f"{server.url}/v1/chat/completions"
+    given = httpx.post(url, json=body(next(iter(HARD))), headers=headers, timeout=60)
+    why = given.headers["x-disagg-cascade"]
+    assert why.startswith("demo-small unsure (minimum -") and why.endswith("demo-large largest")
+    debug = httpx.get(f"{server.url}/debug/requests/{given.json()['id']}").json()
+    small, large = debug["cascade"]["attempts"]
+    assert (small["model"], small["reason"], large["model"]) == (SMALL, "unsure", LARGE)
+    assert small["verdict"]["value"] < small["threshold"] == -0.1
+    collector.wait_for(
+        lambda spans: any(s.trace_id == trace_id and s.name == "cascade" for s in spans)
+    )
+    (span,) = (s for s in collector.spans if s.trace_id == trace_id and s.name == "cascade")
+    assert span.attributes["disagg.cascade.model"] == LARGE
+    assert span.attributes["disagg.cascade.why"] == why
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'disagg_cascade_answers_total{model_name="demo-large"}' in metrics
+    assert 'disagg_cascade_escalations_total{model_name="demo-small",reason="unsure"}' in metrics
+
+
+def test_a_server_is_calibrated_against(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, written = tmp_path / "prompts.jsonl", tmp_path / "cascade.yaml"
+    lines = ({"prompt": question, "label": label} for question, label in (EASY | HARD).items())
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    words = ["cascade", "calibrate", SMALL, LARGE, "--url", server.url]
+    assert main([*words, "--prompts", str(prompts), "--write", str(written)]) == 0
+    said = capsys.readouterr().out
+    assert "demo-small: 60.0% right with 918,912 parameters" in said
+    assert written.read_text().startswith("cascade:\n  signal: ")
+
+
+def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Served) -> None:
+    """Last in this file: Serve starts another worker, which is not waited for."""
+    url, question = f"{server.url}/v1/chat/completions", next(iter(HARD))
+    for process in server.family():
+        title = " ".join(process.cmdline() or [""])
+        if f"{LARGE}-prefill" in title or f"{LARGE}-decode" in title:
+            process.kill()
+    deadline = time.monotonic() + 60
+    while num_large_workers(server):
+        assert time.monotonic() < deadline, "they are still there"
+        time.sleep(0.02)
+    answer = httpx.post(url, json=body(question), timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == SMALL
+    assert "demo-large unavailable, demo-small kept (" in answer.headers["x-disagg-cascade"]
+
+
+def num_large_workers(server: Served) -> int:
+    pool = httpx.get(f"{server.url}/ready").json()["pools"][LARGE]
+    return int(pool["num_prefill"] + pool["num_decode"])
