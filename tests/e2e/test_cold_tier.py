@@ -94,11 +94,18 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
     engine = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40}
+    # One worker, so that the other prompts go where the first one is cached.
+    tier = {
+        "model": str(model),
+        "served_model_name": "tiny",
+        "engine": engine,
+        "prefill": {"num_replicas": 0},
+    }
     expected = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1)).chat(PROMPT, 8)
     with EmbeddedRedis(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as values:
         config = parse_config(
             {
-                "tiers": [{"model": str(model), "served_model_name": "tiny", "engine": engine}],
+                "tiers": [tier],
                 "cluster_key": "key",
                 "redis_url": server.url,
             }
