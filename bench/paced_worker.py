@@ -50,7 +50,8 @@ class PacedRunner:
         self._sleep(self._next_s - now)
         token = self._token
         return [
-            token if work.num_tokens == work.sequence.num_uncomputed else None for work in plan.work
+            token if num_tokens == sequence.num_uncomputed else None
+            for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
         ]
 
 

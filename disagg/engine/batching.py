@@ -18,14 +18,13 @@ from disagg.models.batch import Batch
 
 def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     """The batch of a plan that has work. Shapes and order: `models.batch.Batch`."""
-    query_lens = tuple(work.num_tokens for work in plan.work)
-    ends = tuple(work.sequence.num_computed + work.num_tokens for work in plan.work)
+    query_lens = tuple(plan.query_lens)
+    ends = tuple(s.num_computed + n for s, n in zip(plan.sequences, query_lens, strict=True))
     token_ids, positions, slots = array("q"), array("q"), array("q")
     logits_rows, query_start = array("q"), array("i", [0])
-    for work, end in zip(plan.work, ends, strict=True):
-        sequence, begin = work.sequence, end - work.num_tokens
-        num_known = len(sequence.tokens)
-        if work.num_tokens == 1:
+    for sequence, num_tokens, end in zip(plan.sequences, query_lens, ends, strict=True):
+        begin, num_known = end - num_tokens, len(sequence.tokens)
+        if num_tokens == 1:
             token_ids.append(sequence.tokens[begin])
             positions.append(begin)
             slots.append(sequence.block_ids[begin // block_size] * block_size + begin % block_size)
@@ -78,9 +77,9 @@ def _block_tables(plan: StepPlan, ends: tuple[int, ...], block_size: int) -> tup
     num_columns = -(-max(ends) // block_size)
     padding = array("i", bytes(4 * num_columns))
     tables = array("i")
-    for work, end in zip(plan.work, ends, strict=True):
+    for sequence, end in zip(plan.sequences, ends, strict=True):
         num_blocks = -(-end // block_size)
-        tables.fromlist(work.sequence.block_ids[:num_blocks])
+        tables.fromlist(sequence.block_ids[:num_blocks])
         tables.extend(padding[num_blocks:])
     return tables, num_columns
 

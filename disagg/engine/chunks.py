@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import MAX_AHEAD, claim
-from disagg.engine.step import StepPlan, Work
+from disagg.engine.step import StepPlan
 from disagg.time_model import StepFeatures
 
 
@@ -22,14 +22,14 @@ class Chunks:
         running: a draft leaves a free block for each of these.
     """
 
-    __slots__ = ("_num_ahead", "_pool", "_running", "_work", "budget")
+    __slots__ = ("_num_ahead", "_pool", "_running", "_sizes", "budget")
 
     def __init__(self, pool: BlockPool, budget: int, running: SequenceOf[Sequence]) -> None:
         self.budget = budget
         self._pool = pool
         self._running = running
         self._num_ahead = 0
-        self._work: list[Work] = []
+        self._sizes: list[tuple[Sequence, int]] = []
 
     def add(self, sequence: Sequence) -> None:
         """The next tokens of a sequence, and of its draft if these are the last ones."""
@@ -42,24 +42,29 @@ class Chunks:
             self._num_ahead += num_ahead
             num_tokens += num_ahead
         if num_tokens:
-            self._work.append(Work(sequence, num_tokens))
+            self._sizes.append((sequence, num_tokens))
             self.budget -= num_tokens
 
-    def step_plan(self, decodes: list[Work], num_context: int) -> StepPlan:
+    def step_plan(self, decodes: list[Sequence], num_context: int) -> StepPlan:
         """The step: `decodes`, whose sequences have `num_context` tokens, and what was added."""
-        chunks: list[Work] = []
-        num_attended = num_chunk_tokens = 0
-        for work in self._work:
-            num_before, num_tokens = work.sequence.num_computed, work.num_tokens
+        sequences: list[Sequence] = []
+        sizes: list[int] = []
+        num_attended = 0
+        for sequence, num_tokens in self._sizes:
+            num_before = sequence.num_computed
             if num_tokens == 1:
-                decodes.append(work)
+                decodes.append(sequence)
                 num_context += num_before + 1
             else:
-                chunks.append(work)
-                num_chunk_tokens += num_tokens
+                sequences.append(sequence)
+                sizes.append(num_tokens)
                 num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
-        num_decodes = len(decodes)
-        features = StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context)
-        num_new_tokens = num_decodes + num_chunk_tokens
-        work_items = (*decodes, *chunks)
-        return StepPlan(work_items, num_decodes, num_new_tokens, features, self._num_ahead)
+        num_decodes, num_chunk_tokens = len(decodes), sum(sizes)
+        return StepPlan(
+            decodes + sequences,
+            [1] * num_decodes + sizes,
+            num_decodes,
+            num_decodes + num_chunk_tokens,
+            StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
+            self._num_ahead,
+        )

@@ -16,7 +16,7 @@ from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
 
-_IDLE = StepPlan((), 0, 0, StepFeatures())
+_IDLE = StepPlan((), (), 0, 0, StepFeatures())
 SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 
@@ -64,9 +64,9 @@ class Engine:
         """Advance every sequence that the plan picks. Empty when there is nothing to report."""
         ended, self._ended = self._ended, []
         self.last_plan = plan = self.scheduler.plan()
-        self.is_stuck = self.scheduler.has_work and not plan.work
+        self.is_stuck = self.scheduler.has_work and not plan.sequences
         self._give_up_evicted()
-        if not plan.work:
+        if not plan.sequences:
             return ended
         return ended + self.scheduler.apply(plan, self.runner.run(plan))
 

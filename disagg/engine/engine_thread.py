@@ -135,7 +135,7 @@ class EngineThread:
         began_s = self._timer()
         events = engine.step()
         self._tell(events, self._timer() - began_s)
-        if engine.last_plan.work:
+        if engine.last_plan.sequences:
             self._wait_s = 0.0
         elif in_flight:
             self._wait_s = IN_FLIGHT_WAIT_S
@@ -156,14 +156,14 @@ class EngineThread:
         plan = self.engine.last_plan
         kv_events = self.engine.pool.take_events()
         status = self.engine.status()
-        if not (plan.work or events or kv_events) and status == self._last_status:
+        if not (plan.sequences or events or kv_events) and status == self._last_status:
             return
         self._last_status = status
         result = StepResult(
             tuple(events),
             kv_events,
             status,
-            plan.features if plan.work else None,
+            plan.features if plan.sequences else None,
             seconds,
         )
         self._publish(result)

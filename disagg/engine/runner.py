@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from disagg.engine.sampler import sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import MAX_AHEAD, Continued, rows
-from disagg.engine.step import Sampled, SampledToken, StepPlan, Work
+from disagg.engine.step import Sampled, SampledToken, StepPlan
 from disagg.engine.token_masks import token_masks
 from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
@@ -64,12 +64,11 @@ class ModelRunner:
             logits = self.decoder.forward(batch, self.kv_cache.pages)
         if plan.num_ahead:
             return self._verified(plan, logits)
-        reaches_end = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
-        sequences = [
-            work.sequence for work, ends in zip(plan.work, reaches_end, strict=True) if ends
-        ]
-        tokens = iter(self._sample(logits, sequences) if sequences else ())
-        return [next(tokens) if ends else None for ends in reaches_end]
+        if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
+            return [*self._sample(logits, plan.sequences)]
+        ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
+        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)]) if any(ends) else ())
+        return [next(tokens) if is_end else None for is_end in ends]
 
     def _verified(self, plan: StepPlan, logits: Tensor) -> list[Sampled]:
         """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
@@ -106,10 +105,10 @@ class ModelRunner:
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
         prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
-        self.run(StepPlan((Work(prompt, num_tokens),), 0, num_tokens, StepFeatures()))
+        self.run(StepPlan((prompt,), (num_tokens,), 0, num_tokens, StepFeatures()))
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
-        decodes = tuple(Work(_scratch_sequence(1, [i]), 1) for i in range(num_seqs))
-        self.run(StepPlan(decodes, num_seqs, num_seqs, StepFeatures()))
+        decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
+        self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
 
     def capture(self, max_num_seqs: int, max_model_len: int) -> None:
         """Keep the decode steps of up to `max_num_seqs` sequences as CUDA graphs, from now on."""

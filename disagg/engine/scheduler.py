@@ -24,7 +24,7 @@ from disagg.engine.queues import Queues
 from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import gain, usable
-from disagg.engine.step import Sampled, SampledToken, StepPlan, TokenEvent, Work
+from disagg.engine.step import Sampled, SampledToken, StepPlan, TokenEvent
 from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs, WorkerStatus
 
@@ -190,31 +190,30 @@ class Scheduler:
         A sequence's `num_computed` follows its blocks: a prefix hit raises it on admission, and
         preemption sets it to 0.
         """
-        decodes: list[Work] = []
-        drafted: list[Sequence] = []
+        decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        num_context = 0
-        num_preempted, has_drafts = self.num_preempted, self._has_drafts
+        num_context, num_preempted = 0, self.num_preempted
         for sequence in self.running:  # oldest first; preemption shortens the list at its end
             num_tokens = len(sequence.tokens)
             if num_tokens - sequence.num_computed != 1:
                 prefills.append(sequence)
             elif num_tokens <= sequence.num_slots or self._grow(sequence):
-                if has_drafts and sequence.draft:
-                    drafted.append(sequence)
-                    continue
-                decodes.append(Work(sequence, 1))
+                decodes.append(sequence)
                 num_context += num_tokens
-        budget = self.max_num_batched_tokens - len(decodes) - len(drafted)
+        budget = self.max_num_batched_tokens - len(decodes)
         chunks = Chunks(self.pool, budget, self.running)
-        for sequence in drafted:
-            chunks.budget += 1  # a token of each was left out above, whatever drafts take
-            chunks.add(sequence)
+        if self._has_drafts:
+            drafted = [sequence for sequence in decodes if sequence.draft]
+            decodes = [sequence for sequence in decodes if not sequence.draft]
+            for sequence in drafted:
+                num_context -= len(sequence.tokens)
+                chunks.budget += 1  # a token of each was left out above, whatever drafts take
+                chunks.add(sequence)
         if num_preempted == self.num_preempted:
             prefills += self._admit(chunks.budget, prefills)
         for sequence in prefills:
             chunks.add(sequence)
-        if has_drafts:
+        if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
         return chunks.step_plan(decodes, num_context)
 
@@ -312,41 +311,43 @@ class Scheduler:
             events, plain = self._apply_drafts(plan, sampled)
         else:
             ones = cast("SequenceOf[SampledToken]", sampled)
-            events, plain = [], zip(plan.work, ones, strict=True)
-        for work, token in plain:  # a token, or what else `Sampled` is: its class tells
-            sequence = work.sequence
-            sequence.num_computed = num_computed = sequence.num_computed + work.num_tokens
+            events, plain = [], zip(plan.sequences, plan.query_lens, ones, strict=True)
+        for sequence, num_tokens, token in plain:
+            sequence.num_computed = num_computed = sequence.num_computed + num_tokens
             if num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            if token.__class__ is not SampledToken:  # which costs as little as `is None`
+            # A token, or what else `Sampled` is: its class tells, at the price of `is None`.
+            if token.__class__ is not SampledToken:
                 if token is not None:
                     self.remove(sequence.request_id)
                     events.append(TokenEvent(sequence, error=cast("DisaggError", token)))
                 continue
             token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
-            logprobs = None if token.logprobs is None else (token.logprobs,)
             is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
-            if is_at_end or sequence.hand_over:
+            if is_at_end or sequence.hand_over or token.logprobs is not None:
+                logprobs = None if token.logprobs is None else (token.logprobs,)
                 events.append(self._gained(sequence, (token_id,), logprobs))
             else:
-                events.append(TokenEvent(sequence, (token_id,), logprobs))
+                events.append(TokenEvent(sequence, (token_id,)))
         return events
 
     def _apply_drafts(
         self, plan: StepPlan, sampled: SequenceOf[Sampled]
-    ) -> tuple[list[TokenEvent], Iterable[tuple[Work, SampledToken]]]:
+    ) -> tuple[list[TokenEvent], Iterable[tuple[Sequence, int, SampledToken]]]:
         """Advance those whose drafts were verified. Returns their events, and the other items."""
         events: list[TokenEvent] = []
-        others: list[tuple[Work, SampledToken]] = []
-        for work, tokens in zip(plan.work, sampled, strict=True):
+        others: list[tuple[Sequence, int, SampledToken]] = []
+        for sequence, num_tokens, tokens in zip(
+            plan.sequences, plan.query_lens, sampled, strict=True
+        ):
             if not isinstance(tokens, tuple):
-                others.append((work, cast("SampledToken", tokens)))
+                others.append((sequence, num_tokens, cast("SampledToken", tokens)))
                 continue
-            token_ids, logprobs = gain(self.pool, work.sequence, tokens)
+            token_ids, logprobs = gain(self.pool, sequence, tokens)
             self.num_drafted += len(tokens) - 1
             self.num_accepted += len(token_ids) - 1
-            events.append(self._gained(work.sequence, token_ids, logprobs))
+            events.append(self._gained(sequence, token_ids, logprobs))
         return events, others
 
     def _gained(

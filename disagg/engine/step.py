@@ -24,17 +24,26 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step's decisions. The first `num_decodes` items have one token each.
+    """One step's decisions: `sequences[i]` computes its next `query_lens[i]` tokens.
 
+    Two lists and not one of `Work`, which would be an object for each sequence in each step.
+
+    query_lens: the first `num_decodes` are 1.
     features: what the step will cost, in the terms of the time model.
     num_ahead: tokens of drafts among the new ones.
     """
 
-    work: tuple[Work, ...]
+    sequences: SequenceOf[Sequence]
+    query_lens: SequenceOf[int]
     num_decodes: int
-    num_new_tokens: int  # of all items
+    num_new_tokens: int  # the sum of `query_lens`
     features: StepFeatures
     num_ahead: int = 0
+
+    @property
+    def work(self) -> list[Work]:
+        """The same, item by item."""
+        return list(map(Work, self.sequences, self.query_lens))
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

@@ -214,7 +214,7 @@ class SimulatedWorker:
         self._engine.expire(now)
         events = tuple(self._engine.step())
         kv_events = self._engine.pool.take_events()
-        if self._engine.last_plan.work:
+        if self._engine.last_plan.sequences:
             self._begin_run(events, kv_events, now)
             return
         if events or kv_events or messages:

@@ -30,9 +30,9 @@ class TimedRunner:
     def run(self, plan: StepPlan) -> list[SampledToken | None]:
         self.num_prompt_tokens += plan.features.num_new_tokens
         sampled: list[SampledToken | None] = []
-        for work in plan.work:
-            tokens = work.sequence.tokens
-            is_whole = work.sequence.num_computed + work.num_tokens == len(tokens)
+        for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
+            tokens = sequence.tokens
+            is_whole = sequence.num_computed + num_tokens == len(tokens)
             sampled.append(SampledToken(tokens[-1]) if is_whole else None)
         return sampled
 

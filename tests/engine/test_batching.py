@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.engine.batching import make_batch
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import StepPlan, Work
+from disagg.engine.step import StepPlan
 from disagg.time_model import StepFeatures
 from tests.engine.workload import new_sequence
 
@@ -18,7 +18,7 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
     """Decodes and chunks of sequences over scattered blocks, some more than they need."""
     block_size = draw(st.integers(1, 5))
     free = draw(st.permutations(range(80)))
-    work = []
+    sequences, query_lens = [], []
     num_decodes = draw(st.integers(0, 3))
     for i in range(num_decodes + draw(st.integers(0 if num_decodes else 1, 3))):
         num_tokens = draw(st.integers(2, 12))
@@ -32,9 +32,11 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
         else:
             sequence.num_computed = draw(st.integers(0, num_tokens - 2))
         most = num_tokens - sequence.num_computed
-        work.append(Work(sequence, 1 if i < num_decodes else draw(st.integers(2, most))))
-    num_new_tokens = sum(item.num_tokens for item in work)
-    return StepPlan(tuple(work), num_decodes, num_new_tokens, StepFeatures()), block_size
+        sequences.append(sequence)
+        query_lens.append(1 if i < num_decodes else draw(st.integers(2, most)))
+    num_new_tokens = sum(query_lens)
+    plan = StepPlan(sequences, query_lens, num_decodes, num_new_tokens, StepFeatures())
+    return plan, block_size
 
 
 @given(plans())
@@ -71,7 +73,7 @@ def test_every_tensor_is_what_its_name_says(case: tuple[StepPlan, int]) -> None:
 def test_types_are_those_that_kernels_expect() -> None:
     sequence = new_sequence((5, 6, 7), 2)
     sequence.block_ids = [3, 1]
-    plan = StepPlan((Work(sequence, 3),), 0, 3, StepFeatures())
+    plan = StepPlan((sequence,), (3,), 0, 3, StepFeatures())
     batch = make_batch(plan, 2, torch.device("cpu"))
     wide = (batch.token_ids, batch.positions, batch.slots, batch.logits_rows)
     narrow = (batch.query_start, batch.context_lens, batch.block_tables)
