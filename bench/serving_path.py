@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from bench.processes import find
 from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.sse_clients import Clients
+from disagg.cli.ports import free_port
 
 TARGET_US = 60
 LONG = 8000  # tokens: longer than any measurement
@@ -83,9 +83,7 @@ class Cluster:
 
 @contextmanager
 def cluster(haproxy: bool) -> Iterator[Cluster]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--port", str(port), *(["--haproxy"] if haproxy else [])]
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.serving_cluster", *flags],

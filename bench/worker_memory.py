@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import psutil
 
 from bench.processes import find
 from bench.report import finish, print_table
+from disagg.cli.ports import free_port
 
 TARGET_MB = 900
 CACHE_NBYTES = 4 << 20
@@ -90,9 +90,7 @@ def of_workers() -> list[dict[str, Any]]:
 
 @contextmanager
 def _served() -> Iterator[tuple[str, psutil.Process]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = f"--port {port} --no-redis --no-haproxy --num-threads 1 --max-model-len 512"
     cache = f"--kv-cache-memory-bytes {CACHE_NBYTES}"
     process = subprocess.Popen(

@@ -8,10 +8,14 @@ printed, which is a little less than most cards report.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from disagg.errors import StartupError
+
+Entry = TypeVar("Entry")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -94,20 +98,20 @@ LINKS = {
 
 def gpu_of(name: str) -> Gpu:
     """Raises `StartupError` for a name that is not in `GPUS`."""
-    if name not in GPUS:
-        raise StartupError(
-            f"{name!r} is not a known GPU; known are {', '.join(GPUS)}.", param="gpu"
-        )
-    return GPUS[name]
+    return _named(name, GPUS, "GPU")
 
 
 def link_of(name: str) -> float:
     """Bytes/s. Raises `StartupError` for a name that is not in `LINKS`."""
-    if name not in LINKS:
+    return _named(name, LINKS, "link")
+
+
+def _named(name: str, table: Mapping[str, Entry], kind: str) -> Entry:
+    if name not in table:
         raise StartupError(
-            f"{name!r} is not a known link; known are {', '.join(LINKS)}.", param="link"
+            f"{name!r} is not a known {kind}; known are {', '.join(table)}.", param=kind.lower()
         )
-    return LINKS[name]
+    return table[name]
 
 
 # US dollars for one GPU and hour, on demand. Only where a list was found; the others must be given.
