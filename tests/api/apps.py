@@ -96,6 +96,11 @@ class Exchange:
         self.sent.append(message)
         self.arrived.set()
 
+    async def until_text(self, part: str) -> None:
+        while part not in self.text:
+            await self.arrived.wait()
+            self.arrived.clear()
+
     def hang_up(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 

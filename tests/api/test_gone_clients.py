@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,14 @@ from disagg.messages import GenerateRequest, TokenDelta
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.api.hostile_requests import CHAT
+
+
+def stuck_after(num_tokens: int) -> Callable[[], asyncio.Future[None]]:
+    """A pause before each of so many tokens, and then one without an end."""
+    pauses = iter(range(num_tokens))
+    return lambda: (
+        asyncio.ensure_future(asyncio.sleep(0)) if next(pauses, None) is not None else never()
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -29,14 +37,9 @@ async def test_a_client_that_goes_away_ends_its_work(stream: bool, num_choices: 
 
 
 async def test_a_client_that_goes_away_inside_a_stream_ends_its_work() -> None:
-    pauses = iter(range(100))
-    generate = FakeGenerate(
-        pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 2 else never()
-    )
+    generate = FakeGenerate(pause=stuck_after(2))
     exchange = Exchange(make_app(generate), CHAT | {"stream": True})
-    while "quick" not in exchange.text:
-        await exchange.arrived.wait()
-        exchange.arrived.clear()
+    await exchange.until_text("quick")
     exchange.hang_up()
     await exchange.done
     assert generate.num_open == 0
@@ -69,14 +72,9 @@ async def test_a_cancelled_server_task_leaves_nothing_behind() -> None:
 
 async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
-    pauses = iter(range(100))
-    generate = FakeGenerate(
-        pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 1 else never()
-    )
+    generate = FakeGenerate(pause=stuck_after(1))
     exchange = Exchange(make_app(generate), CHAT | {"stream": True})
-    while ": ping\n\n" not in exchange.text:
-        await exchange.arrived.wait()
-        exchange.arrived.clear()
+    await exchange.until_text(": ping\n\n")
     exchange.hang_up()
     await exchange.done
 

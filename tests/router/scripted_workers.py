@@ -58,6 +58,7 @@ class ScriptedWorkers:
     calls: list[Call] = field(default_factory=list)
     released: list[KVTicket] = field(default_factory=list)
     on_failure: Callable[[str], None] | None = None
+    stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
     async def stream(
         self,
@@ -120,6 +121,7 @@ class ScriptedWorkers:
         if script.then == "vanish":
             return []
         if script.then == "stuck":
+            self.stuck.set()
             await asyncio.Event().wait()
         raise WorkerLost(f"Worker {call.worker_id} was lost.")
 

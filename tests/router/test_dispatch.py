@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_between_two_workers_gives_the_ticket_back() 
     assert workers.released == []
     workers.scripts.extend([Script(), Script(after=0, then="stuck")])
     task = asyncio.create_task(collect(make_dispatcher(workers, fleet), request))
-    await asyncio.sleep(0.02)
+    await workers.stuck.wait()
     task.cancel()
     await asyncio.wait([task])
     assert workers.released == [ticket_of("p0", request)]
@@ -208,7 +208,7 @@ async def test_a_client_that_leaves_between_two_workers_gives_the_ticket_back() 
 async def test_cancelling_the_reader_is_not_taken_for_a_deadline() -> None:
     workers, fleet = ScriptedWorkers(deque([Script(after=2, then="stuck")])), make_fleet("d0")
     task = asyncio.create_task(collect(make_dispatcher(workers, fleet), make_request()))
-    await asyncio.sleep(0.02)
+    await workers.stuck.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -219,7 +219,7 @@ async def test_a_request_counts_on_its_workers_until_they_speak() -> None:
     workers = ScriptedWorkers(deque([Script(after=0, then="stuck")]))
     fleet = keep_busy(make_fleet("p0", "d0"), "d0")
     task = asyncio.create_task(collect(make_dispatcher(workers, fleet), make_request(2000)))
-    await asyncio.sleep(0.02)
+    await workers.stuck.wait()
     view = fleet.view().workers
     assert view["p0"].num_uncomputed_tokens == 2000
     assert (view["d0"].num_decoding, view["d0"].num_context_tokens) == (17, 18_000)
@@ -248,7 +248,7 @@ async def test_a_request_stops_counting_twice_when_its_worker_reports_it() -> No
     workers = ScriptedWorkers(deque([Script(after=0, then="stuck")]))
     fleet = make_fleet("d0")
     task = asyncio.create_task(collect(make_dispatcher(workers, fleet), make_request(100)))
-    await asyncio.sleep(0.02)
+    await workers.stuck.wait()
     assert fleet.view().workers["d0"].num_uncomputed_tokens == 100
     for _ in range(NUM_STATUSES_UNTIL_SEEN):
         fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))

@@ -13,6 +13,7 @@ from disagg.errors import (
     Unavailable,
 )
 from disagg.router.fleet import Fleet
+from tests.links.fakes import until
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Clock,
@@ -33,11 +34,18 @@ async def test_nobody_there_at_first_is_refused_at_once() -> None:
     assert workers.calls == []
 
 
-async def test_a_request_waits_for_a_replacement_of_the_only_worker() -> None:
-    workers, fleet = ScriptedWorkers(deque([Script(after=10)])), make_fleet("d0")
+@pytest.mark.parametrize(
+    ("after", "patience_s"), [(0, 60.0), (10, 0.0)], ids=["patient", "begun, beyond all patience"]
+)
+async def test_a_request_waits_for_a_replacement_of_the_only_worker(
+    after: int, patience_s: float
+) -> None:
+    workers, fleet = ScriptedWorkers(deque([Script(after)])), make_fleet("d0")
     workers.on_failure = fleet.worker_lost
     request = make_request()
-    task = asyncio.create_task(collect(make_dispatcher(workers, fleet, patience_s=60), request))
+    dispatcher = make_dispatcher(workers, fleet, patience_s=patience_s)
+    task = asyncio.create_task(collect(dispatcher, request))
+    await until(lambda: not fleet.view().workers)
     await asyncio.sleep(0.1)
     assert not task.done()
     fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
@@ -50,17 +58,6 @@ async def test_waiting_for_a_replacement_ends() -> None:
     workers.on_failure = fleet.worker_lost
     with pytest.raises(Unavailable):
         await collect(make_dispatcher(workers, fleet, patience_s=0.1), make_request())
-
-
-async def test_an_answer_that_has_begun_waits_beyond_all_patience() -> None:
-    workers, fleet = ScriptedWorkers(deque([Script(after=10)])), make_fleet("d0")
-    workers.on_failure = fleet.worker_lost
-    request = make_request()
-    task = asyncio.create_task(collect(make_dispatcher(workers, fleet, patience_s=0.0), request))
-    await asyncio.sleep(0.2)
-    assert not task.done()
-    fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
-    assert_complete(await task, request)
 
 
 async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
