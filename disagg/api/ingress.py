@@ -191,8 +191,10 @@ class IngressCore:
 
     def load(self) -> dict[str, float]:
         """For the autoscaler."""
-        states = states_of(self.fleet.reports())
-        return report(self.dispatcher.demand, states, [tier.name for tier in self._config.tiers])
+        waiting = {
+            tier.name: self.turns.num_uncomputed_tokens(tier.name) for tier in self._config.tiers
+        }
+        return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
 
     def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
         """With the other ingresses, if there are limits and a place for them."""

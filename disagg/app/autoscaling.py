@@ -37,9 +37,6 @@ POLICY = "disagg.app.pool_policy:PoolPolicy"
 PERIOD_S = 1.0  # of reports, and between decisions
 STALE_S = 5.0  # a report that is older says nothing
 
-_STATE_FIELDS = ("num_queued_tokens", "num_decoding", "num_context_tokens")
-_ROOM_FIELDS = ("max_num_seqs", "num_kv_tokens")
-
 
 def is_scaled(config: ServeConfig) -> bool:
     return any(pool.autoscaling for tier in config.tiers for _, pool in pools(tier))

@@ -1,6 +1,7 @@
 """What an ingress says about its load, as numbers by name: all that Serve carries for us.
 
-Requests asked so far, by tier; and by pool, how fast and how busy its workers say they are.
+Requests asked so far and prompts that wait in the ingress, by tier; and by pool, how fast and how
+busy its workers say they are.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ _ROOM_FIELDS = ("max_num_seqs", "num_kv_tokens")
 
 
 def report(
-    demand: Demand, states: Mapping[Pool, PoolState], models: Iterable[str]
+    demand: Demand, num_waiting_tokens: Mapping[str, int], states: Mapping[Pool, PoolState]
 ) -> dict[str, float]:
-    """What one ingress knows."""
+    """What one ingress knows.
+
+    Args:
+        num_waiting_tokens: of all tiers, uncomputed tokens of the prompts that wait in it.
+    """
     said: dict[str, float] = {}
-    for model in models:
+    for model, num_tokens in num_waiting_tokens.items():
+        said[f"waiting/{model}/num_tokens"] = float(num_tokens)
         for name, value in demand.of(model)._asdict().items():
             said[f"asked/{model}/{name}"] = float(value)
     for (model, role), state in states.items():
@@ -39,7 +45,8 @@ def asked_in(said: Mapping[str, float], model: str) -> Asked:
 
 
 def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:
-    """Every ingress hears all workers, so the largest figure is the most recent load."""
+    """Every ingress hears all workers, so the largest figure is the most recent load. What waits in
+    ingresses adds up, and waits for either pool."""
     found = list(reports)
 
     def most(field: str) -> float:
@@ -51,5 +58,6 @@ def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> 
         if None not in values:
             times = StepTimeModel(tuple(value for value in values if value is not None))
     queued, decoding, num_context = map(most, _LOAD_FIELDS)
+    queued += sum(each.get(f"waiting/{model}/num_tokens", 0.0) for each in found)
     seqs, kv_tokens = (int(most(field)) for field in _ROOM_FIELDS)
     return PoolState(0, times, queued, decoding, num_context, seqs, kv_tokens)

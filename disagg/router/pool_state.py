@@ -16,7 +16,7 @@ class PoolState(msgspec.Struct, frozen=True):
 
     num_workers: running and starting.
     times: of one worker; None until one has run a step.
-    num_queued_tokens: of prompts, still to be computed in the whole pool.
+    num_queued_tokens: of prompts, still to be computed in the whole pool or waiting for it.
     num_decoding, num_context_tokens: sequences of the whole pool, and their tokens.
     max_num_seqs, num_kv_tokens: room on one worker; 0: not known.
     """

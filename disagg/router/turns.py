@@ -95,9 +95,18 @@ class _Line:
 
 
 class _Item:
-    """began_s: when it came. set_out: sends it on its way, if there is room."""
+    """began_s: when it came. set_out: sends it on its way, if there is room. num_uncomputed_tokens:
+    of its prompt, as predicted when it came."""
 
-    __slots__ = ("began_s", "num_before", "predicted_s", "request", "set_out", "turn")
+    __slots__ = (
+        "began_s",
+        "num_before",
+        "num_uncomputed_tokens",
+        "predicted_s",
+        "request",
+        "set_out",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -105,11 +114,13 @@ class _Item:
         set_out: Callable[[Queued], bool],
         began_s: float,
         num_before: int,
+        num_uncomputed_tokens: int,
     ) -> None:
         self.request = request
         self.set_out = set_out
         self.began_s = began_s
         self.num_before = num_before
+        self.num_uncomputed_tokens = num_uncomputed_tokens
         self.predicted_s = 0.0
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -159,6 +170,11 @@ class Turns:
             for tenant, number in line.queue.num_by_tenant().items():
                 numbers[tenant] = numbers.get(tenant, 0) + number
         return numbers
+
+    def num_uncomputed_tokens(self, model: str) -> int:
+        """Of the prompts that wait for workers of `model`."""
+        line = self._lines.get(model)
+        return sum(each.item.num_uncomputed_tokens for each in line.queue) if line else 0
 
     def with_room(self, model: str, route: Route) -> Route | None:
         """What to do now: `route` if a worker could begin soon, or else the other kind of prefill
@@ -232,7 +248,8 @@ class Turns:
         """
         line = self._line(request.model)
         queue = line.queue
-        item = _Item(request, set_out, self._now(), len(queue))
+        num_uncomputed_tokens = len(request.token_ids) - way.num_cached_tokens
+        item = _Item(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
         waiter = self._waiter(request, charge, item)
         line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
         item.predicted_s = line.seconds(queue.ahead_s(waiter))

@@ -18,6 +18,7 @@ from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
 from disagg.router.demand import Asked, Demand
 from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState, states_of
+from disagg.router.turns import Turns
 from disagg.time_model import StepTimeModel
 
 PERIOD_S = 1.0
@@ -61,6 +62,7 @@ class Scaling:
         tier: TierConfig,
         max_num_workers: int | None,
         demand: Demand,
+        turns: Turns,
         reports: Callable[[], list[tuple[WorkerRecord, WorkerStatus]]],
         call_at: Callable[..., object],
         start: Callable[[Role], str],
@@ -70,6 +72,7 @@ class Scaling:
         self._tier = tier
         self._autoscaler = Autoscaler([tier], max_num_workers)
         self._demand = demand
+        self._turns = turns
         self._reports = reports
         self._call_at = call_at
         self._start = start
@@ -107,11 +110,14 @@ class Scaling:
         self._autoscaler.observe(self._tier.name, now, PERIOD_S, asked.since(self._before))
         self._before = asked
         known = states_of(self._reports())
+        num_waiting_tokens = self._turns.num_uncomputed_tokens(self._tier.name)
         states: dict[Pool, PoolState] = {}
         for role, _ in pools(self._tier):
             state = known.get((self._tier.name, role), PoolState())
             states[self._tier.name, role] = msgspec.structs.replace(
-                state, num_workers=self._num(role)
+                state,
+                num_workers=self._num(role),
+                num_queued_tokens=state.num_queued_tokens + num_waiting_tokens,
             )
         for (_, role), wanted in self._autoscaler.decide(now, states).items():
             self._resize(role, wanted.num_workers, now)

@@ -184,6 +184,7 @@ class _Simulation:
             tier_of(config),
             config.max_num_workers,
             self._dispatcher.demand,
+            turns,
             self._reports,
             loop.call_at,
             self._join,

@@ -1,4 +1,4 @@
-"""When an ingress says that it is ready."""
+"""When an ingress says that it is ready, and what waits in it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from disagg.api.ingress import IngressCore
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.config import HttpConfig, PoolConfig, ServeConfig, TenantConfig, TierConfig
 from disagg.messages import WorkerStatus
+from disagg.router.load_report import state_in
 from tests.api.apps import http_client, until
 from tests.links.fakes import make_record
 from tests.tiny_model import write_tiny_model
@@ -98,6 +99,7 @@ async def test_what_waits_is_shown_and_who_asked_can_see_why(model: Path) -> Non
         await until(lambda: bool(core.turns.num_by_tenant()))
         shown = (await client.get("/metrics")).text
         assert 'disagg_queue_num_requests{tenant="default"} 1.0' in shown
+        assert state_in([core.load()], "small", "decode").num_queued_tokens == 50_000 + 3
         asking.cancel()
         await asyncio.wait([asking])
         await until(lambda: not core.turns.num_by_tenant())

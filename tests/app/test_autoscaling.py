@@ -65,6 +65,7 @@ class Ingresses:
 
     def __init__(self) -> None:
         self.demands = [Demand(), Demand()]
+        self.num_waiting_tokens = 0  # in each
 
     def ask(self, num: int) -> None:
         for number in range(num):
@@ -76,7 +77,7 @@ class Ingresses:
             for role in ("prefill", "decode")
         }
         return {
-            f"ingress-{number}": report(demand, states, ["toy"])  # type: ignore[arg-type]
+            f"ingress-{number}": report(demand, {"toy": self.num_waiting_tokens}, states)  # type: ignore[arg-type]
             for number, demand in enumerate(self.demands)
         }
 
@@ -98,6 +99,17 @@ def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
     assert seen[-1] == 1
     assert gauges["wanted_replicas", "prefill"] == 1
     assert gauges["slo_seconds", "prefill"] == 0.5
+
+
+def test_prompts_that_wait_in_ingresses_are_helped_although_nobody_asks_any_more() -> None:
+    scaler, ingresses, now = Scaler([TIER], None), Ingresses(), 1000.0
+    sizes = []
+    for num_tokens in (0, 100_000, 0):  # 10 s of work in each ingress, and 5 s until help comes
+        ingresses.num_waiting_tokens = num_tokens
+        now += 10.0
+        scaler.num_wanted(asked(INGRESS, now, 2, ingresses.say()))
+        sizes.append(scaler.num_wanted(asked("toy-prefill", now, 1, {})))
+    assert sizes == [1, 9, 1]
 
 
 def test_old_reports_change_nothing() -> None:

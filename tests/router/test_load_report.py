@@ -34,7 +34,7 @@ def test_a_report_says_what_it_was_made_of() -> None:
     demand.arrived("toy", 100, 20.0)
     demand.hit("toy", 64)
     states = states_of(reports())  # type: ignore[arg-type]
-    said = report(demand, states, ["toy", "idle"])
+    said = report(demand, {"toy": 0, "idle": 0}, states)
     assert all(isinstance(value, float) for value in said.values())
     assert asked_in(said, "toy") == Asked(1.0, 100.0, 64.0, 20.0)
     assert asked_in(said, "idle") == Asked()
@@ -49,6 +49,13 @@ def test_a_report_says_what_it_was_made_of() -> None:
             state.num_kv_tokens,
         )
         assert state_in([{}, said], model, role) == expected
+
+
+def test_prompts_that_wait_in_ingresses_add_up_and_those_on_workers_count_once() -> None:
+    states = states_of(reports())  # type: ignore[arg-type]
+    said = [report(Demand(), {"toy": number}, states) for number in (50, 7)]
+    assert state_in(said, "toy", "prefill").num_queued_tokens == 1000 + 57
+    assert state_in(said, "toy", "decode").num_queued_tokens == 57
 
 
 def test_a_pool_of_which_nobody_says_anything_is_unknown() -> None:

@@ -83,12 +83,14 @@ async def test_who_waits_goes_when_there_is_room_and_in_a_fair_order() -> None:
     assert ingress.turns.num_by_tenant() == {"flood": 4, "calm": 1}
     assert ingress.turns.nbytes == 5 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES)
     assert ingress.fleet.view().queued["toy"] == 5
+    assert ingress.turns.num_uncomputed_tokens("toy") == 500
     ingress.now += 2.0
     ingress.load(busy=False)
     await asyncio.gather(*tasks)
     assert ingress.served == ["first", "mine", "flood-0", "flood-1", "flood-2"]
     assert (ingress.turns.nbytes, ingress.turns.num_by_tenant()) == (0, {})
     assert ingress.fleet.view().queued["toy"] == 0
+    assert ingress.turns.num_uncomputed_tokens("toy") == 0
     assert ("calm", 2.0) in ingress.waited
     queued = ingress.dispatcher.decision("mine")[0].queued
     assert queued is not None
