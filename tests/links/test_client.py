@@ -96,20 +96,24 @@ async def test_time_that_runs_out_ends_the_stream_and_cancels_it() -> None:
     async with pair() as (worker, link, _):
         with pytest.raises(DeadlineExceeded):
             await collect(link.stream(make_request("late"), timeout_s=0.05))
+        await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "late")
         await until(lambda: (link_id, Cancel(start.stream_id)) in worker.received)
 
 
 async def test_what_arrived_in_time_is_read_after_the_deadline() -> None:
     async with pair() as (worker, link, _):
-        stream = link.stream(make_request("slow"), timeout_s=0.2)
+        stream = link.stream(make_request("slow"), timeout_s=60)
         reading = asyncio.ensure_future(anext(stream))
         await until(lambda: any(isinstance(m, Start) for _, m in worker.received))
         link_id, start = start_of(worker, "slow")
         worker.step({link_id: [TokenDelta(start.stream_id, (1,))]})
         assert (await reading).token_ids == (1,)
+        assert link._connection is not None
+        link_stream = link._connection._streams[start.stream_id]
         worker.step({link_id: [TokenDelta(start.stream_id, (2,))]})
-        await asyncio.sleep(0.3)
+        await until(lambda: link_stream.deltas)
+        link_stream.expire()  # as its timer does
         assert (await anext(stream)).token_ids == (2,)
         with pytest.raises(DeadlineExceeded):
             await anext(stream)

@@ -31,7 +31,10 @@ CONFIG = ServeConfig(tiers=(TIER,), transport="local", cluster_key=KEY)
 
 
 class GatedRunner(FakeRunner):
-    """Computes while its gate is open, and closes it after `num_runs_left`; breaks on request."""
+    """Computes while its gate is open, and closes it after `num_runs_left`; breaks on request.
+
+    A step takes `step_s` and what the fake model does.
+    """
 
     def __init__(self, kv: FakeKV) -> None:
         super().__init__(kv)
@@ -40,6 +43,7 @@ class GatedRunner(FakeRunner):
         self.num_runs_left = -1  # as many as there are
         self.breaks = False
         self.is_waiting = False
+        self.step_s = 0.0
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         if self.num_runs_left == 0:
@@ -50,6 +54,7 @@ class GatedRunner(FakeRunner):
         self.is_waiting = False
         if self.breaks:
             raise RuntimeError("the device fell off the bus")
+        time.sleep(self.step_s)
         return super().run(plan)
 
 

@@ -17,6 +17,7 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     async with rig() as r:
         await r.start("decode", num_blocks=1024)
+        r.runners["decode"].step_s = 0.002  # whoever wants to freeze an answer must be in time
         print(encode(r.workers["decode"].record).hex(), flush=True)
         while await loop.run_in_executor(None, sys.stdin.readline):
             await r.until_empty("decode")
