@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -181,6 +182,43 @@ async def test_a_schema_that_cannot_be_followed_is_a_bad_request(model: Path) ->
             )
         assert refused.value.code == "invalid_grammar"
         assert refused.value.param == "response_format.json_schema.schema"
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"enum": [1, 2, 7]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def test_a_model_that_must_call_a_function_does(model: Path, tmp_path: Path) -> None:
+    shows_tools = tmp_path / "tiny"
+    shutil.copytree(model, shows_tools)
+    config_file = shows_tools / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    config["chat_template"] = "{{ tools | tojson }}" + config["chat_template"]
+    config_file.write_text(json.dumps(config))
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    async with served(shows_tools) as (running, client):
+        for seed, choice in enumerate(choices):
+            answer = await client.chat.completions.create(
+                model="tiny", messages=messages("hi"), tools=[WEATHER], tool_choice=choice,
+                parallel_tool_calls=False, temperature=1, seed=seed,
+            )  # fmt: skip
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.type == "function" and call.function.name == "weather"
+            schema = WEATHER["function"]["parameters"]
+            jsonschema.validate(json.loads(call.function.arguments), schema)
+            assert answer.choices[0].finish_reason == "tool_calls"
+        for worker in running.workers:
+            await until_empty(worker)
 
 
 class SlowGrammars:

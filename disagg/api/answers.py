@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from disagg.api.detokenizer import Detokenizer
 from disagg.api.served_model import ServedModel
+from disagg.api.tool_calls import Call, CallReader, CallSyntax
 from disagg.errors import EngineFailed
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 from disagg.router.cascade import CascadeDecision
@@ -39,10 +40,12 @@ class Piece:
     text: str = ""
     num_tokens: int = 0
     scored: list[ScoredToken] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    calls: list[Call] = field(default_factory=list)
 
     def extend(self, later: Piece) -> None:
         self.text += later.text
+        self.calls += later.calls
         self.num_tokens += later.num_tokens
         self.scored += later.scored
         self.finish_reason = later.finish_reason
@@ -57,6 +60,7 @@ class Choice:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    calls: CallSyntax | None = None  # how tool calls are read in it; None: it is text
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Answer:
             skip_special_tokens=choice.skip_special_tokens,
             num_unchecked=choice.request.sampling.min_tokens,
         )
+        self._calls = None
+        if choice.calls is not None:
+            self._calls = CallReader(choice.calls, choice.request.request_id)
         self._num_deltas = 0
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
@@ -121,6 +128,11 @@ class Answer:
                 piece.text += self._detokenizer.finish()
         if self._detokenizer.found is not None:
             piece.finish_reason = "stop"
+        if self._calls is not None:
+            is_end = piece.finish_reason is not None
+            piece.text, piece.calls = self._calls.push(piece.text, is_end=is_end)
+            if self._calls.is_done or (self._calls.has_called and piece.finish_reason == "stop"):
+                piece.finish_reason = "tool_calls"
         return piece
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:

@@ -23,6 +23,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from disagg.api.refusals import InvalidRequest
+from disagg.api.tool_calls import format_of
 from disagg.errors import ModelError
 
 MAX_NUM_CHARS = 32 << 20  # of a rendered prompt
@@ -63,6 +64,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {error}.") from error
+        self.shows_tools = "tools" in source
+        self.call_format = format_of(source)
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # equal for equal templates
 
@@ -70,6 +73,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
         limit_s: float = RENDER_LIMIT_S,
@@ -88,7 +92,7 @@ class ChatTemplate:
                 **self._variables,
                 **(arguments or {}),
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             ):

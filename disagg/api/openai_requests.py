@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from disagg.api.json_body import invalid_field, load_object
-from disagg.api.refusals import InvalidRequest, missing_parameter
+from disagg.api.refusals import InvalidRequest, invalid_value, missing_parameter, unsupported
 from disagg.api.structured_output import Choices, ResponseFormat, Schema, StructuredOutputs
+from disagg.api.tools import ToolChoice, Tools, check_tools
 from disagg.config import MAX_PRIORITY
 
 MAX_NUM_CHOICES = 128  # prompts * n of one request
@@ -116,6 +117,9 @@ class ChatRequest(_Sampled, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, bool | int | Label] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -147,6 +151,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, bool | int | Label] | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -194,6 +199,8 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
     """
     raw = load_object(body)
     _refuse_unsupported(raw)
+    if kind is CompletionRequest and raw.get("tools"):
+        raise unsupported("tools", "Only /v1/chat/completions has them.")
     try:
         request = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -202,13 +209,15 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
         _check_sampled(request)
     if isinstance(request, CompletionRequest):
         _check_completion(request)
+    if isinstance(request, ChatRequest):
+        check_tools(request)
     if isinstance(request, ChatRequest | TokenizeRequest):
         check_messages(request.messages or [])
         _check_template_arguments(request.chat_template_kwargs or {})
     if isinstance(request, TokenizeRequest) and (request.prompt is None) == (
         request.messages is None
     ):
-        raise _broken("prompt", "Give either prompt or messages.")
+        raise invalid_value("prompt", "Give either prompt or messages.")
     return request
 
 
@@ -272,21 +281,23 @@ def _check_part(part: ContentPart, path: str) -> None:
 
 def _check_sampled(request: ChatRequest | CompletionRequest) -> None:
     if request.stream_options is not None and not request.stream:
-        raise _broken("stream_options", "It needs stream: true.")
+        raise invalid_value("stream_options", "It needs stream: true.")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise _broken("top_logprobs", "It needs logprobs: true.")
+        raise invalid_value("top_logprobs", "It needs logprobs: true.")
     limit = request.token_limit
     if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
-        raise _broken("min_tokens", f"{request.min_tokens} is above max_tokens, {limit}.")
+        raise invalid_value("min_tokens", f"{request.min_tokens} is above max_tokens, {limit}.")
 
 
 def _check_completion(request: CompletionRequest) -> None:
     prompts(request)
     num = request.n or 1
     if request.best_of is not None and request.best_of != num:
-        raise _broken("best_of", f"Only best_of = n ({num}) is supported: nothing is discarded.")
+        raise invalid_value(
+            "best_of", f"Only best_of = n ({num}) is supported: nothing is discarded."
+        )
     if request.echo and request.logprobs is not None:
-        raise _broken(
+        raise invalid_value(
             "echo", "With logprobs it needs the prompt's log-probabilities, which are not kept."
         )
 
@@ -294,7 +305,7 @@ def _check_completion(request: CompletionRequest) -> None:
 def _check_template_arguments(arguments: dict[str, Any]) -> None:
     for name in arguments:
         if name not in _TEMPLATE_ARGUMENTS:
-            raise _unsupported(
+            raise unsupported(
                 f"chat_template_kwargs.{name[:64]}", f"Allowed: {', '.join(_TEMPLATE_ARGUMENTS)}."
             )
 
@@ -302,25 +313,8 @@ def _check_template_arguments(arguments: dict[str, Any]) -> None:
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     for name in _INTERNAL_FIELDS:
         if raw.get(name) is not None:
-            raise _unsupported(name, "It is not taken from requests.")
+            raise unsupported(name, "It is not taken from requests.")
     for name, harmless in _UNSUPPORTED_FIELDS.items():
         value = raw.get(name)
         if value is not None and value not in harmless:
-            raise _unsupported(name, "Leave it out: this server does not implement it.")
-    choice = raw.get("tool_choice")
-    if raw.get("tools") is not None and choice != "none":
-        raise _unsupported(
-            "tools", "Answers are not parsed into tool calls; set tool_choice to 'none'."
-        )
-    if choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "Answers are not parsed into tool calls.")
-
-
-def _broken(param: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"Invalid {param}: {message}", code="invalid_value", param=param)
-
-
-def _unsupported(param: str, message: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{param} is not supported. {message}", code="unsupported_parameter", param=param
-    )
+            raise unsupported(name, "Leave it out: this server does not implement it.")

@@ -16,6 +16,7 @@ import msgspec
 from disagg.api.answers import Job, Piece, Run, ScoredToken
 from disagg.api.refusals import error_json
 from disagg.api.tokenizer import Tokenizer
+from disagg.api.tool_calls import Call
 from disagg.errors import DisaggError
 
 DONE = b"data: [DONE]\n\n"
@@ -62,10 +63,29 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -175,7 +195,7 @@ def chat_body(run: Run, answers: Sequence[Piece]) -> bytes:
     choices = [
         ChatChoice(
             answer.index,
-            AssistantMessage(answer.text),
+            _message(answer),
             None if job.num_logprobs is None else chat_logprobs(answer.scored, job.model.tokenizer),
             answer.finish_reason,
         )
@@ -184,6 +204,13 @@ def chat_body(run: Run, answers: Sequence[Piece]) -> bytes:
     return _to_json(
         ChatCompletion(job.id, job.created_unix_s, run.model_name, choices, usage_of(run))
     )
+
+
+def _message(answer: Piece) -> AssistantMessage:
+    if not answer.calls:
+        return AssistantMessage(answer.text)
+    calls = [MessageToolCall(c.id, CalledFunction(c.name, c.arguments)) for c in answer.calls]
+    return AssistantMessage(answer.text or None, tool_calls=calls)
 
 
 def completion_body(run: Run, answers: Sequence[Piece]) -> bytes:
@@ -240,6 +267,8 @@ class Frames(ABC):
         if piece.text or piece.scored:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
             events = self._event(piece.index, self._text(piece.text), logprobs, b"null")
+        if piece.calls:
+            events += self._event(piece.index, _called(piece.calls), b"null", b"null")
         if piece.finish_reason is not None:
             reason = _to_json(piece.finish_reason)
             events += self._event(piece.index, self._text(""), b"null", reason)
@@ -313,6 +342,12 @@ class CompletionFrames(Frames):
     def _logprobs(self, piece: Piece) -> bytes:
         start = len(_echo(self._job, piece.index))
         return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
+
+
+def _called(calls: Sequence[Call]) -> bytes:
+    """The delta of a chat's choice that calls functions; each call comes whole."""
+    deltas = [ToolCallDelta(c.number, c.id, CalledFunction(c.name, c.arguments)) for c in calls]
+    return b'{"tool_calls":' + _to_json(deltas) + b"}"
 
 
 def error_frame(error: DisaggError) -> bytes:

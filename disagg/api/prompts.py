@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from disagg.api.chat_template import RENDER_LIMIT_S, ChatTemplate, TemplateTooSlow
 from disagg.api.openai_requests import (
     ChatMessage,
@@ -22,6 +24,7 @@ from disagg.api.openai_requests import (
 )
 from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
+from disagg.api.tools import Tool, offered
 from disagg.errors import ContextLengthExceeded
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
@@ -39,11 +42,12 @@ async def chat_tokens(model: ServedModel, request: ChatRequest | TokenizeRequest
             code="invalid_prompt",
             param="messages",
         )
-    num_chars = sum(map(_num_chars, messages))
+    tools = offered(request) if isinstance(request, ChatRequest) else request.tools or ()
+    num_chars = sum(map(_num_chars, messages)) + (len(msgspec.json.encode(tools)) if tools else 0)
     _check_fits(max(len(messages), _fewest_tokens(num_chars, model)), model, "messages")
     return await _maybe_in_thread(
         num_chars + len(messages) * MESSAGE_COST_NUM_CHARS,
-        lambda limit_s: _encode_messages(model, template, request, limit_s),
+        lambda limit_s: _encode_messages(model, template, request, tools, limit_s),
     )
 
 
@@ -88,11 +92,13 @@ def _encode_messages(
     model: ServedModel,
     template: ChatTemplate,
     request: ChatRequest | TokenizeRequest,
+    tools: Sequence[Tool],
     limit_s: float,
 ) -> list[int]:
     shield = model.tokenizer.shield
     rendered = template.render(
         [_plain_message(message, shield) for message in request.messages or []],
+        tools=[_shielded(msgspec.to_builtins(tool), shield) for tool in tools],
         add_generation_prompt=request.add_generation_prompt is not False,
         arguments={
             name: shield(value) if isinstance(value, str) else value
@@ -137,20 +143,21 @@ def _plain_message(message: ChatMessage, shield: Callable[[str], str]) -> dict[s
 
 def _arguments(text: str, shield: Callable[[str], str]) -> Any:
     """Arguments of an earlier tool call; templates print objects, requests carry JSON text."""
-
-    def shielded(value: Any) -> Any:
-        if isinstance(value, str):
-            return shield(value)
-        if isinstance(value, list):
-            return [shielded(item) for item in value]
-        if isinstance(value, dict):
-            return {shield(name): shielded(item) for name, item in value.items()}
-        return value
-
     try:
-        return shielded(json.loads(text or "{}"))
+        return _shielded(json.loads(text or "{}"), shield)
     except (ValueError, RecursionError):
         return shield(text)
+
+
+def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
+    """JSON in which no string becomes a control token."""
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, list):
+        return [_shielded(item, shield) for item in value]
+    if isinstance(value, dict):
+        return {shield(name): _shielded(item, shield) for name, item in value.items()}
+    return value
 
 
 async def _maybe_in_thread(num_chars: int, encode: Callable[[float], list[int]]) -> list[int]:

@@ -30,6 +30,16 @@ def missing_parameter(param: str) -> InvalidRequest:
     )
 
 
+def invalid_value(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid {param}: {message}", code="invalid_value", param=param)
+
+
+def unsupported(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} is not supported. {message}", code="unsupported_parameter", param=param
+    )
+
+
 class UnknownUrl(RequestError):
     http_status = 404
     code = "unknown_url"

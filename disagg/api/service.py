@@ -28,6 +28,8 @@ from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_t
 from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
 from disagg.api.structured_output import GrammarChecks, wanted_grammar
+from disagg.api.tool_calls import CallSyntax
+from disagg.api.tools import call_syntax, required_calls
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams
@@ -104,12 +106,16 @@ class Service:
     async def chat(self, request: ChatRequest, caller: Caller) -> Run:
         """Check a chat request and make it ready to run. Raises `RequestError`."""
         model, deadline_unix_s = self.model(request.model), self._deadline(request, caller)
+        calls = call_syntax(request, model)
         with telemetry.span("tokenize", caller.traceparent) as span:
             token_ids = await self._in_time(deadline_unix_s, chat_tokens(model, request))
             span.set("disagg.num_prompt_tokens", len(token_ids))
         limit = self._token_limit(model, [token_ids], request.token_limit, None, "messages")
-        grammar = await self._grammar(request, model, deadline_unix_s)
-        return self._run(request, caller, model, [token_ids], limit, deadline_unix_s, grammar)
+        wanted = wanted_grammar(request, required_calls(request))
+        grammar = await self._checked(wanted, model, deadline_unix_s)
+        return self._run(
+            request, caller, model, [token_ids], limit, deadline_unix_s, grammar, calls=calls
+        )
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
@@ -122,7 +128,7 @@ class Service:
         limit = self._token_limit(
             model, token_lists, request.token_limit, DEFAULT_COMPLETION_TOKENS, "prompt"
         )
-        grammar = await self._grammar(request, model, deadline_unix_s)
+        grammar = await self._checked(wanted_grammar(request), model, deadline_unix_s)
         return self._run(
             request, caller, model, token_lists, limit, deadline_unix_s, grammar, echoes
         )
@@ -147,11 +153,10 @@ class Service:
             limit_s = min(request.timeout, limit_s)
         return self._clock() - caller.waited_s + limit_s
 
-    async def _grammar(
-        self, request: ChatRequest | CompletionRequest, model: ServedModel, deadline_unix_s: float
+    async def _checked(
+        self, wanted: tuple[str, Grammar] | None, model: ServedModel, deadline_unix_s: float
     ) -> Grammar | None:
         """What the answer must look like, if that can be done. Raises `InvalidRequest`."""
-        wanted = wanted_grammar(request)
         if wanted is None:
             return None
         param, grammar = wanted
@@ -216,6 +221,7 @@ class Service:
         deadline_unix_s: float,
         grammar: Grammar | None,
         echoes: Sequence[str] = (),
+        calls: CallSyntax | None = None,
     ) -> Run:
         sampling = self._sampling(request, model, max_tokens, grammar)
         num_choices = request.n or 1
@@ -225,7 +231,7 @@ class Service:
                 request, caller, model, token_ids, sampling, deadline_unix_s
             )
             for _ in range(num_choices):
-                choices.append(self._choice(request, made, len(choices)))
+                choices.append(self._choice(request, made, len(choices), calls))
         job = Job(
             id=caller.request_id,
             created_unix_s=int(self._clock()),
@@ -265,7 +271,10 @@ class Service:
 
     @staticmethod
     def _choice(
-        request: ChatRequest | CompletionRequest, made: GenerateRequest, index: int
+        request: ChatRequest | CompletionRequest,
+        made: GenerateRequest,
+        index: int,
+        calls: CallSyntax | None,
     ) -> Choice:
         """Choice `index` of a request: the first has its id and seed, the others derived ones."""
         if index > 0:
@@ -279,7 +288,9 @@ class Service:
             made,
             stops=tuple(request.stop_strings),
             include_stop=bool(request.include_stop_str_in_output),
-            skip_special_tokens=request.skip_special_tokens is not False,
+            # Some models mark their calls by control tokens.
+            skip_special_tokens=calls is None and request.skip_special_tokens is not False,
+            calls=calls,
         )
 
     def _sampling(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from disagg.api.refusals import InvalidRequest, missing_parameter
+from disagg.api.refusals import InvalidRequest, invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
 from disagg.engine.grammar import Compiled, Grammars
 from disagg.errors import GrammarError
@@ -64,7 +64,9 @@ class Structured(Protocol):
     min_tokens: int | None
 
 
-def wanted_grammar(request: Structured) -> tuple[str, Grammar] | None:
+def wanted_grammar(
+    request: Structured, required_calls: Grammar | None = None
+) -> tuple[str, Grammar] | None:
     """The field that says what the answer must look like, and what it says.
 
     Raises:
@@ -72,14 +74,16 @@ def wanted_grammar(request: Structured) -> tuple[str, Grammar] | None:
             be elsewhere than the grammar has it.
     """
     wanted = _wanted(request)
+    if required_calls is not None:
+        wanted["tool_choice"] = required_calls
     if not wanted:
         return None
     (param, grammar), *others = wanted.items()
     if others:
-        raise _broken(others[0][0], f"{param} says already what the answer must look like.")
+        raise invalid_value(others[0][0], f"{param} says already what the answer must look like.")
     for name in ("ignore_eos", "min_tokens"):
         if getattr(request, name):
-            raise _broken(name, f"With {param} an answer ends where it is complete.")
+            raise invalid_value(name, f"With {param} an answer ends where it is complete.")
     return param, grammar
 
 
@@ -100,7 +104,7 @@ def _wanted(request: Structured) -> dict[str, Grammar]:
         if outputs.json_object:
             found["structured_outputs.json_object"] = ANY_OBJECT
         if not found:
-            raise _broken("structured_outputs", "It is empty.")
+            raise invalid_value("structured_outputs", "It is empty.")
         wanted |= found
     return wanted | _texts(
         "guided_", request.guided_json, request.guided_regex, request.guided_choice,
@@ -172,7 +176,3 @@ async def _done(future: Future[Compiled]) -> Compiled:
 
 def _refused(param: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid {param}: {message}", code=GrammarError.code, param=param)
-
-
-def _broken(param: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"Invalid {param}: {message}", code="invalid_value", param=param)
