@@ -8,6 +8,7 @@ by the engine's thread.
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -37,6 +38,10 @@ class _Arrival:
     held: list[int] = field(default_factory=list)  # leading blocks that were here already
     pulled: list[int] = field(default_factory=list)  # blocks that the transport fills
     is_given_up: bool = False  # nobody waits for the pull; its blocks come back when it ends
+
+
+def _place(arrival: _Arrival) -> tuple[int, int]:
+    return arrival.sequence.arrival
 
 
 class Arrivals:
@@ -72,7 +77,7 @@ class Arrivals:
         is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
         if is_sound and 0 < ticket.num_tokens < len(sequence.tokens):
             self._engine.scheduler.number(sequence)
-            self._waiting.append(_Arrival(sequence, ticket))
+            insort(self._waiting, _Arrival(sequence, ticket), key=_place)
         else:
             self._transport.release(ticket)
             self._engine.submit(sequence)

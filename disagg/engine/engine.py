@@ -98,7 +98,7 @@ class Engine:
         self.scheduler.join(sequence)
         self._watch(sequence)
 
-    def reserve(self, num_blocks: int, arrival: int | None = None) -> list[int] | None:
+    def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
         """Blocks for KV that arrives from elsewhere; None while they are better kept.
 
         See `Scheduler.reserve` for when that is. The blocks may be written at once.

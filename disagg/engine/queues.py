@@ -12,12 +12,12 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import RequestError
 
 
-def _by_arrival(sequence: Sequence) -> int:
+def _by_arrival(sequence: Sequence) -> tuple[int, int]:
     return sequence.arrival
 
 
 class Queues:
-    """Three lists, each ordered by arrival, which keep their identity.
+    """Three lists, each ordered by priority and then by arrival, which keep their identity.
 
     num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
     """
@@ -32,8 +32,9 @@ class Queues:
 
     def number(self, sequence: Sequence) -> None:
         """Give a sequence its place, unless it has one."""
-        if sequence.arrival < 0:
-            sequence.arrival = self._next_arrival
+        priority, number = sequence.arrival
+        if number < 0:
+            sequence.arrival = (priority, self._next_arrival)
             self._next_arrival += 1
 
     def check_new(self, sequence: Sequence) -> None:
@@ -54,7 +55,7 @@ class Queues:
         return sequence
 
     def pop_latest(self) -> Sequence:
-        """The latest arrival of those that own blocks, taken out of its list."""
+        """The least urgent, and of these the latest, that owns blocks; taken out of its list."""
         running, arrived = self.running, self.arrived
         if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
             return running.pop()
@@ -93,7 +94,7 @@ class Queues:
         require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
         for queue in (self.running, self.arrived, self.waiting):
             arrivals = [sequence.arrival for sequence in queue]
-            require(arrivals == sorted(set(arrivals)), f"not in order of arrival: {queue}")
+            require(arrivals == sorted(set(arrivals)), f"not in order: {queue}")
         for sequence in everyone:
             num_slots = len(sequence.block_ids) * block_size
             require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")

@@ -4,9 +4,11 @@
 plan into tokens. Decodes go first, the rest of the token budget goes to chunks of prompts, oldest
 first. Must not know devices, workers, transfers or a clock.
 
+Older means more urgent (a lower `priority`), or as urgent and here before; later is the opposite.
+
 Two queues wait: `waiting` sequences own no blocks; `arrived` ones brought their KV along (they are
 admitted even while an older waiting sequence is short of blocks, because the blocks that they hold
-come back no other way). Memory is taken back from the latest arrival, by recomputation: its
+come back no other way). Memory is taken back from the last in that order, by recomputation: its
 `num_computed` falls to 0, which is where every sequence starts.
 """
 
@@ -29,6 +31,7 @@ from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs, WorkerStatus
 
 _NEVER = 1 << 62
+_NOBODY = (_NEVER, 0)  # comes after everybody
 
 
 class Scheduler:
@@ -69,7 +72,7 @@ class Scheduler:
         self.num_drafted = 0  # tokens that were verified
         self.num_accepted = 0  # of these
         self._short: Sequence | None = None  # oldest waiting one that found too few blocks
-        self._refused = _NEVER  # place of the oldest arrival that was refused since the last plan
+        self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
         self._has_drafts = False  # True: some sequence may have one
 
     # Entering and leaving.
@@ -110,7 +113,7 @@ class Scheduler:
             publish(self.pool, sequence)
         self.queues.put(sequence, self.arrived)
 
-    def reserve(self, num_blocks: int, arrival: int | None = None) -> list[int] | None:
+    def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
         """Blocks for KV that arrives from elsewhere, or None if they are better kept.
 
         Running sequences grow by one block each `block_size` steps. If arrivals took the last
@@ -237,7 +240,7 @@ class Scheduler:
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
-        self._refused = _NEVER
+        self._refused = _NOBODY
         return admitted
 
     def _next_queue(self) -> list[Sequence]:
@@ -286,14 +289,14 @@ class Scheduler:
             sequence.publish_at = _NEVER
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence; the latest arrival gives way, maybe itself."""
+        """One more block for a running sequence; the latest one gives way, maybe itself."""
         while not extend(self.pool, sequence, 1):
             if self._preempt_latest() is sequence:
                 return False
         return True
 
     def _preempt_latest(self) -> Sequence:
-        """Send the latest arrival that owns blocks back to `waiting`, without them."""
+        """Send the latest sequence that owns blocks back to `waiting`, without them."""
         victim = self.queues.pop_latest()
         self.num_preempted += 1
         victim.draft = ()  # or it would need more room than it had

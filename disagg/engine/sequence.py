@@ -24,7 +24,7 @@ class Sequence:
     block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
     block_hashes: names of full blocks, extended as blocks fill up with generated tokens.
     num_published: leading blocks that were offered to the pool under their names.
-    arrival: place in the queue, given by the scheduler; -1 before.
+    arrival: place in every queue: (priority, number that the scheduler gave; -1 before).
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: leave this engine, with the blocks, after one token.
     grammar_state: where the answer is in its grammar, if it has one; the runner's.
@@ -71,7 +71,7 @@ class Sequence:
         self.num_published = 0
         self.publish_at = 0  # num_computed at which the next block is full
         self.deadline_unix_s = request.deadline_unix_s
-        self.arrival = -1
+        self.arrival = (request.priority, -1)
         self.was_admitted = False
         self.num_cached_tokens = 0
         self.hand_over = hand_over

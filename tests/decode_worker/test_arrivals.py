@@ -64,7 +64,11 @@ class Door:
         self._num_tickets = 0
 
     def arrive(
-        self, prompt: tuple[int, ...] = PROMPT, *, deadline_unix_s: float = FOREVER_S
+        self,
+        prompt: tuple[int, ...] = PROMPT,
+        *,
+        deadline_unix_s: float = FOREVER_S,
+        priority: int = 0,
     ) -> Sequence:
         """A sequence with its first token and a ticket for its prompt."""
         first = tuple(expected_tokens(prompt, 1))
@@ -75,6 +79,7 @@ class Door:
             output=first,
             stop_ids=frozenset(),
             deadline_unix_s=deadline_unix_s,
+            priority=priority,
         )
         self.arrivals.admit(sequence, self.ticket(sequence, len(prompt)))
         return sequence
@@ -167,6 +172,17 @@ def test_nothing_is_pulled_when_all_is_here() -> None:
     door.run()
     assert len(door.transport.pulls) == 1 and door.transport.released == ["ticket-2"]
     assert sequence.tokens[12:] == expected_tokens(prompt, 5) and door.is_empty
+
+
+def test_who_waits_for_blocks_gets_them_by_priority_and_then_by_arrival() -> None:
+    door = Door(num_blocks=5)
+    door.arrive()
+    door.advance()
+    waiting = [door.arrive(priority=priority) for priority in (1, 0, -1, 0)]
+    door.advance()
+    assert len(door.transport.pulls) == 1, "one block is left, and each of them wants four"
+    door.arrivals.cancel(door.arrive(priority=-5).request_id)
+    assert door.arrivals.take_waiting() == [waiting[i] for i in (2, 1, 3, 0)]
 
 
 @pytest.mark.parametrize("moment", ["refused", "failed", "impatient"])

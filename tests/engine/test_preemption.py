@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from tests.engine.fake_runner import FakeKV, expected_tokens
 from tests.engine.workload import new_engine, new_sequence
@@ -24,12 +25,18 @@ class Growing:
     num_prompt: int
     num_output: int
     arrives: bool = False
+    priority: int = 0
 
     def sequence(self, number: int) -> Sequence:
         prompt = tuple(4 + (7 * number + i) % 90 for i in range(self.num_prompt))
         output = tuple(expected_tokens(prompt, 1)) if self.arrives else ()
         return new_sequence(
-            prompt, BLOCK_SIZE, self.num_output, output=output, stop_ids=NO_STOP, seed=0
+            prompt,
+            BLOCK_SIZE,
+            self.num_output,
+            output=output,
+            stop_ids=NO_STOP,
+            priority=self.priority,
         )
 
     @property
@@ -48,6 +55,7 @@ def play(num_blocks: int, growing: list[Growing], max_num_seqs: int) -> tuple[En
             arriving.append((sequence, each.num_prompt))
         else:
             engine.submit(sequence)
+    arriving.sort(key=lambda each: each[0].arrival)
     num_left, num_idle = len(sequences), 0
     while num_left:
         while arriving and _arrive(engine, kv, *arriving[0]):
@@ -103,20 +111,57 @@ def test_the_oldest_is_never_the_victim() -> None:
     assert engine.scheduler.num_preempted > 0
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.fixture
+def victims(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
+    """Everybody who was preempted; none before somebody who is less urgent, or as urgent and later.
+
+    The order does not change while sequences are here, so whoever is first in it always goes on.
+    """
+    seen: list[Sequence] = []
+    preempt = Scheduler._preempt_latest
+
+    def checked(self: Scheduler) -> Sequence:
+        owners = [each for each in self.sequences() if each.block_ids]
+        victim = preempt(self)
+        assert victim is max(owners, key=lambda each: each.arrival)
+        seen.append(victim)
+        return victim
+
+    monkeypatch.setattr(Scheduler, "_preempt_latest", checked)
+    return seen
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     num_blocks=st.integers(3, 10),
     growing=st.lists(
-        st.builds(Growing, st.integers(1, 12), st.integers(2, 30), st.booleans()),
+        st.builds(
+            Growing, st.integers(1, 12), st.integers(2, 30), st.booleans(), st.integers(-1, 1)
+        ),
         min_size=2,
         max_size=12,
     ),
     max_num_seqs=st.integers(1, 6),
 )
-def test_any_mixture_ends(num_blocks: int, growing: list[Growing], max_num_seqs: int) -> None:
+def test_any_mixture_ends(
+    victims: list[Sequence], num_blocks: int, growing: list[Growing], max_num_seqs: int
+) -> None:
     fitting = [each for each in growing if each.num_blocks <= num_blocks]
     if fitting:
         play(num_blocks, fitting, max_num_seqs)
+
+
+def test_the_least_urgent_gives_way_even_if_it_came_first(victims: list[Sequence]) -> None:
+    engine, _ = new_engine(8, BLOCK_SIZE)
+    less, more = Growing(8, 16, priority=1).sequence(0), Growing(8, 16).sequence(1)
+    engine.submit(less)
+    engine.step()
+    engine.submit(more)
+    ends = [event.sequence for _ in range(60) for event in engine.step() if event.is_last]
+    assert ends == [more, less]
+    assert victims and {*victims} == {less}
 
 
 @pytest.mark.parametrize("order", ["oldest", "shortest"])
@@ -125,7 +170,6 @@ def test_another_choice_of_victim_would_be_noticed(
 ) -> None:
     """The negative control: giving way must not go round in circles."""
     from disagg.engine.ownership import give_back
-    from disagg.engine.scheduler import Scheduler
 
     def preempt(self: Scheduler) -> Sequence:
         running = self.running

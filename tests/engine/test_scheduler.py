@@ -145,6 +145,38 @@ def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
     assert order[0] is running and not engine.is_short
 
 
+def test_the_most_urgent_is_admitted_first_and_of_these_the_earliest() -> None:
+    """Wherever they wait; but nobody who runs is stopped for them."""
+    engine, kv = new_engine(40, 4, max_num_seqs=1)
+    running = new_sequence(prompt(8), 4, 4, stop_ids=NO_STOP, priority=5)
+    engine.submit(running)
+    engine.step()
+    with_kv = new_sequence(prompt(6, 60), 4, 4, output=(7,), stop_ids=NO_STOP, priority=1)
+    arrive(engine, kv, with_kv, 6)
+    usual, urgent, usual_too, late, urgent_too = (
+        new_sequence(prompt(5, 10 * i), 4, 2, stop_ids=NO_STOP, priority=priority)
+        for i, priority in enumerate((0, -1, 0, 2, -1))
+    )
+    for sequence in (usual, urgent, usual_too, late, urgent_too):
+        engine.submit(sequence)
+    order = [e.sequence for _ in range(40) for e in engine.step() if e.is_last]
+    assert order == [running, urgent, urgent_too, usual, usual_too, with_kv, late]
+
+
+def test_blocks_go_to_the_more_urgent_before_less_urgent_arrivals_get_any() -> None:
+    engine, _ = new_engine(8, 4)
+    engine.submit(new_sequence(prompt(12), 4, 20, stop_ids=NO_STOP))
+    less, more = (new_sequence(prompt(8), 4, priority=priority) for priority in (1, -1))
+    for sequence in (less, more):
+        engine.scheduler.number(sequence)
+    large = new_sequence(prompt(20, 9), 4)
+    engine.submit(large)
+    engine.step()
+    assert engine.is_short
+    assert engine.reserve(1, less.arrival) is None, "it came before, and is less urgent"
+    assert engine.reserve(1, more.arrival) is not None
+
+
 def test_an_arrival_joins_with_its_kv_and_its_blocks_are_findable() -> None:
     engine, kv = new_engine(20, 4)
     first = tuple(expected_tokens(prompt(10), 1))

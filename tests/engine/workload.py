@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import count
@@ -35,6 +36,7 @@ class Job:
     abort_after: int | None = None  # steps
     hold_for: int = 1  # steps that a reader takes to fetch what was handed over
     draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def new_sequence(
     hand_over: bool = False,
     deadline_unix_s: float = FOREVER_S,
     draft: tuple[int, ...] = (),
+    priority: int = 0,
 ) -> Sequence:
     tokens = prompt + output
     request = GenerateRequest(
@@ -96,6 +99,7 @@ def new_sequence(
         ),
         deadline_unix_s=deadline_unix_s,
         draft_token_ids=draft,
+        priority=priority,
     )
     return Sequence(request, hand_over=hand_over)
 
@@ -121,6 +125,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             abort_after=draw(st.none() | st.none() | st.integers(0, 12)),
             hold_for=draw(st.integers(0, 5)),
             draft=draw(st.just((0, 0)) | st.tuples(st.integers(0, 11), st.integers(0, 3))),
+            priority=draw(st.just(0) | st.integers(-1, 1)),
         )
         jobs.append(job)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
@@ -189,7 +194,7 @@ class Driver:
             aborts[step + job.abort_after].append(sequence.request_id)
         if job.door == "arrive" and job.max_tokens > 1 and len(sequence.tokens) > len(job.prompt):
             self.engine.scheduler.number(sequence)
-            self.arriving.append(sequence)
+            insort(self.arriving, sequence, key=lambda each: each.arrival)
         else:
             self.engine.submit(sequence)
 
@@ -207,6 +212,7 @@ class Driver:
             seed=job.seed,
             hand_over=job.door == "hand_over",
             draft=draft_of(job.prompt, *job.draft, job.seed)[len(first) :],
+            priority=job.priority,
         )
         self.outputs[sequence.request_id].extend(first)
         return sequence

@@ -114,7 +114,9 @@ class Rig:
         )
 
     async def ask(self, **sampling: Any) -> list[TokenDelta]:
-        request = make_request(10, model="auto", sampling=SamplingParams(max_tokens=64, **sampling))
+        request = make_request(
+            10, model="auto", priority=-3, sampling=SamplingParams(max_tokens=64, **sampling)
+        )
         async with aclosing(self.escalation.generate(request)) as deltas:
             return [delta async for delta in deltas]
 
@@ -165,7 +167,7 @@ async def test_an_unsure_answer_is_cancelled_and_becomes_a_draft(place: int) -> 
     assert rig.reasons == ["tier-0 unsure", "tier-1 largest"]
     (asked,) = rig.tiers["tier-1"].requests
     assert asked.draft_token_ids == tuple(range(100, 100 + place + 1))
-    assert asked.token_ids == make_request(10).token_ids
+    assert (asked.token_ids, asked.priority) == (make_request(10).token_ids, -3)
     assert asked.sampling == SamplingParams(max_tokens=64), "scores are for the judged only"
     assert rig.tiers["tier-0"].num_said == place + 1, "it went on after it was given up"
     check_ends(rig, deltas)

@@ -10,13 +10,14 @@ from tests.router.fakes import BLOCK_SIZE, ROOT, make_request
 
 
 def test_grown_names_the_blocks_that_fill() -> None:
-    request = make_request(30)
+    request = make_request(30, priority=-3)
     tokens = list(range(500, 540))
     bigger = grown(request, tokens, BLOCK_SIZE)
     assert bigger.token_ids == (*request.token_ids, *tokens)
     assert bigger.block_hashes == tuple(hash_blocks(ROOT, bigger.token_ids, BLOCK_SIZE))
     assert grown(grown(request, tokens[:7], BLOCK_SIZE), tokens[7:], BLOCK_SIZE) == bigger
     assert (bigger.num_prompt_tokens, bigger.sampling) == (30, request.sampling)
+    assert bigger.priority == -3
 
 
 @pytest.mark.parametrize(
