@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 BENCHES = (
     "autoscale",
     "cascade",
+    "drafts",
     "engine",
     "grammar",
     "kv_formats",

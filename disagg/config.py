@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from disagg.errors import ModelError, StartupError
 
@@ -29,6 +29,20 @@ DEFAULT_TENANT = "default"  # settings of whoever has none, and the name for all
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts that an engine makes for itself, and verifies. Names follow vLLM's.
+
+    Attributes:
+        method: "ngram" proposes what came after a sequence's last tokens the last time.
+        num_speculative_tokens: of a draft, at most; more than 7 are no decode step for kernels.
+        prompt_lookup_max: how many last tokens must have been there before.
+    """
+
+    method: Literal["ngram"]
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=7)] = 4
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 3
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, on one device. Names follow vLLM's flags."""
 
@@ -45,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
     num_threads: Positive | None = None  # of torch, on a CPU
+    speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
 
 
@@ -198,7 +213,9 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     try:
         config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as error:
-        raise StartupError(f"The configuration is not valid: {error}.") from error
+        raise StartupError(
+            f"The configuration is not valid: {error}.{_supported(str(error))}"
+        ) from error
     if not config.cluster_key:  # now, and not when workers have loaded their models
         raise StartupError(
             "The cluster key is empty; set cluster_key to a secret of your own, which every process"
@@ -225,6 +242,25 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     if config.cascade is not None:
         _check_cascade(config.cascade, names)
     return config
+
+
+def _supported(error: str) -> str:
+    """What msgspec leaves out: the values that are possible where another one was given."""
+    match = re.fullmatch(r"Invalid enum value .* at `\$\.(.+)`", error, re.DOTALL)
+    if match is None:
+        return ""
+    found: inspect.Type = inspect.type_info(ServeConfig)
+    for name in re.findall(r"\w+", match[1]):
+        if isinstance(found, inspect.UnionType):  # of something and None
+            found = next(t for t in found.types if not isinstance(t, inspect.NoneType))
+        if isinstance(found, inspect.Metadata):
+            found = found.type
+        if isinstance(found, inspect.StructType):
+            found = next(field.type for field in found.fields if field.name == name)
+        elif isinstance(found, inspect.VarTupleType):  # `name` is a place in it
+            found = found.item_type
+    values = found.values if isinstance(found, inspect.LiteralType) else ()
+    return f" Supported: {', '.join(map(str, values))}." if values else ""
 
 
 def _check_tenants(config: ServeConfig) -> None:

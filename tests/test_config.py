@@ -17,6 +17,22 @@ def test_an_empty_cluster_key(fields: dict[str, Any]) -> None:
     assert refused.value.param == "cluster_key"
 
 
+@pytest.mark.parametrize(
+    ("fields", "supported"),
+    [
+        ({"transport": "tcp"}, "local, nixl"),
+        ({"tiers": [{"model": "a", "engine": {"device": "tpu"}}]}, "auto, cpu, cuda"),
+        ({"tiers": [{"model": "a", "engine": {"kv_cache_dtype": "e5m2"}}]}, ".* fp8, int8"),
+        ({"tiers": [{"model": "a", "engine": {"speculative_config": {"method": "x"}}}]}, "ngram"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_what_is(
+    fields: dict[str, Any], supported: str
+) -> None:
+    with pytest.raises(StartupError, match=rf"Supported: {supported}\.$"):
+        parse_config({"tiers": [{"model": "a"}], "cluster_key": "key", **fields})
+
+
 PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import secrets
@@ -30,6 +31,14 @@ def pool_size(text: str) -> PoolSize:
             f"{text!r} is neither a number of workers, as 2, nor a least and a most, as 1..4"
         )
     return PoolSize(int(match[1]), int(match[2] or match[1]))
+
+
+def json_object(text: str) -> Any:
+    """Raises `argparse.ArgumentTypeError`. What is in it is checked with the configuration."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +121,13 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--enforce-eager",
         action="store_true",
         help="on a GPU: launch kernels one by one instead of as captured CUDA graphs",
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help='drafts that are verified beside the last token, for answers that repeat their prompt:'
+        """ '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'""",
     )
     group.add_argument(
         "--num-threads",

@@ -21,6 +21,7 @@ from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.grammar import Grammars
 from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
+from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.sampler import sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
@@ -194,8 +195,16 @@ def build_engine(
         vocab_size=model.vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=frozenset(model.eos_token_ids),
+        prompt_lookup=_prompt_lookup(config),
     )
     return Engine(scheduler, runner, grammars=grammars), kv_cache, model
+
+
+def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
+    asked = config.speculative_config
+    if asked is None:
+        return None
+    return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
 
 
 def check_engine(config: EngineConfig, directory: Path) -> None:

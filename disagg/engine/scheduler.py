@@ -22,6 +22,7 @@ from disagg.engine.block_pool import BlockPool
 from disagg.engine.chunks import Chunks
 from disagg.engine.limits import check_step_size, token_limit
 from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
+from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.queues import Queues
 from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
@@ -45,6 +46,7 @@ class Scheduler:
         vocab_size: token ids from here on are refused, since a device would trip over them.
         enable_prefix_caching: find and publish full blocks by name.
         eos_token_ids: the model's own end-of-sequence tokens, for requests with `ignore_eos`.
+        prompt_lookup: proposes drafts to those that decode.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Scheduler:
         vocab_size: int = 1 << 31,
         enable_prefix_caching: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
+        prompt_lookup: PromptLookup | None = None,
     ) -> None:
         check_step_size(max_num_seqs, max_num_batched_tokens)
         self.pool = pool
@@ -66,6 +69,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.enable_prefix_caching = enable_prefix_caching
         self.eos_token_ids = eos_token_ids
+        self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
         self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
         self.num_preempted = 0  # ever, as the next two
@@ -193,6 +197,8 @@ class Scheduler:
         A sequence's `num_computed` follows its blocks: a prefix hit raises it on admission, and
         preemption sets it to 0.
         """
+        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
+            self._has_drafts = True
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         num_context, num_preempted = 0, self.num_preempted

@@ -13,6 +13,7 @@ from disagg.messages import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from disagg.engine.grammar import GrammarState
+    from disagg.engine.prompt_lookup import Ngrams
 
 
 class Sequence:
@@ -28,6 +29,7 @@ class Sequence:
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: leave this engine, with the blocks, after one token.
     grammar_state: where the answer is in its grammar, if it has one; the runner's.
+    ngrams: where its runs of tokens are, for `prompt_lookup` alone.
     max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
     """
 
@@ -42,6 +44,7 @@ class Sequence:
         "hash_root",
         "max_num_tokens",
         "min_num_tokens",
+        "ngrams",
         "num_cached_tokens",
         "num_computed",
         "num_prompt_tokens",
@@ -76,6 +79,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.hand_over = hand_over
         self.grammar_state: GrammarState | None = None
+        self.ngrams: Ngrams | None = None
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)

@@ -36,13 +36,14 @@ def first_steps(
     room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
     num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
     caching, scheduler.enable_prefix_caching = scheduler.enable_prefix_caching, False
+    lookup, scheduler.prompt_lookup = scheduler.prompt_lookup, None  # plain decode steps are timed
     for num_short in SHORT_PROMPTS:
         if num_short < num_tokens:
             engine.submit(_sequence(num_short, max_tokens=1))
             while engine.has_work:
                 engine.step()  # may compile: its time says nothing
     tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
-    scheduler.enable_prefix_caching = caching
+    scheduler.enable_prefix_caching, scheduler.prompt_lookup = caching, lookup
     prior = prior or StepTimeModel()
     times = StepTimeFit(prior)
     for same in list(zip(*tries, strict=True)) * NUM_TELLINGS:

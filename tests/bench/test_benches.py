@@ -36,6 +36,7 @@ def test_named_benches_run_one_after_another() -> None:
     names = [
         "autoscale",
         "cascade",
+        "drafts",
         "engine",
         "grammar",
         "kv_formats",

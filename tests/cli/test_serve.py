@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli import serve
-from disagg.config import CascadeConfig, ServeConfig
+from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
 from tests.tiny_model import write_tiny_model
 
@@ -82,6 +82,22 @@ def test_a_pool_between_two_numbers_follows_the_load() -> None:
     assert limits is not None and (limits.min_replicas, limits.max_replicas) == (1, 4)
     assert (tier.decode.num_replicas, config.max_num_workers) == (1, 5)
     assert tier.engine.num_threads == max(1, (os.cpu_count() or 1) // 6)
+
+
+def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    (tier,) = config_of("demo-small").tiers
+    assert tier.engine.speculative_config is None
+    asked = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+    (tier,) = config_of("demo-small", "--speculative-config", asked).tiers
+    assert tier.engine.speculative_config == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=2
+    )
+    for wrong, reason in [('{"method": "eagle"}', "Supported: ngram"), ("[]", "Expected `object")]:
+        with pytest.raises(StartupError, match=reason):
+            config_of("demo-small", "--speculative-config", wrong)
+    with pytest.raises(SystemExit):
+        config_of("demo-small", "--speculative-config", "ngram")
+    assert "is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["4..1", "-1", "1..", "many", "1...4"])
