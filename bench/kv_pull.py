@@ -1,8 +1,9 @@
 """How fast KV moves between two processes of this machine: `python -m bench.kv_pull`.
 
 Pulls 64 KB to 256 MB with the NIXL transport, as one run of blocks and as shuffled blocks (no two
-neighbours), beside a plain memcpy of the same bytes out of memory that both processes share. Every
-size is measured in turn, best of `--repeats`. Prints a table, then one line of JSON.
+neighbours), beside a plain memcpy of the same bytes out of memory that both processes share, where
+the other one wrote them. The three take turns; medians of `--rounds`. Prints a table, then one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
+from bench.report import machine, take_turns
 from disagg.kvtransfer.nixl_transport import NixlTransport
 from disagg.kvtransfer.runs import merge_runs
 from disagg.kvtransfer.slab import Slab, allocate_host
@@ -32,6 +33,7 @@ from disagg.kvtransfer.transport import PullDone
 
 BLOCK_NBYTES = 64 * 1024
 MAX_NBYTES = 256 * 1024 * 1024
+SIZES = (*(BLOCK_NBYTES << shift for shift in (0, 2, 4, 6, 8, 10, 11)), MAX_NBYTES)
 NUM_BLOCKS = MAX_NBYTES // BLOCK_NBYTES
 SOURCE_ID, EPOCH, LAYOUT = "source", 1, "bench"
 NUM_LATENCIES = 300
@@ -111,7 +113,7 @@ def serve(path: str) -> None:
     side.close()
 
 
-def measure(repeats: int, shared_path: str, peer: Peer) -> tuple[list[Row], float, float]:
+def measure(rounds: int, shared_path: str, peer: Peer) -> tuple[list[Row], float, float]:
     """Rows of the table, and the first and the median latency of one block in seconds."""
     shared, memory = map_shared(shared_path), allocate_host(MAX_NBYTES)
     address, shared_address = address_of(memory), address_of(shared)
@@ -120,11 +122,7 @@ def measure(repeats: int, shared_path: str, peer: Peer) -> tuple[list[Row], floa
     reader = Reader(peer, slab_of(memory))
     first = reader.pull([0], [0])
     latency = statistics.median(reader.pull([n % 64], [n % 64]) for n in range(NUM_LATENCIES))
-    rows = []
-    nbytes = BLOCK_NBYTES
-    while nbytes <= MAX_NBYTES:
-        rows.append(measure_size(reader, repeats, nbytes, address, shared_address))
-        nbytes *= 4
+    rows = [measure_size(reader, rounds, size, address, shared_address) for size in SIZES]
     intact = all(
         memory[start : start + 8] == shared[start : start + 8]
         for start in range(0, MAX_NBYTES, BLOCK_NBYTES)
@@ -136,7 +134,7 @@ def measure(repeats: int, shared_path: str, peer: Peer) -> tuple[list[Row], floa
 
 
 def measure_size(
-    reader: Reader, repeats: int, nbytes: int, address: int, shared_address: int
+    reader: Reader, rounds: int, nbytes: int, address: int, shared_address: int
 ) -> Row:
     num = nbytes // BLOCK_NBYTES
     run, shuffled = list(range(num)), list(range(num))
@@ -147,19 +145,19 @@ def measure_size(
         ctypes.memmove(address, shared_address, nbytes)
         return time.perf_counter() - start
 
-    ways: list[Callable[[], float]] = [
-        copy,
-        lambda: reader.pull(run, run),
-        lambda: reader.pull(shuffled, list(reversed(shuffled))),
-        lambda: reader.pull(run, run),  # last, so that the bytes lie where they came from
-    ]
-    times = [[way() for way in ways] for _ in range(repeats)]
-    best = [min(seconds) for seconds in zip(*times, strict=True)]
+    seconds = take_turns(
+        {
+            "copy": copy,
+            "shuffled": lambda: reader.pull(shuffled, list(reversed(shuffled))),
+            "run": lambda: reader.pull(run, run),  # last, so that the bytes lie where they were
+        },
+        rounds,
+    )
     return Row(
         nbytes=nbytes,
-        memcpy_gbps=nbytes / best[0] / 1e9,
-        run_gbps=nbytes / min(best[1], best[3]) / 1e9,
-        shuffled_gbps=nbytes / best[2] / 1e9,
+        memcpy_gbps=nbytes / seconds["copy"] / 1e9,
+        run_gbps=nbytes / seconds["run"] / 1e9,
+        shuffled_gbps=nbytes / seconds["shuffled"] / 1e9,
         shuffled_descriptors=len(merge_runs(zip(shuffled, reversed(shuffled), strict=True))),
     )
 
@@ -173,12 +171,13 @@ def report(rows: list[Row], first: float, latency: float) -> None:
         )
     print(f"one block of 64 KB: {latency * 1e6:.0f} us (the first: {first * 1e6:.0f} us)")
     figures = [asdict(row) | {"of_memcpy": row.of_memcpy} for row in rows]
-    print(json.dumps({"bench": "kv_pull", "rows": figures, "block_s": latency, "first_s": first}))
+    line = {"bench": "kv_pull", "machine": machine(), "rows": figures}
+    print(json.dumps({**line, "block_s": latency, "first_s": first}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--serve", metavar="PATH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -195,7 +194,7 @@ def main() -> None:
         assert source.stdin is not None and source.stdout is not None
         try:
             peer = msgspec.json.decode(source.stdout.readline(), type=Peer)
-            report(*measure(arguments.repeats, file.name, peer))
+            report(*measure(arguments.rounds, file.name, peer))
         finally:
             source.stdin.close()
             source.wait()

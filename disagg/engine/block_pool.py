@@ -16,6 +16,8 @@ from disagg.engine.free_runs import FreeRuns
 from disagg.engine.require import require
 from disagg.messages import KVEvent
 
+EXTENT_TOKENS = 256  # neighbours that are given up together where as many are wanted
+
 
 class BlockPool:
     """All operations are O(1) amortised for each block that they name.
@@ -39,6 +41,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the one to give up first comes first
         self._free = FreeRuns(num_blocks)
+        self._extent = max(1, EXTENT_TOKENS // block_size)  # blocks
         self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
         self._evicted: list[tuple[int, BlockHash]] = []
 
@@ -81,11 +84,10 @@ class BlockPool:
         Prefers neighbours, and free blocks to idle ones; of those the least recently used go
         first, the end of a prefix before its beginning.
         """
-        missing = num_blocks - self._free.num_free
-        if missing > len(self._idle):
+        if num_blocks > self.num_free:
             return None
-        for _ in range(missing):
-            self._evict()
+        while (num_missing := num_blocks - self._free.num_free) > 0:
+            self._evict_oldest(num_missing)
         block_ids = self._free.take(num_blocks)
         for block_id in block_ids:
             self.generations[block_id] += 1
@@ -175,8 +177,23 @@ class BlockPool:
         num_named = sum(name is not None for name in self._hash_of)
         require(num_named == len(self._block_of), "names without a block")
 
-    def _evict(self) -> None:
-        block_id, _ = self._idle.popitem(last=False)
+    def _evict_oldest(self, num_missing: int) -> None:
+        """One block; or, where an extent of neighbours is missing, all idle ones of its extent.
+
+        By age alone blocks would be taken and given back one by one, in an order that soon has
+        nothing to do with their places, and each prompt would be scattered all over the slab.
+        """
+        oldest = next(iter(self._idle))
+        if num_missing < self._extent:
+            self._evict(oldest)
+            return
+        start = oldest - oldest % self._extent
+        for block_id in range(start, start + self._extent):
+            if block_id in self._idle:
+                self._evict(block_id)
+
+    def _evict(self, block_id: int) -> None:
+        del self._idle[block_id]
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         self._hash_of[block_id] = None

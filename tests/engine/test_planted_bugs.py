@@ -86,8 +86,8 @@ def _use_without_acquiring(patch: pytest.MonkeyPatch) -> None:
 
 
 def _evict_but_keep_the_name(patch: pytest.MonkeyPatch) -> None:
-    def evict(pool: BlockPool) -> None:
-        block_id, _ = pool._idle.popitem(last=False)
+    def evict(pool: BlockPool, block_id: int) -> None:
+        del pool._idle[block_id]
         pool._hash_of[block_id] = None
         pool._free.add(block_id)
 
