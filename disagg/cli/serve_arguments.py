@@ -126,7 +126,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--speculative-config",
         type=json_object,
         metavar="JSON",
-        help='drafts that are verified beside the last token, for answers that repeat their prompt:'
+        help="drafts that are verified beside the last token, for answers that repeat their prompt:"
         """ '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'""",
     )
     group.add_argument(
