@@ -26,7 +26,7 @@ from disagg.kvtransfer.stamps import Stamps
 from tests.e2e.single_engine import SingleEngine
 from tests.engine.test_runner import config, new_sequence, prompts, run
 from tests.poison import poison_new_blocks
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import tiny_parts, write_tiny_model
 
 ENGINE = EngineConfig(
     dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
@@ -58,7 +58,7 @@ async def test_pulled_blocks_give_the_text_of_one_engine(
     )
     reference = SingleEngine(model, engine)
     whole = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
-    async with local.running(whole) as running:
+    async with local.running(whole, tiny_parts()) as running:
         for prompt in PROMPTS:
             body = {
                 "model": "tiny",

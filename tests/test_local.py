@@ -19,7 +19,7 @@ from disagg.worker.draining import Draining
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import tiny_parts, write_tiny_model
 
 Kind = Literal["nixl", "local"]
 ENGINE = EngineConfig(
@@ -53,7 +53,7 @@ async def cluster(
         decode=PoolConfig(num_replicas=num_decode, num_standby=num_standby),
     )
     config = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
-    async with local.running(config) as running:
+    async with local.running(config, tiny_parts()) as running:
         app = httpx.ASGITransport(running.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
             yield running, client

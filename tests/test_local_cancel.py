@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from disagg.api import http_reply
-from disagg.time_model import StepTimeModel
-from disagg.worker import parts
 from disagg.worker.worker import Worker
 from tests.api.apps import Exchange, never
 from tests.links.fakes import until
@@ -30,13 +28,6 @@ PHASES = ["sent", "prefill", "decode", "streaming", "slow_reader"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def _prompts_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the roofline of a large model: such prompts are computed on prefill workers."""
-    slow = StepTimeModel(), "a large model"
-    monkeypatch.setattr(parts, "step_times", lambda *of: slow)
 
 
 async def leave(phase: str, exchange: Exchange, held: Worker | None) -> None:

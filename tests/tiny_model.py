@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from disagg.config import ServeConfig, TierConfig
+from disagg.kvtransfer.local_transport import LocalFleet
+from disagg.time_model import StepTimeModel
+from disagg.worker.parts import Parts, build_parts
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -15,7 +23,7 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
     Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
-    workers.
+    workers of `tiny_parts`.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -38,6 +46,23 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0
     )
     Qwen3ForCausalLM(config).eval().save_pretrained(directory)
     return directory
+
+
+def tiny_parts() -> Callable[..., Parts]:
+    """Builds workers of one cluster in this process.
+
+    They do not believe their first steps, whose times say how busy this machine was just then: one
+    that seemed twice as slow as the others would get no prompt.
+    """
+    fleet = LocalFleet()
+
+    def build(
+        config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, **options: Any
+    ) -> Parts:
+        built = build_parts(config, tier, worker_id, epoch, fleet, **options)
+        return replace(built, first_times=StepTimeModel())
+
+    return build
 
 
 def write_tiny_tokenizer(directory: Path) -> int:

@@ -20,32 +20,13 @@ from disagg.engine.scheduler import Scheduler
 from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
-from disagg.models.model_config import ModelConfig
-from disagg.models.rope import RopeConfig
 from disagg.models.weights import random_weights
 from tests.engine.test_runner import new_sequence
-from tests.models.paging import Tokens, make_batch, new_slab
+from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 ROUNDING = 2e-5  # matrices of more rows are multiplied in another order
-CONFIG = ModelConfig(
-    family="Qwen3ForCausalLM",
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    hidden_size=48,
-    intermediate_size=80,
-    vocab_size=61,
-    max_model_len=128,
-    dtype=torch.float32,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    sliding_windows=(None, 20),
-    qkv_bias=True,
-    qk_norm=True,
-)
 
 
 def fake_record(forward: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
@@ -58,14 +39,14 @@ def _sequences(contexts: list[int]) -> list[Tokens]:
     found = []
     for index, context in enumerate(contexts):
         blocks = [order.pop() for _ in range(-(-(context + 4) // BLOCK_SIZE))]
-        ids = [(7 * index + 3 * position) % CONFIG.vocab_size for position in range(context + 4)]
+        ids = [(7 * index + 3 * position) % SMALL.vocab_size for position in range(context + 4)]
         found.append(Tokens(ids, blocks))
     return found
 
 
 def _steps(decoder: Decoder, groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
     """Logits of one step for each group of sequences, and the cache at the end."""
-    slab = new_slab(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     sequences = _sequences([9, 1, 22, 13, 5])
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
         decoder.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
@@ -85,8 +66,8 @@ def _steps(decoder: Decoder, groups: list[list[int]], graphs: bool) -> tuple[lis
 
 def test_graphs_equal_plain_steps() -> None:
     """Fewer sequences than before, others in their rows, and every size that was captured."""
-    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     groups = [[0, 1, 2, 3, 4], [0, 1, 2, 3], [3, 2, 0], [4]]
     plain, plain_slab = _steps(decoder, groups, graphs=False)
     captured, captured_slab = _steps(decoder, groups, graphs=True)
@@ -98,9 +79,9 @@ def test_graphs_equal_plain_steps() -> None:
 
 
 def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
-    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
-    slab = new_slab(CONFIG, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
+    slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     graphs = DecodeGraphs(decoder, slab, 2, 32, fake_record)
     sequences = _sequences([9, 1, 5])
     too_many = make_batch([(each, 1) for each in sequences], BLOCK_SIZE)
@@ -110,9 +91,9 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
 
 def _texts(graphs: bool) -> list[list[int]]:
     """What an engine makes of prompts that come in chunks, the last of them of one token."""
-    weights = random_weights(CONFIG, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(CONFIG, weights, TritonOps(6, 1))
-    shape = KVShape.of(CONFIG, BLOCK_SIZE, format_of(torch.float32))
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
+    shape = KVShape.of(SMALL, BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache)
     if graphs:

@@ -15,11 +15,9 @@ from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.silu_mul import silu_mul
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
-from disagg.models.model_config import ModelConfig
-from disagg.models.rope import RopeConfig
 from disagg.models.weights import random_weights
 from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, paged_inputs
-from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
 CPU = torch.device("cpu")
 HALF, SINGLE = 2e-3, 2e-5  # tolerances, absolute and relative
@@ -198,27 +196,10 @@ def test_a_nan_reaches_the_scale(name: str) -> None:
 
 
 def test_a_decoder_on_the_kernels_equals_one_on_torch() -> None:
-    config = ModelConfig(
-        family="Qwen3ForCausalLM",
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        hidden_size=48,
-        intermediate_size=80,
-        vocab_size=61,
-        max_model_len=128,
-        dtype=torch.float32,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        sliding_windows=(None, 20),
-        qkv_bias=True,
-        qk_norm=True,
-    )
-    weights = random_weights(config, torch.float32, CPU, seed=2)
+    weights = random_weights(SMALL, torch.float32, CPU, seed=2)
     results = []
-    for decoder in (Decoder(config, weights, TritonOps(6, 1)), Decoder(config, weights)):
-        slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
+    for decoder in (Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)):
+        slab = new_slab(SMALL, 16, 8, torch.float32, fill=torch.nan)
         short, long = (
             Tokens([3, 1, 4, 1, 5], [7]),
             Tokens(list(range(60)), [9, 2, 3, 0, 5, 1, 8, 4]),

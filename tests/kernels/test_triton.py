@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from triton.compiler import ASTSource
 
 from disagg.kernels import kv_write, norm_rope, paged_attention, rms_norm, silu_mul
 from disagg.kernels.kv_pages import FORMATS
+from tests.kernels.interpreter import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 # Of each architecture: shared memory that a program may use.
 SHARED_NBYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # A100; H100, H200; B200
 SPILLED_NBYTES = {80: 64, 90: 0, 100: 16}  # of a thread: a few values outside the inner loop
@@ -47,12 +45,7 @@ FLOATS = ("scale", "eps")
 
 @pytest.mark.timeout(600)
 def test_kernels_equal_their_references_under_the_interpreter() -> None:
-    """The interpreter is chosen when Triton is imported, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", "tests/kernels/interpreted_cases.py", "-x"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    run_interpreted("tests/kernels/interpreted_cases.py")
 
 
 def _compile(

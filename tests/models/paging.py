@@ -12,6 +12,26 @@ from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
+from disagg.models.rope import RopeConfig
+
+# With all that the kernels know: windows, grouped heads, biases, norms of queries and keys.
+SMALL = ModelConfig(
+    family="Qwen3ForCausalLM",
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=48,
+    intermediate_size=80,
+    vocab_size=61,
+    max_model_len=128,
+    dtype=torch.float32,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    sliding_windows=(None, 20),
+    qkv_bias=True,
+    qk_norm=True,
+)
 
 
 @dataclass
