@@ -161,10 +161,12 @@ def wait_until_ready(url: str, nodes: RayNodes) -> None:
 
 def decision_of(url: str, request_id: str) -> str:
     """How a request was routed: known to the one of several ingresses that served it."""
-    for _ in range(50):
-        answer = httpx.get(f"{url}/debug/requests/{request_id}")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:  # until the proxy happens to ask that one
+        answer = httpx.get(f"{url}/debug/requests/{request_id}", timeout=30)
         if answer.status_code == 200:
             return answer.text
+        time.sleep(0.05)
     raise AssertionError(answer.text)
 
 
