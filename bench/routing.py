@@ -29,7 +29,7 @@ SLO_S = 30.0
 
 
 def new_fleet(num_workers: int, request: GenerateRequest, rng: random.Random) -> Fleet:
-    fleet = Fleet()
+    fleet = Fleet(now=lambda: 0.0)
     for number in range(num_workers):
         name = f"w{number}"
         record = WorkerRecord(
@@ -91,7 +91,7 @@ def decide(
             for number, name in enumerate(names):
                 fleet.worker_stepped(name, (), statuses[(turn + number) % num_workers])
         began_s = time.thread_time()
-        choose_route(request, fleet.view(), fleet.index, 0.0, rng, ttft_slo_s=SLO_S)
+        choose_route(request, fleet.view(), fleet.index, 1e-3, rng, ttft_slo_s=SLO_S)
         took_us.append((time.thread_time() - began_s) * 1e6)
     took_us.sort()
     return {

@@ -5,10 +5,12 @@
 One real engine (the large bundled model) serves prompts of 16 to 1,500 tokens that come at random
 and get answers of 16 to 128 tokens, with the product's own fit, fleet view and routing costs beside
 it. `TTFT`: what the router predicts when a request arrives, from the status after the last step,
-beside the time to its first token. `decode step`, `mixed step`: the fit's prediction just before
-it learns from a step. `noise`: equal decode steps again and again, each beside their median; no
-model can be better. Errors are fractions of what was measured; the first requests warm the fit up
-and do not count.
+beside the time to its first token. `TTFT, steps known`: the same model, told what was done until
+then (the rest of the step under way, and of each later step what it computed): the rest of TTFT's
+error is not the model's but that of who came in between. `decode step`, `mixed step`: the fit's
+prediction just before it learns from a step. `noise`: equal steps again and again, each beside
+their median; no model can be better. Errors are fractions of what was measured; the first requests
+warm the fit up and do not count.
 
 With the clock `cpu` (the default) time passes as the thread uses the processor, so that others on a
 shared machine do not count; the engine then has one thread.
@@ -38,14 +40,16 @@ from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
 from disagg.router.fleet import Fleet, Load, Reservation
 from disagg.router.policy import choose_route
-from disagg.time_model import StepTimeFit
+from disagg.time_model import StepTimeFit, StepTimeModel
 from disagg.worker.first_steps import first_steps
 
 MODEL, WORKER = "demo-large", "w"
 PROMPT_TOKENS, ANSWER_TOKENS = (16, 1500), (16, 128)
-BUSY = 0.6  # of the time, by the model's own first steps
+BUSY = 0.6  # of the time, if each request took its share of so many usual ones together
+NUM_TOGETHER = 2
 WARM_UP = 0.1  # of the requests
 NUM_REPEATS, NUM_REPEATED_SEQUENCES, REPEATED_TOKENS = 200, 16, 256
+NUM_REPEATED_PROMPTS, REPEATED_PROMPT_TOKENS = 40, 512
 GOAL = {"median": 0.10, "p95": 0.30}
 
 
@@ -71,8 +75,8 @@ class Rig:
         self.engine, _, self.model = build_engine(config, ASSETS / MODEL)
         self.clock = clock
         prior, _ = step_times(shape_of(self.model, ASSETS / MODEL), "")
-        self.fit = StepTimeFit(prior)
-        self.fleet = Fleet()
+        self.fit = StepTimeFit(first_steps(self.engine, clock, prior))  # as `worker.parts` does
+        self.fleet = Fleet(now=clock)
         self.rng = random.Random(1)
         pool, scheduler = self.engine.pool, self.engine.scheduler
         record = WorkerRecord(
@@ -110,28 +114,45 @@ class Rig:
 
 
 class Visit(msgspec.Struct):
+    """A request until its first token.
+
+    times: the model when it came.
+    known_s: what that says of the steps since, after the true rest of the one under way.
+    """
+
     arrived_s: float
     predicted_s: float
     reservation: Reservation
+    times: StepTimeModel
+    known_s: float
 
 
 class Played(msgspec.Struct):
     """Predicted and measured seconds."""
 
     ttft: list[tuple[float, float]] = []
+    ttft_steps_known: list[tuple[float, float]] = []
     decode_steps: list[tuple[float, float]] = []
     mixed_steps: list[tuple[float, float]] = []
     busy_s: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
+    answered: list[Reservation] = []  # in the last step
+
+
+def share_s(rig: Rig) -> float:
+    """What each of some usual requests takes of an engine that has them together."""
+    for place in range(NUM_TOGETHER):
+        request = rig.request(f"usual {place}", sum(PROMPT_TOKENS) // 2, sum(ANSWER_TOKENS) // 2)
+        rig.engine.submit(EngineSequence(request))
+    began_s = rig.clock()
+    end_all(rig.engine)
+    return (rig.clock() - began_s) / NUM_TOGETHER
 
 
 def arrivals(rig: Rig, num_requests: int) -> list[tuple[float, int, int]]:
     """When, prompt tokens, answer tokens; so many that the engine is busy for `BUSY` of it."""
-    rng, times = random.Random(2), first_steps(rig.engine, rig.clock)
-    mean_prompt, mean_answer = sum(PROMPT_TOKENS) / 2, sum(ANSWER_TOKENS) / 2
-    step_s = times.decode_step_s(8, 8 * mean_prompt) / 8  # in a batch of eight
-    rate = BUSY / (times.prefill_s(mean_prompt) + mean_answer * step_s)
+    rng, rate = random.Random(2), BUSY / share_s(rig)
     found, now = [], 0.0
     for _ in range(num_requests):
         now += rng.expovariate(rate)
@@ -141,16 +162,18 @@ def arrivals(rig: Rig, num_requests: int) -> list[tuple[float, int, int]]:
 
 def arrive(rig: Rig, moment_s: float, request: GenerateRequest) -> Visit:
     """As in the dispatcher: predict, choose, claim, send."""
-    route = choose_route(request, rig.fleet.view(), rig.fleet.index, 0.0, rig.rng, ttft_slo_s=None)
+    view, index = rig.fleet.view(), rig.fleet.index
+    route = choose_route(request, view, index, moment_s, rig.rng, ttft_slo_s=None)
     num_tokens = len(request.token_ids)
     claim = rig.fleet.reserve(WORKER, Load(num_tokens, 1, num_tokens))
     rig.fleet.sent(claim)
     rig.engine.submit(EngineSequence(request))
-    return Visit(moment_s, route.predicted_s, claim)
+    times = view.workers[WORKER].times
+    return Visit(moment_s, route.predicted_s, claim, times, rig.clock() - moment_s)
 
 
 def play(rig: Rig, num_requests: int) -> Played:
-    """What comes during a step is routed by the status before it, and computed after it."""
+    """What comes during a step is routed by what was known before it, and computed after it."""
     played = Played()
     coming = arrivals(rig, num_requests)[::-1]
     num_warm_up = int(WARM_UP * num_requests)
@@ -166,8 +189,11 @@ def play(rig: Rig, num_requests: int) -> Played:
             request = rig.request(name, num_tokens, num_output)
             visits[name] = arrive(rig, began_s + moment_s, request)
             if num_requests - len(coming) == num_warm_up:
-                played = Played(began_s=rig.clock())
+                played = Played(began_s=rig.clock(), answered=played.answered)
         rig.fleet.worker_stepped(WORKER, events, status)
+        for claim in played.answered:
+            rig.fleet.release(claim)
+        played.answered.clear()
         step(rig, visits, played)
     played.ended_s = rig.clock()
     return played
@@ -183,28 +209,49 @@ def step(rig: Rig, visits: dict[str, Visit], played: Played) -> None:
     kind = played.mixed_steps if features.num_new_tokens else played.decode_steps
     kind.append((rig.fit.model.step_s(features), took_s))
     rig.fit.observe(features, took_s)
+    for visit in visits.values():
+        visit.known_s += visit.times.step_s(features)
     for event in events:
-        visit = visits.pop(event.sequence.request_id, None) if event.token_ids else None
-        if visit is not None:
-            played.ttft.append((visit.predicted_s, ended_s - visit.arrived_s))
-            rig.fleet.release(visit.reservation)
+        first = visits.pop(event.sequence.request_id, None) if event.token_ids else None
+        if first is not None:
+            ttft_s = ended_s - first.arrived_s
+            played.ttft.append((first.predicted_s, ttft_s))
+            played.ttft_steps_known.append((first.known_s, ttft_s))
+            played.answered.append(first.reservation)
 
 
 def repeated_steps(rig: Rig, num_repeats: int) -> list[tuple[float, float]]:
-    """Each decode step of a batch that hardly changes, beside the median of its neighbours."""
+    """Each decode step of a batch that hardly changes."""
     for place in range(NUM_REPEATED_SEQUENCES):
         request = rig.request(f"repeat {place}", REPEATED_TOKENS, num_repeats + 8)
         rig.engine.submit(EngineSequence(request))
     while rig.engine.scheduler.waiting or rig.engine.last_plan.features.num_new_tokens:
         rig.engine.step()
-    took_s = []
-    for _ in range(num_repeats):
-        began_s = rig.clock()
-        rig.engine.step()
-        took_s.append(rig.clock() - began_s)
+    took_s = [timed_step(rig) for _ in range(num_repeats)]
     end_all(rig.engine)
-    usual_s = [statistics.median(took_s[max(0, at - 10) : at + 11]) for at in range(num_repeats)]
-    return list(zip(usual_s, took_s, strict=True))
+    return beside_median(took_s)
+
+
+def repeated_prompts(rig: Rig, num_repeats: int) -> list[tuple[float, float]]:
+    """Prompts of one length, each alone in its step."""
+    took_s = []
+    for place in range(num_repeats):
+        request = rig.request(f"prompt {place}", REPEATED_PROMPT_TOKENS, 1)
+        rig.engine.submit(EngineSequence(request))
+        took_s.append(timed_step(rig))
+    return beside_median(took_s)
+
+
+def timed_step(rig: Rig) -> float:
+    began_s = rig.clock()
+    rig.engine.step()
+    return rig.clock() - began_s
+
+
+def beside_median(took_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Each beside the median of its neighbours and itself."""
+    spans = (took_s[max(0, at - 10) : at + 11] for at in range(len(took_s)))
+    return [(statistics.median(span), took) for span, took in zip(spans, took_s, strict=True)]
 
 
 def end_all(engine: Engine) -> None:
@@ -232,14 +279,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     arguments = parser.parse_args()
     rig = Rig(Clock(time.thread_time if arguments.clock == "cpu" else time.perf_counter))
-    num_repeats, num_requests = (20, 12) if arguments.tiny else (NUM_REPEATS, arguments.requests)
-    noise = repeated_steps(rig, num_repeats)
+    num_requests = 12 if arguments.tiny else arguments.requests
     played = play(rig, num_requests)
+    share = 0.1 if arguments.tiny else 1.0
     rows = [
         row("TTFT", played.ttft),
+        row("TTFT, steps known", played.ttft_steps_known),
         row("decode step", played.decode_steps),
         row("mixed step", played.mixed_steps),
-        row("noise", noise),
+        row("noise of decode steps", repeated_steps(rig, int(share * NUM_REPEATS))),
+        row("noise of prompts", repeated_prompts(rig, int(share * NUM_REPEATED_PROMPTS))),
     ]
     print_table(rows)
     busy = played.busy_s / (played.ended_s - played.began_s)

@@ -108,11 +108,18 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         """
         if num_new_tokens <= 0:
             return 0.0
-        per_step, per_token, per_attended, _, _ = self.coefficients
         num_steps = num_new_tokens / chunk_tokens if num_new_tokens > chunk_tokens else 1.0
+        prompts_s = self.prompts_s(num_new_tokens, num_context_tokens, num_sequences)
+        return num_steps * self.coefficients[0] + prompts_s
+
+    def prompts_s(
+        self, num_new_tokens: float, num_context_tokens: float = 0, num_sequences: float = 1
+    ) -> float:
+        """What such prompts add to the steps that compute them."""
+        _, per_token, per_attended, _, _ = self.coefficients
         each = num_new_tokens / num_sequences if num_sequences > 1 else num_new_tokens
         reach = num_context_tokens + 0.5 * (each + 1)
-        return num_steps * per_step + num_new_tokens * (per_token + per_attended * reach)
+        return num_new_tokens * (per_token + per_attended * reach)
 
     def decode_step_s(self, num_sequences: float, num_context_tokens: float) -> float:
         """One step that gives each of `num_sequences` a token; their lengths add up to the rest."""

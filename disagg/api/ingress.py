@@ -75,7 +75,7 @@ class IngressCore:
         self._is_starting = True  # not all pools have been there yet
         self._models = served_models(config)
         rng = random.Random(ingress_id)
-        self.fleet = Fleet()
+        self.fleet = Fleet(now=now)
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
             ingress_id=ingress_id,

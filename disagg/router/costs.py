@@ -1,6 +1,7 @@
 """What a choice costs, in seconds of waiting over everyone it makes wait.
 
-    prefill on a worker    what is queued there, then the request's own uncached tokens; these make
+    prefill on a worker    the rest of the step under way and what is queued there, then the
+                           request's own uncached tokens, step by step; these make
                            every sequence that decodes there wait, and those who come behind; and
                            a prefix that another worker holds takes room from others' prefixes
     transfer               latency and bytes that the decode worker does not hold yet
@@ -45,7 +46,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerView
     num_cached_tokens: int
     own_s: float  # to the first token, if nothing were queued
-    queue_s: float  # until what is queued has been computed
+    queue_s: float  # until what is queued has been computed; 0 where nothing is
     harm_s: float  # to others: who decode there, come behind, or lose their prefix
     total_s: float  # all of it
 
@@ -68,6 +69,7 @@ def prefill_cost(
     num_behind: float = 0.0,
     num_held_once: tuple[int, int] = (0, 0),
     spares_decodes: bool = True,
+    now: float = 0.0,
 ) -> PrefillCost:
     """Computing a prompt's KV and its first token on `worker`.
 
@@ -77,32 +79,60 @@ def prefill_cost(
             worker of the pool has and no other.
         spares_decodes: False where everybody prefills: then each prompt delays somebody's streams,
             and sending it where they are few only makes queues uneven.
+        now: on the fleet's clock; a step under way that began then, or later, counts as a whole.
     """
     times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
     num_new = num_tokens - num_cached
-    alone_s = own_s = times.prefill_s(num_new, num_cached)
+    work_s = times.prompts_s(num_new, num_cached)
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
+    alone_s = work_s + num_steps * times.coefficients[0]
+    wait_s, steps_s = _steps_s(worker, num_new, now)
+    own_s = work_s + steps_s
     queue_s = harm_s = 0.0
-    num_queued = worker.num_uncomputed_tokens
-    if num_queued:
-        queue_s = times.prefill_s(num_queued, 0, worker.num_waiting)
-    per_step_s = times.coefficients[0]
+    if worker.num_uncomputed_tokens:
+        queue_s = wait_s
+    else:
+        own_s += wait_s
     num_delayed = worker.num_decoding
-    if num_delayed:
-        ride_s = times.decode_step_s(num_delayed, worker.num_context_tokens) - per_step_s
-        own_s += ride_s * num_steps
-        queue_s += ride_s * num_queued / CHUNK_TOKENS
-    elif worker.record.role == "decode":
+    if not num_delayed and worker.record.role == "decode":
         num_delayed = NUM_STREAMS_EXPECTED
     if num_delayed and spares_decodes:
-        harm_s = num_delayed * (alone_s - num_steps * per_step_s)
+        harm_s = num_delayed * work_s
     harm_s += num_behind * alone_s
     num_shared, num_held_anywhere = num_held_once
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_copied = num_held_anywhere - max(num_shared, num_cached)
         harm_s += NUM_COMPUTED_AGAIN * alone_s * min(1.0, num_copied / num_new)
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
+
+
+def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float]:
+    """What `num_new` tokens wait for, and what their own steps take but for computing them.
+
+    Each step gives a token to every sequence that decodes, and fills the rest with prompts in the
+    order in which they came: what is queued last shares a step with what comes next. The step
+    under way took its share when it began.
+    """
+    times, num_decoding = worker.times, worker.num_decoding
+    num_queued = worker.num_uncomputed_tokens
+    step_s, _, _, per_sequence_s, per_context_s = times.coefficients
+    if num_decoding:
+        step_s += per_sequence_s * num_decoding + per_context_s * worker.num_context_tokens
+    num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
+    num_own = -(-num_new // num_at_once)
+    if not num_queued and not num_decoding:
+        return 0.0, num_own * step_s
+    under_way_s, later_s, num_more = step_s, 0.0, 0
+    if num_queued:
+        queued_s = times.prompts_s(num_queued, 0, worker.num_waiting)
+        num_later = num_queued - num_at_once if num_queued > num_at_once else 0
+        later_s = queued_s * num_later / num_queued
+        under_way_s += queued_s - later_s
+        num_more = -(-(num_later + num_new) // num_at_once) - num_own
+    if now > worker.began_s:
+        under_way_s = max(0.0, under_way_s - (now - worker.began_s))
+    return under_way_s + later_s + num_more * step_s, num_own * step_s
 
 
 def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:

@@ -5,12 +5,13 @@ the view from its snapshot until its link ends. Decisions are made on what worke
 what this ingress has sent them and their reports cannot show yet (`Ledger`): without that, all
 requests of one millisecond would choose the same worker.
 
-No sockets, no clock.
+No sockets; time is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -23,8 +24,10 @@ from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
 
-# The report in flight when a request is sent, that of the step it arrives in, the first with it.
-NUM_STATUSES_UNTIL_SEEN = 3
+# The report of the step in which a request arrives, and the first one with it. A report may be in
+# flight besides when it is sent, but to wait for that too counts most requests twice for a step,
+# and what a prompt queues behind twice is the largest error of a predicted first token.
+NUM_STATUSES_UNTIL_SEEN = 2
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -48,10 +51,16 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_free_blocks: int
     accepting: bool
     transfers: tuple[TransferFigure, ...]  # what pulling from each source took
+    began_s: float = math.inf  # of the step under way, on the fleet's clock; inf: not known
 
     @classmethod
     def of(
-        cls, record: WorkerRecord, status: WorkerStatus, coming: Load, times: StepTimeModel
+        cls,
+        record: WorkerRecord,
+        status: WorkerStatus,
+        coming: Load,
+        times: StepTimeModel,
+        began_s: float = math.inf,
     ) -> WorkerView:
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
         return cls(
@@ -65,6 +74,7 @@ class WorkerView(msgspec.Struct, frozen=True):
             status.num_free_blocks - blocks_coming,
             status.accepting,
             status.transfers,
+            began_s,
         )
 
 
@@ -187,10 +197,18 @@ _DEFAULT_TIMES = StepTimeModel()
 
 
 class Fleet:
-    """Keeps the view and the prefix index current. The observer of an ingress's links."""
+    """Keeps the view and the prefix index current. The observer of an ingress's links.
 
-    def __init__(self, index: PrefixIndex | None = None) -> None:
+    Args:
+        now: the clock of who decides; without it nobody knows how far a step under way is.
+    """
+
+    def __init__(
+        self, index: PrefixIndex | None = None, now: Callable[[], float] = lambda: math.inf
+    ) -> None:
         self.index = index if index is not None else PrefixIndex()
+        self._now = now
+        self._began_s: dict[str, float] = {}  # the step under way, as far as can be known
         self._ledger = Ledger()
         self._times = PoolTimes()
         self._records: dict[str, WorkerRecord] = {}
@@ -209,7 +227,8 @@ class Fleet:
                 record, status = self._records[worker_id], self._statuses[worker_id]
                 times = self._times.of(record, status.step_costs)
                 coming = self._ledger.coming_to(worker_id)
-                self._views[worker_id] = WorkerView.of(record, status, coming, times)
+                began_s = self._began_s[worker_id]
+                self._views[worker_id] = WorkerView.of(record, status, coming, times, began_s)
             self._changed.clear()
             self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
         return self._view
@@ -220,7 +239,10 @@ class Fleet:
 
     def reserve(self, worker_id: str, load: Load) -> Reservation:
         """Count `load` from now on. Raises `KeyError` for a worker that is not in the view."""
-        _ = self._records[worker_id]
+        status = self._statuses[worker_id]
+        is_idle = not status.num_running and not status.num_uncomputed_tokens
+        if is_idle and self._ledger.coming_to(worker_id) is _NOTHING:
+            self._began_s[worker_id] = self._now()  # with this request
         self._changed.add(worker_id)
         return self._ledger.reserve(worker_id, load)
 
@@ -242,6 +264,7 @@ class Fleet:
     ) -> None:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
+        self._began_s[record.worker_id] = self._now()
         self._changed.update(self._times.heard(record, status.step_costs))
         self._changed.add(record.worker_id)
         self.index.snapshot(record.worker_id, block_hashes)
@@ -253,6 +276,7 @@ class Fleet:
         if record is None:
             return
         self._statuses[worker_id] = status
+        self._began_s[worker_id] = self._now()  # it speaks between two steps
         self._changed.update(self._times.heard(record, status.step_costs))
         self._changed.add(worker_id)
         self._ledger.heard(worker_id)
@@ -262,7 +286,7 @@ class Fleet:
     def worker_lost(self, worker_id: str) -> None:
         if self._records.pop(worker_id, None) is None:
             return
-        del self._statuses[worker_id]
+        del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
         self._changed.discard(worker_id)
         self._times.drop(worker_id)

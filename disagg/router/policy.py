@@ -78,7 +78,15 @@ def choose_route(
     spares = bool(prefills)
     candidates = [
         _local(
-            prefill_cost(goal.worker, num_tokens, goal.num_held_tokens, behind, once, spares),
+            prefill_cost(
+                goal.worker,
+                num_tokens,
+                goal.num_held_tokens,
+                behind,
+                once,
+                spares,
+                now=now,
+            ),
             goal,
         )
         for goal in goals
@@ -86,7 +94,14 @@ def choose_route(
     if prefills:
         behind, once = requests_behind(prefills, num_queued), _held_once(prefills, held)
         sources = [
-            prefill_cost(worker, num_tokens, held.get(worker.worker_id, 0), behind, once)
+            prefill_cost(
+                worker,
+                num_tokens,
+                held.get(worker.worker_id, 0),
+                behind,
+                once,
+                now=now,
+            )
             for worker in prefills
         ]
         sources.sort(key=_total_s)
@@ -129,9 +144,9 @@ def choose_decode(
     for worker in decodes:
         num_held = held.get(worker.worker_id, 0)
         goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
-        local = _local(prefill_cost(worker, num_tokens, num_held), goal)
+        local = _local(prefill_cost(worker, num_tokens, num_held, now=now), goal)
         if source is not None and num_kv_tokens > num_held:
-            rest = prefill_cost(worker, num_tokens, num_kv_tokens)
+            rest = prefill_cost(worker, num_tokens, num_kv_tokens, now=now)
             pull_s = transfer_s(source, worker, num_kv_tokens - num_held)
             pulled = _local(rest, goal, pull_s)
             local = min(local, pulled, key=_total_s)

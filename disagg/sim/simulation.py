@@ -139,9 +139,9 @@ class _WatchedFleet(Fleet):
     """What the router knows, made current before each look."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.workers: dict[str, SimulatedWorker] = {}
         self.loop = asyncio.get_running_loop()
+        super().__init__(now=self.loop.time)
+        self.workers: dict[str, SimulatedWorker] = {}
         self._looked_s = -1.0
 
     def view(self) -> FleetView:

@@ -15,7 +15,7 @@ from disagg.router.costs import (
     transfer_s,
 )
 from disagg.router.fleet import Load, WorkerView
-from disagg.time_model import StepTimeModel
+from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import make_record, make_status
 
 
@@ -23,8 +23,8 @@ def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: s
     return view_of(make_record(worker_id, **changes), status or make_status())
 
 
-def view_of(record: WorkerRecord, status: WorkerStatus) -> WorkerView:
-    return WorkerView.of(record, status, Load(), StepTimeModel.of(status.step_costs))
+def view_of(record: WorkerRecord, status: WorkerStatus, began_s: float = math.inf) -> WorkerView:
+    return WorkerView.of(record, status, Load(), StepTimeModel.of(status.step_costs), began_s)
 
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
@@ -47,9 +47,34 @@ def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
 
 def test_a_queue_comes_first() -> None:
     busy = view(status=make_status(num_waiting=2, num_uncomputed_tokens=3000))
-    wait_s = busy.times.prefill_s(3000, 0, 2)
-    own_s = busy.times.prefill_s(100)
-    assert prefill_cost(busy, 100, 0).first_token_s == pytest.approx(wait_s + own_s)
+    step_s = busy.times.coefficients[0]
+    cost = prefill_cost(busy, 50, 0)
+    # 1,024 tokens in the step under way and in the next; 952 beside the own ones.
+    assert cost.queue_s == pytest.approx(busy.times.prompts_s(3000, 0, 2) + 2 * step_s)
+    assert cost.own_s == pytest.approx(busy.times.prefill_s(50))
+    longer = prefill_cost(busy, 100, 0)  # of which 72 find room beside them
+    assert longer.queue_s == pytest.approx(cost.queue_s + step_s)
+
+
+def test_the_step_under_way_is_waited_for_as_far_as_it_has_not_gone() -> None:
+    status = make_status(num_running=3, num_context_tokens=3000)
+    decoding = view_of(make_record("d0"), status, began_s=50.0)
+    step_s = decoding.times.decode_step_s(3, 3000)
+    own_s = decoding.times.prompts_s(100) + step_s
+    for now, left_s in ((50.0, step_s), (50.0 + step_s / 4, 0.75 * step_s), (60.0, 0.0)):
+        cost = prefill_cost(decoding, 100, 0, now=now)
+        assert cost.own_s == pytest.approx(own_s + left_s)
+        assert cost.queue_s == 0.0, "nobody waits before it"
+    assert prefill_cost(view(status=status), 100, 0, now=60.0).own_s == pytest.approx(
+        own_s + step_s
+    ), "nobody knows when it began"
+
+
+def test_no_more_than_the_step_under_way_can_be_over() -> None:
+    status = make_status(num_waiting=1, num_uncomputed_tokens=1536)
+    worker = view_of(make_record("d0"), status, began_s=0.0)
+    later_s = worker.times.prompts_s(1536) / 3  # beside the own ones
+    assert prefill_cost(worker, 100, 0, now=99.0).queue_s == pytest.approx(later_s)
 
 
 def test_prefill_among_decodes_takes_longer_and_makes_each_of_them_wait() -> None:
@@ -59,9 +84,11 @@ def test_prefill_among_decodes_takes_longer_and_makes_each_of_them_wait() -> Non
     costs = [prefill_cost(worker, 1000, 0) for worker in (idle, few, many)]
     assert costs[0].first_token_s < costs[1].first_token_s < costs[2].first_token_s
     ride_s = 20 * many.times.coefficients[3] + 20_000 * many.times.coefficients[4]
-    assert costs[2].first_token_s == pytest.approx(costs[0].first_token_s + ride_s)
-    long = [prefill_cost(worker, 4096, 0).first_token_s for worker in (idle, many)]
-    assert long[1] == pytest.approx(long[0] + 4 * ride_s)  # in each of four chunks
+    under_way_s = many.times.decode_step_s(20, 20_000)
+    assert costs[2].first_token_s == pytest.approx(costs[0].first_token_s + under_way_s + ride_s)
+    num_tokens = 4 * (CHUNK_TOKENS - 20)  # beside twenty that decode
+    long = [prefill_cost(worker, num_tokens, 0).first_token_s for worker in (idle, many)]
+    assert long[1] == pytest.approx(long[0] + under_way_s + 4 * ride_s)
     own_s = idle.times.prefill_s(1000) - idle.times.coefficients[0]
     assert [cost.harm_s for cost in costs] == pytest.approx([own_s, 2 * own_s, 20 * own_s])
 

@@ -103,6 +103,22 @@ def test_a_reservation_ends_when_reports_must_contain_it() -> None:
     assert worker(fleet).num_uncomputed_tokens == 100
 
 
+def test_a_step_began_when_a_worker_spoke_or_with_the_first_request_for_an_idle_one() -> None:
+    now = 10.0
+    fleet = Fleet(now=lambda: now)
+    fleet.worker_synced(make_record("d0"), [], make_status())
+    now = 20.0
+    fleet.reserve("d0", Load(100, 1, 100))
+    now = 20.5
+    fleet.reserve("d0", Load(100, 1, 100))
+    assert worker(fleet).began_s == 20.0
+    now = 21.0
+    fleet.worker_stepped("d0", (), make_status(num_running=2, num_context_tokens=200))
+    now = 22.0
+    fleet.reserve("d0", Load(100, 1, 100))
+    assert worker(fleet).began_s == 21.0
+
+
 def test_a_lost_workers_reservations_go_with_it() -> None:
     fleet = make_fleet("d0")
     reservation = fleet.reserve("d0", Load(100))
