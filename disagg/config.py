@@ -55,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: Positive = 1024
     gpu_memory_utilization: Fraction = 0.9
     kv_cache_memory_bytes: Positive | None = None
+    kv_offloading_size: Annotated[float, Meta(ge=0.0)] = 0.0  # GiB of host memory a worker; 0: none
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
@@ -232,6 +233,12 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         )
     for tier in config.tiers:
         _check_autoscaling(tier)
+        if tier.engine.kv_offloading_size and not tier.engine.enable_prefix_caching:
+            raise StartupError(
+                f"Tier {tier.name!r} keeps evicted KV in host memory, and finds none of it without"
+                " prefix caching; set enable_prefix_caching, or kv_offloading_size to 0.",
+                param="kv_offloading_size",
+            )
         if tier.decode.num_replicas == 0 and tier.decode.autoscaling is None:
             raise StartupError(
                 f"Tier {tier.name!r} has no decode worker; set decode.num_replicas to at least 1.",

@@ -131,10 +131,14 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks became findable on a worker, or stopped being so. "cleared" names no blocks."""
+    """Blocks became findable on a worker, or stopped being so. "cleared" names no blocks.
+
+    tier: where: in the cache that its engine computes with, or in the host memory behind it.
+    """
 
     kind: Literal["stored", "removed", "cleared"]
     block_hashes: tuple[BlockHash, ...] = ()
+    tier: Literal["cache", "host"] = "cache"
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +168,19 @@ class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
     num_failed: int = 0  # sent in vain
 
 
+class HostCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's host tier: what it holds now, what it did since the worker started, its price."""
+
+    nbytes: int = 0
+    num_saved: int = 0  # blocks
+    num_torn: int = 0  # evicted while they were copied, so that the copy does not count
+    num_dropped: int = 0  # not copied: all that is here is being loaded
+    num_loaded: int = 0
+    load_s: float = 0.0  # spent on that
+    latency_s: float = 0.0  # of a load, and for each block, as lately observed
+    block_s: float = 0.0
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """A worker's load after a step. The router predicts seconds from it."""
 
@@ -181,6 +198,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     requests_nbytes: int = 0  # of all requests here
     num_drafted: int = 0  # tokens of drafts that were verified, ever
     num_accepted: int = 0  # of these, right
+    host: HostCounts | None = None  # None: the worker has no host tier
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -290,6 +308,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     sequence_number: int
     block_hashes: tuple[BlockHash, ...]
     status: WorkerStatus
+    host_block_hashes: tuple[BlockHash, ...] = ()
 
 
 ToWorker: TypeAlias = Hello | Start | Cancel | Release | Peers | Resync

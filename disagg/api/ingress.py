@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from disagg.api.auto_model import auto_model, check_one_language
+from disagg.api.fleet_metrics import FleetMetrics
 from disagg.api.http import AsgiApp, Readiness, build_app
 from disagg.api.metrics import ApiMetrics
 from disagg.api.quota import Quota
@@ -34,7 +35,6 @@ from disagg.router.standby import Standby
 from disagg.router.turns import Turns
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
-from disagg.telemetry import FleetMetrics
 
 # Until a worker says what it uses; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
@@ -249,6 +249,10 @@ class IngressCore:
                     record.role,
                     record.worker_id,
                     {name.removeprefix("num_"): count for name, count in counts.items()},
+                )
+            if status.host is not None:
+                self._fleet_metrics.host_tier(
+                    record.model, record.role, record.worker_id, status.host
                 )
             for figure in status.transfers:
                 self._fleet_metrics.transfer(

@@ -113,6 +113,12 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=1024)
     group.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     group.add_argument("--kv-cache-memory-bytes", type=int)
+    group.add_argument(
+        "--kv-offloading-size",
+        type=float,
+        default=0.0,
+        help="GiB of host memory per worker for KV blocks that its cache has no room for",
+    )
     group.add_argument("--num-gpu-blocks-override", type=int)
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True

@@ -260,9 +260,11 @@ class _WorkerConnection(Connection):
         elif isinstance(message, Snapshot):
             self._num_received = message.sequence_number
             self._is_synced = True
-            self._link.observer.worker_synced(
-                self._link.record, message.block_hashes, message.status
-            )
+            record, observer = self._link.record, self._link.observer
+            observer.worker_synced(record, message.block_hashes, message.status)
+            if message.host_block_hashes:
+                in_host = KVEvent("stored", message.host_block_hashes, "host")
+                observer.worker_stepped(record.worker_id, (in_host,), message.status)
         else:
             raise BadFrame(f"{type(message).__name__} came after the handshake")
 

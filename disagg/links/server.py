@@ -159,12 +159,17 @@ class LinkServer:
             link.publish(tuple(deltas.get(link_id, ())), events, status)
 
     def publish_snapshot(
-        self, link_id: LinkId, block_hashes: Iterable[BlockHash], status: WorkerStatus
+        self,
+        link_id: LinkId,
+        block_hashes: Iterable[BlockHash],
+        status: WorkerStatus,
+        host_block_hashes: Iterable[BlockHash] = (),
     ) -> None:
-        """Answer to `Resync`: what the cache held between the last published step and the next."""
+        """Answer to `Resync`: what the cache held between the last published step and the next,
+        and the host memory behind it."""
         link = self._links.get(link_id)
         if link is not None:
-            link.publish_snapshot(tuple(block_hashes), status)
+            link.publish_snapshot(tuple(block_hashes), status, tuple(host_block_hashes))
 
     def hang_up(self, reason: str) -> None:
         """End every link at once. An ingress that comes back waits for the answer to `Resync`."""
@@ -310,10 +315,15 @@ class _IngressLink(Connection):
         self._status = status
         self._send_or_end(StepFrame(self._num_sent, deltas, kv_events, status))
 
-    def publish_snapshot(self, block_hashes: tuple[BlockHash, ...], status: WorkerStatus) -> None:
+    def publish_snapshot(
+        self,
+        block_hashes: tuple[BlockHash, ...],
+        status: WorkerStatus,
+        host_block_hashes: tuple[BlockHash, ...],
+    ) -> None:
         self._is_synced = True
         self._status = status
-        self._send_or_end(Snapshot(self._num_sent, block_hashes, status))
+        self._send_or_end(Snapshot(self._num_sent, block_hashes, status, host_block_hashes))
 
     def beat(self, status: WorkerStatus) -> None:
         """Send the load if nothing was sent since the last beat."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from disagg.messages import HostCounts
 from disagg.router.experience import USUAL_OUTPUT_TOKENS
 from disagg.router.fleet import WorkerView
 from disagg.time_model import CHUNK_TOKENS
@@ -69,6 +70,7 @@ def prefill_cost(
     num_behind: float = 0.0,
     num_held_once: tuple[int, int] = (0, 0),
     spares_decodes: bool = True,
+    num_in_host: int = 0,
     now: float = 0.0,
 ) -> PrefillCost:
     """Computing a prompt's KV and its first token on `worker`.
@@ -79,16 +81,20 @@ def prefill_cost(
             worker of the pool has and no other.
         spares_decodes: False where everybody prefills: then each prompt delays somebody's streams,
             and sending it where they are few only makes queues uneven.
+        num_in_host: leading tokens whose KV is in the host memory behind the worker's cache.
         now: on the fleet's clock; a step under way that began then, or later, counts as a whole.
     """
     times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
+    load_s = 0.0
+    if num_in_host > num_cached and worker.host is not None:
+        num_cached, load_s = _with_host(worker, worker.host, num_tokens, num_cached, num_in_host)
     num_new = num_tokens - num_cached
     work_s = times.prompts_s(num_new, num_cached)
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
     alone_s = work_s + num_steps * times.coefficients[0]
     wait_s, steps_s = _steps_s(worker, num_new, now)
-    own_s = work_s + steps_s
+    own_s = load_s + work_s + steps_s
     queue_s = harm_s = 0.0
     if worker.num_uncomputed_tokens:
         queue_s = wait_s
@@ -133,6 +139,18 @@ def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float
     if now > worker.began_s:
         under_way_s = max(0.0, under_way_s - (now - worker.began_s))
     return under_way_s + later_s + num_more * step_s, num_own * step_s
+
+
+def _with_host(
+    worker: WorkerView, host: HostCounts, num_tokens: int, num_cached: int, num_in_host: int
+) -> tuple[int, float]:
+    """How many tokens will not be computed, and the seconds to load them: as the worker decides."""
+    num_reached = min(num_in_host, num_tokens - 1)
+    num_loaded = num_reached - num_cached
+    load_s = host.latency_s + host.block_s * -(-num_loaded // worker.record.block_size)
+    if load_s < worker.times.prefill_s(num_loaded, num_cached):
+        return num_reached, load_s
+    return num_cached, 0.0
 
 
 def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:

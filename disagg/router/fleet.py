@@ -17,7 +17,15 @@ from typing import TypeAlias
 import msgspec
 
 from disagg.blocks import BlockHash
-from disagg.messages import KVEvent, Role, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.messages import (
+    HostCounts,
+    KVEvent,
+    Role,
+    StepCosts,
+    TransferFigure,
+    WorkerRecord,
+    WorkerStatus,
+)
 from disagg.router.experience import AnswerLengths, Delays
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
@@ -51,6 +59,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_free_blocks: int
     accepting: bool
     transfers: tuple[TransferFigure, ...]  # what pulling from each source took
+    host: HostCounts | None = None  # what loading from its host memory takes; None: it has none
     began_s: float = math.inf  # of the step under way, on the fleet's clock; inf: not known
 
     @classmethod
@@ -74,6 +83,7 @@ class WorkerView(msgspec.Struct, frozen=True):
             status.num_free_blocks - blocks_coming,
             status.accepting,
             status.transfers,
+            status.host,
             began_s,
         )
 
@@ -196,6 +206,11 @@ class PoolTimes:
 _DEFAULT_TIMES = StepTimeModel()
 
 
+def host_id(worker_id: str) -> str:
+    """Under which name the prefix index knows the host memory behind a worker's cache."""
+    return f"{worker_id}/host"
+
+
 class Fleet:
     """Keeps the view and the prefix index current. The observer of an ingress's links.
 
@@ -268,6 +283,8 @@ class Fleet:
         self._changed.update(self._times.heard(record, status.step_costs))
         self._changed.add(record.worker_id)
         self.index.snapshot(record.worker_id, block_hashes)
+        if status.host is not None:
+            self.index.snapshot(host_id(record.worker_id), ())
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
@@ -281,7 +298,10 @@ class Fleet:
         self._changed.add(worker_id)
         self._ledger.heard(worker_id)
         if kv_events:
-            self.index.apply(worker_id, kv_events)
+            self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
+        if status.host is not None and kv_events:
+            in_host = [each for each in kv_events if each.tier == "host"]
+            self.index.apply(host_id(worker_id), in_host)
 
     def worker_lost(self, worker_id: str) -> None:
         if self._records.pop(worker_id, None) is None:
@@ -293,3 +313,4 @@ class Fleet:
         self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
+        self.index.drop(host_id(worker_id))

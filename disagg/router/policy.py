@@ -27,7 +27,7 @@ from disagg.router.costs import (
     requests_behind,
     transfer_s,
 )
-from disagg.router.fleet import FleetView, WorkerView
+from disagg.router.fleet import FleetView, WorkerView, host_id
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
 
@@ -85,7 +85,8 @@ def choose_route(
                 behind,
                 once,
                 spares,
-                now=now,
+                _in_host(goal.worker, held),
+                now,
             ),
             goal,
         )
@@ -100,6 +101,7 @@ def choose_route(
                 held.get(worker.worker_id, 0),
                 behind,
                 once,
+                num_in_host=_in_host(worker, held),
                 now=now,
             )
             for worker in prefills
@@ -144,7 +146,9 @@ def choose_decode(
     for worker in decodes:
         num_held = held.get(worker.worker_id, 0)
         goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
-        local = _local(prefill_cost(worker, num_tokens, num_held, now=now), goal)
+        in_host = _in_host(worker, held)
+        own = prefill_cost(worker, num_tokens, num_held, num_in_host=in_host, now=now)
+        local = _local(own, goal)
         if source is not None and num_kv_tokens > num_held:
             rest = prefill_cost(worker, num_tokens, num_kv_tokens, now=now)
             pull_s = transfer_s(source, worker, num_kv_tokens - num_held)
@@ -186,12 +190,19 @@ def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
 def held_tokens(
     index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
 ) -> Mapping[str, int]:
-    """Leading tokens of the request that each worker of the model holds KV of."""
+    """Leading tokens of the request that each worker of the model holds KV of.
+
+    What lies in the host memory behind a worker's cache is under its `host_id`.
+    """
     block_size = workers[0].record.block_size  # one per model
     return {
         worker_id: num_blocks * block_size
         for worker_id, num_blocks in index.match(request.block_hashes).items()
     }
+
+
+def _in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
+    return held.get(host_id(worker.worker_id), 0) if worker.host is not None else 0
 
 
 def _held_once(workers: Sequence[WorkerView], held: Mapping[str, int]) -> tuple[int, int]:

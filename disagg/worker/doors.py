@@ -12,18 +12,20 @@ from contextlib import contextmanager
 
 import msgspec
 
+from disagg.blocks import BlockHash
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.decode_worker.host_prefix import HostPrefixes
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.limits import check_room
 from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.messages import Start, TokenDelta, WorkerStatus
+from disagg.messages import KVEvent, Start, TokenDelta, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
 from disagg.time_model import StepTimeFit, TransferTimeModel
-from disagg.worker.draining import Draining, refusal
+from disagg.worker.draining import Draining, Lobby, refusal
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
@@ -48,6 +50,7 @@ class Doors:
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
         self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)
         self._cold: ColdPrefixes | None = None
+        self._host: HostPrefixes | None = None
         if parts.cold_tier is not None:
             self._cold = ColdPrefixes(
                 parts.engine,
@@ -56,7 +59,17 @@ class Doors:
                 parts.write_block,
                 lambda: self._step_times.model.prefill_s,
             )
-            parts.engine.save_evicted = self._cold.save
+        if parts.host_tier is not None:
+            self._host = HostPrefixes(
+                parts.engine,
+                parts.host_tier,
+                lambda: self._step_times.model.prefill_s,
+                self._enter_behind_host,
+            )
+        if self._cold is not None or self._host is not None:
+            parts.engine.save_evicted = self._save_evicted
+        lobbies: tuple[Lobby | None, ...] = (self._arrivals, self._host, self._cold)
+        self._lobbies = [lobby for lobby in lobbies if lobby is not None]
         self._block_nbytes = parts.transport.peer.block_nbytes
         self._draining: Draining | None = None
         self._unready: dict[str, tuple[Sequence, KVTicket | None]] = {}  # by the sequence's name
@@ -80,8 +93,7 @@ class Doors:
         self.accepting = False
         self._draining = Draining(
             self._engine,
-            self._arrivals,
-            self._cold,
+            self._lobbies,
             lambda: self._step_times.model,
             leave_by_s,
         )
@@ -120,7 +132,8 @@ class Doors:
                 case TicketReleased(ticket_id=ticket_id):
                     self._leaving.release(ticket_id)
         has_freed = self._leaving.advance(now)
-        is_loading = self._cold is not None and self._cold.advance(now)
+        is_loading = self._host is not None and self._host.advance(now)
+        is_loading |= self._cold is not None and self._cold.advance(now)
         is_moving = self._arrivals.advance(now)
         is_stuck = self._arrivals.is_stuck and not self._engine.last_plan.work
         if (self._engine.is_stuck or is_stuck) and not has_freed:
@@ -133,6 +146,11 @@ class Doors:
         """What a step means for each link. Learns from its time."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
+        if self._host is not None:
+            self._host.save(result.kv_events)
+            for event in result.events:
+                if event.is_last:
+                    self._host.used(event.sequence)
         deltas = self._streams.deltas(
             result.events,
             lambda sequence: self._leaving.leave(sequence, now),
@@ -146,12 +164,18 @@ class Doors:
                 deltas.setdefault(link_id, []).extend(last)
         return deltas
 
+    def take_host_events(self) -> tuple[KVEvent, ...]:
+        """What became findable in host memory, or stopped being so, since the last call."""
+        return self._host.take_events() if self._host is not None else ()
+
+    def host_hashes(self) -> tuple[BlockHash, ...]:
+        """All names that are findable in host memory."""
+        return self._host.hashes() if self._host is not None else ()
+
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
         """The load of the engine, as of now if not given, plus what only the worker knows."""
         status = status or self._engine.status()
-        num_arriving = self._arrivals.num_arriving + len(self._unready)
-        if self._cold is not None:
-            num_arriving += self._cold.num_arriving
+        num_arriving = sum(lobby.num_arriving for lobby in self._lobbies) + len(self._unready)
         return msgspec.structs.replace(
             status,
             num_waiting=status.num_waiting + num_arriving,
@@ -161,15 +185,22 @@ class Doors:
             step_costs=self._step_times.to_costs(),
             transfers=self._transfer_times.figures(),
             store=self._cold.counts() if self._cold is not None else None,
+            host=self._host.counts() if self._host is not None else None,
         )
 
     def check(self) -> None:
         """Recount every block and hold. Raises `AssertionError`."""
-        self._engine.check([*self._leaving.holders(), *self._arrivals.holders()])
+        holders = [*self._leaving.holders(), *self._arrivals.holders()]
+        if self._host is not None:
+            self._host.check()
+            holders += self._host.holders()
+        self._engine.check(holders)
 
     def close(self) -> None:
         """Give back what the doors hold outside of the engine, which has stopped."""
         self._transport.close()
+        if self._host is not None:
+            self._host.close()
         if self._cold is not None:
             self._cold.close()
 
@@ -182,10 +213,23 @@ class Doors:
             self._unready[sequence.request_id] = (sequence, ticket)
         elif ticket is not None:
             self._arrivals.admit(sequence, ticket)
-        elif self._cold is not None:
+        elif self._host is not None:
+            self._host.admit(sequence, now)
+        else:
+            self._enter_behind_host(sequence, now)
+
+    def _enter_behind_host(self, sequence: Sequence, now: float) -> None:
+        if self._cold is not None:
             self._cold.admit(sequence, now)
         else:
             self._engine.submit(sequence)
+
+    def _save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
+        """To the store goes what is not in host memory, from where it would go there later."""
+        if self._host is not None:
+            evicted = self._host.leave(evicted)
+        if self._cold is not None:
+            self._cold.save(evicted)
 
     def _enter_ready(self, now: float) -> None:
         unready, self._unready = self._unready, {}
@@ -208,9 +252,7 @@ class Doors:
         self._streams.close(name)
         if self._unready.pop(name, None) is not None:
             return
-        is_arriving = self._arrivals.cancel(name) or (
-            self._cold is not None and self._cold.cancel(name)
-        )
+        is_arriving = any(lobby.cancel(name) for lobby in self._lobbies)
         if not is_arriving and self._engine.abort(name) is None:
             self._leaving.release(name)  # it has left: the ticket will not be used
 

@@ -8,9 +8,9 @@ worker, and go on where their KV is fetched to. Owned by the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
-from disagg.decode_worker.arrivals import Arrivals
-from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
 from disagg.errors import Unavailable
@@ -21,10 +21,26 @@ def refusal() -> Unavailable:
     return Unavailable("This worker is stopping and takes no new requests.")
 
 
+class Lobby(Protocol):
+    """Where sequences wait before they enter the engine."""
+
+    @property
+    def num_arriving(self) -> int: ...
+
+    def cancel(self, request_id: str) -> bool:
+        """Whether it was here, and is forgotten."""
+        ...
+
+    def take_waiting(self) -> list[Sequence]:
+        """Give up those that can as well begin elsewhere."""
+        ...
+
+
 class Draining:
     """Empties an engine.
 
     Args:
+        lobbies: before it.
         step_times: the model as of now.
         leave_by_s: Unix seconds; what will not have ended by then goes at once.
     """
@@ -32,22 +48,20 @@ class Draining:
     def __init__(
         self,
         engine: Engine,
-        arrivals: Arrivals,
-        cold: ColdPrefixes | None,
+        lobbies: SequenceOf[Lobby],
         step_times: Callable[[], StepTimeModel],
         leave_by_s: float,
     ) -> None:
         self._engine = engine
-        self._arrivals = arrivals
-        self._cold = cold
+        self._lobbies = lobbies
         self._step_times = step_times
         self._leave_by_s = leave_by_s
 
     def advance(self, now: float) -> None:
         """Refuse who waits, and ask those to leave who would not end in time."""
-        refused = [*self._engine.scheduler.waiting, *self._arrivals.take_waiting()]
-        if self._cold is not None:
-            refused += self._cold.take_waiting()
+        refused = [*self._engine.scheduler.waiting]
+        for lobby in self._lobbies:
+            refused += lobby.take_waiting()
         for sequence in refused:
             self._engine.end(sequence, refusal())
         scheduler = self._engine.scheduler

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import time
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine import Engine
+from disagg.errors import NotEnoughMemory
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.messages import StartStep
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
+from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import ColdTier
+from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
+
+if TYPE_CHECKING:  # needs torch
+    from disagg.engine.kv_cache import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +37,7 @@ class Parts:
     """A worker's parts, each made for the others.
 
     read_block, write_block: a block's bytes, by block id; for the cold tier.
+    host_tier: copies blocks of the same cache.
     first_times: what steps took before the first request, and where these do not show it, what the
         roofline says: believed until requests teach better.
     max_requests_nbytes: what prompts may take here, waiting and running.
@@ -41,6 +51,7 @@ class Parts:
     write_block: Callable[[int, bytes], None]
     first_times: StepTimeModel = StepTimeModel()  # noqa: RUF009 - it is frozen
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
+    host_tier: HostTier | None = None
 
 
 def build_parts(
@@ -82,15 +93,23 @@ def build_parts(
         kv_cache.device_id,
         owner=kv_cache,
     )
+    cold_tier = new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None
+    host_tier: HostTier | None = None
+    num_slots = num_host_blocks(tier.engine, slab.block_nbytes)
+    if num_slots:
+        copier = new_copier(kv_cache, slab, num_slots)
+        offer = cold_tier.offer if cold_tier is not None else None
+        host_tier = HostTier(copier, num_slots, slab.block_nbytes, made[0].generations, offer)
     return Parts(
         engine,
         made[0],
         new_transport(config, worker_id, epoch, slab, made[0], local_fleet),
-        new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
+        cold_tier,
         kv_cache.read_block,
         kv_cache.write_block,
         first_steps(engine, time.perf_counter, prior),
         tier.engine.max_requests_nbytes,
+        host_tier,
     )
 
 
@@ -119,3 +138,34 @@ def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
 
     store = RedisStore(config.redis_url, slab.layout, secret=config.cluster_key.encode())
     return ColdTier(store, slab.block_nbytes, TransferTimeModel())
+
+
+def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
+    """How many blocks the host tier has room for; 0: there is none.
+
+    Raises:
+        NotEnoughMemory: the machine has less, or not even a block fits.
+    """
+    nbytes = int(config.kv_offloading_size * 2**30)
+    machine_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes and not block_nbytes <= nbytes <= machine_nbytes:
+        raise NotEnoughMemory(
+            f"kv_offloading_size = {config.kv_offloading_size} GiB are {nbytes} bytes; a KV block"
+            f" has {block_nbytes}, and this machine {machine_nbytes}. Choose a size between.",
+            param="kv_offloading_size",
+        )
+    return nbytes // block_nbytes
+
+
+def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:
+    """What copies between a cache and `num_slots` blocks of host memory."""
+    if slab.device_id != HOST:
+        from disagg.engine.stream_copier import StreamCopier
+
+        return StreamCopier(kv_cache.slab, num_slots)
+    memory = allocate_host(num_slots * slab.block_nbytes)
+    # The view keeps the memory, and an mmap that is viewed cannot be closed.
+    view = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(view)
+    host = Slab(address, num_slots, slab.block_nbytes, slab.layout, owner=view)
+    return ThreadCopier(slab, host, time.perf_counter)

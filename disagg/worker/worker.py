@@ -223,13 +223,14 @@ class Worker:
 
     def _snapshot(self, link_id: LinkId) -> None:
         # Posted like a step, so that it arrives in order with the cache events.
-        hashes = self._engine.pool.hashes()
+        hashes, in_host = self._engine.pool.hashes(), self._doors.host_hashes()
         self._loop.call_soon_threadsafe(
-            self._server.publish_snapshot, link_id, hashes, self._doors.status()
+            self._server.publish_snapshot, link_id, hashes, self._doors.status(), in_host
         )
 
     def _publish(self, result: StepResult) -> None:
         deltas = self._doors.take(result, self._clock())
+        kv_events = result.kv_events + self._doors.take_host_events()
         self._loop.call_soon_threadsafe(
-            self._server.publish, deltas, result.kv_events, self._doors.status(result.status)
+            self._server.publish, deltas, kv_events, self._doors.status(result.status)
         )

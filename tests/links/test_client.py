@@ -264,6 +264,14 @@ async def test_events_follow_the_snapshot() -> None:
         assert observer.held["decode-0"] == {b"b" * 16}
 
 
+async def test_names_in_host_memory_come_with_the_snapshot() -> None:
+    async with pair() as (worker, _, observer):
+        status = WorkerStatus(num_holds=1)
+        worker.server.publish_snapshot(1, [b"a" * 16], status, [b"h" * 16])
+        await until(lambda: observer.statuses["decode-0"].num_holds == 1)
+        await until(lambda: observer.held["decode-0"] == {b"a" * 16, b"h" * 16})
+
+
 cache_names = st.sampled_from([bytes([i]) * 16 for i in range(6)])
 cache_steps = st.one_of(
     st.tuples(st.sampled_from(["stored", "removed"]), cache_names),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from disagg.messages import TransferFigure, WorkerRecord, WorkerStatus
+from disagg.messages import HostCounts, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.costs import (
     NUM_COMPUTED_AGAIN,
     decode_cost,
@@ -43,6 +43,22 @@ def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
     whole = prefill_cost(worker, 1024, 1024)
     assert whole.num_cached_tokens == 1023
     assert whole.first_token_s == pytest.approx(worker.times.prefill_s(1, 1023))
+
+
+def test_tokens_in_host_memory_are_loaded_if_that_is_quicker() -> None:
+    quick = view(status=make_status(host=HostCounts(latency_s=1e-3, block_s=1e-5)))
+    cost = prefill_cost(quick, 1024, 512, num_in_host=768)
+    assert cost.num_cached_tokens == 768
+    rest_s = quick.times.prefill_s(256, 768)
+    assert cost.own_s == pytest.approx(1e-3 + 16 * 1e-5 + rest_s)
+    assert prefill_cost(quick, 1024, 512, num_in_host=1024).num_cached_tokens == 1023
+    assert prefill_cost(quick, 1024, 512, num_in_host=256) == prefill_cost(quick, 1024, 512)
+    slow = view(status=make_status(host=HostCounts(latency_s=1e-3, block_s=1.0)))
+    assert prefill_cost(slow, 1024, 512, num_in_host=768) == prefill_cost(slow, 1024, 512)
+    for worker, delays in ((quick, 256), (slow, 512)):
+        decoding = prefill_cost(worker, 1024, 512, num_in_host=768)
+        alone_s = worker.times.prefill_s(delays, 1024 - delays) - worker.times.coefficients[0]
+        assert decoding.harm_s == pytest.approx(alone_s), "nobody waits for what is loaded"
 
 
 def test_a_queue_comes_first() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, Unavailable
-from disagg.messages import GenerateRequest, KVEvent, TransferFigure
+from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.costs import UNMEASURED_S_PER_BYTE
 from disagg.router.fleet import Fleet, Load
 from disagg.router.policy import choose_decode, choose_route
@@ -45,6 +45,23 @@ def test_a_cached_prompt_stays_where_it_is() -> None:
     assert (route.prefill, route.decode) == (None, "d1")
     assert route.num_cached_tokens == 1999
     assert route.reason.startswith("local prefill: ")
+
+
+def test_a_prompt_goes_where_it_can_be_loaded_from_host_memory() -> None:
+    request = make_request(2000)
+    host = HostCounts(latency_s=1e-3, block_s=1e-5)
+    fleet = make_fleet("p0", "d0", "d1")
+    in_host = KVEvent("stored", request.block_hashes, "host")
+    fleet.worker_synced(make_record("d1"), [], make_status(host=host))
+    fleet.worker_stepped("d1", [in_host], make_status(host=host))
+    route = choose(fleet, request)
+    assert (route.prefill, route.decode, route.num_cached_tokens) == (None, "d1", 1999)
+    gone = KVEvent("removed", request.block_hashes[:1], "host")
+    fleet.worker_stepped("d1", [gone], make_status(host=host))
+    assert choose(fleet, request).prefill == "p0"
+    fleet.worker_stepped("d1", [in_host], make_status(host=host))
+    fleet.worker_lost("d1")
+    assert not fleet.index.match(request.block_hashes)
 
 
 def test_an_idle_fleet_hands_long_prompts_over_and_computes_short_rests_in_place() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from disagg.engine.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
@@ -16,7 +16,9 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import Done, FetchJob, PutJob, PutsDone, StoreThread
-from tests.engine.fake_runner import FakeRunner
+from tests.engine.fake_runner import FakeKV, FakeRunner
+
+Pairs: TypeAlias = Sequence[tuple[int, int]]
 
 
 class Fates:
@@ -140,6 +142,56 @@ class BreakableRunner(FakeRunner):
 
 def _nth(run: Run, i: int) -> Run:
     return Run(run.source_block + i, run.local_block + i, 1)
+
+
+class SteppedCopier:
+    """Copies between a worker's cache and host memory when asked what has ended; or later, what is
+    there by then.
+    """
+
+    def __init__(self, fates: Fates, kv: FakeKV, num_slots: int) -> None:
+        self._fates = fates
+        self._kv = kv
+        self._slots = [b""] * num_slots
+        self._saves: deque[Pairs] = deque()
+        self._loads: deque[Pairs] = deque()
+
+    def save(self, pairs: Pairs) -> None:
+        self._saves.append(pairs)
+
+    def load(self, pairs: Pairs) -> None:
+        self._loads.append(pairs)
+
+    def take_saved(self) -> int:
+        return self._take(self._saves, self._kv.read_block, self._write_slot)
+
+    def take_loaded(self) -> list[float]:
+        return [0.001] * self._take(self._loads, self.read_slot, self._kv.write_block)
+
+    def read_slot(self, slot: int) -> bytes:
+        return self._slots[slot]
+
+    def close(self) -> None:
+        self._saves.clear()
+        self._loads.clear()
+
+    def _write_slot(self, slot: int, block: bytes) -> None:
+        self._slots[slot] = block
+
+    def _take(
+        self,
+        queue: deque[Pairs],
+        read: Callable[[int], bytes],
+        write: Callable[[int, bytes], None],
+    ) -> int:
+        num_ended = 0
+        while queue:
+            if self._fates.draw() % 4 == 1:
+                break
+            for source, into in queue.popleft():
+                write(into, read(source))
+            num_ended += 1
+        return num_ended
 
 
 class SteppedStoreThread(StoreThread):

@@ -19,6 +19,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.messages import StepFrame, TokenDelta, decode_to_ingress, encode
 from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
+from disagg.store.host_tier import HostTier
 from disagg.store.memory_store import MemoryStore
 from disagg.time_model import TransferTimeModel
 from disagg.worker.doors import Doors
@@ -29,6 +30,7 @@ from tests.worker.fates import (
     DeviceLost,
     FatefulTransport,
     Fates,
+    SteppedCopier,
     SteppedStoreThread,
 )
 from tests.worker.plays import Play
@@ -80,8 +82,21 @@ class Member:
         self.tier = None
         if world.store is not None and play.caching:
             self.tier = new_tier(world.fates, world.store, kv.block_nbytes, clock)
+        self.host_tier = None
+        if play.host_blocks and play.caching:
+            copier = SteppedCopier(world.fates, kv, play.host_blocks)
+            offer = self.tier.offer if self.tier is not None else None
+            self.host_tier = HostTier(
+                copier, play.host_blocks, kv.block_nbytes, stamps.generations, offer
+            )
         self.parts = Parts(
-            self.engine, stamps, self.transport, self.tier, kv.read_block, kv.write_block
+            self.engine,
+            stamps,
+            self.transport,
+            self.tier,
+            kv.read_block,
+            kv.write_block,
+            host_tier=self.host_tier,
         )
         self.doors = Doors(self.parts)
         self.holds = self.doors._leaving._holds
@@ -90,6 +105,7 @@ class Member:
         self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))
         self.is_broken = False
         self._findable: set[bytes] = set()
+        self._in_host: set[bytes] = set()
 
     def turn(self) -> dict[int, list[TokenDelta]]:
         """What `EngineThread` and `Worker` do in one turn. Returns deltas by link."""
@@ -101,15 +117,19 @@ class Member:
         except DeviceLost as error:
             return self._fail(EngineFailed(str(error)))
         plan, kv_events = self.engine.last_plan, self.pool.take_events()
-        features = plan.features if plan.work and self._world.store is not None else None
+        has_tier = self.tier is not None or self.host_tier is not None
+        features = plan.features if plan.work and has_tier else None
         result = StepResult(events, kv_events, self.engine.status(), features, STEP_S)
         deltas = self.doors.take(result, now)
+        kv_events += self.doors.take_host_events()
         for event in kv_events:
+            names = self._findable if event.tier == "cache" else self._in_host
             if event.kind == "stored":
-                self._findable.update(event.block_hashes)
+                names.update(event.block_hashes)
             else:
-                self._findable.difference_update(event.block_hashes)
+                names.difference_update(event.block_hashes)
         assert self._findable == set(self.pool.hashes()), "the events tell another story"
+        assert self._in_host == set(self.doors.host_hashes()), "of host memory, too"
         frame = StepFrame(
             1,
             tuple(d for link in deltas.values() for d in link),
@@ -137,6 +157,11 @@ class Member:
         met["released in vain"] += self.holds.num_unknown
         if self.tier is not None:
             met["hit in the store"] += self.tier.stats.num_hits
+        if self.host_tier is not None:
+            counts = self.host_tier.counts()
+            met["hit in host memory"] += counts.num_loaded
+            met["host copy torn"] += counts.num_torn
+            met["no host memory"] += counts.num_dropped
 
     def _fail(self, failure: EngineFailed) -> dict[int, list[TokenDelta]]:
         """What `EngineThread` does when the engine breaks: everybody hears of it, nobody waits."""

@@ -52,6 +52,7 @@ class Play:
     max_num_batched_tokens: int = 12
     caching: bool = True
     store_nbytes: int = 0  # 0: no cold tier
+    host_blocks: int = 0  # 0: no host tier
 
 
 class Dice:
@@ -113,6 +114,7 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
         max_num_batched_tokens=dice.pick(range(3, 17)),
         caching=dice.pick([True, True, True, False]),
         store_nbytes=dice.pick([0, 1 << 20, 10 * 8 * block_size]),
+        host_blocks=dice.pick([0, 4, 12, 60]),
     )
 
 

@@ -1,0 +1,94 @@
+"""Copies blocks between a GPU's cache and pinned host memory, beside the kernels.
+
+A stream for each way, since PCIe is as fast in both at once. A copy waits on the device for the
+work that was launched before it, and the host waits for nothing: it asks which copies have ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from disagg.errors import StartupError
+from disagg.kvtransfer.runs import merge_runs
+
+
+class StreamCopier:
+    """A `store.block_copier.BlockCopier` on CUDA streams; belongs to the engine's thread.
+
+    Args:
+        cache: one row a block, on the GPU.
+        num_slots: rows of host memory.
+
+    Raises:
+        StartupError: there is not so much memory to pin.
+    """
+
+    def __init__(self, cache: Tensor, num_slots: int) -> None:
+        self._cache = cache
+        shape = (num_slots, *cache.shape[1:])
+        try:
+            self._host = torch.empty(shape, dtype=cache.dtype, pin_memory=True)
+        except RuntimeError as error:
+            nbytes = num_slots * cache[0].numel() * cache.itemsize
+            raise StartupError(
+                f"{nbytes} bytes of host memory cannot be pinned for evicted KV blocks ({error});"
+                " lower kv_offloading_size.",
+                param="kv_offloading_size",
+            ) from error
+        self._saves, self._loads = _Way(cache.device), _Way(cache.device)
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._saves.copy(self._cache, self._host, pairs)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._loads.copy(self._host, self._cache, pairs)
+
+    def take_saved(self) -> int:
+        return len(self._saves.take_ended())
+
+    def take_loaded(self) -> list[float]:
+        return self._loads.take_ended()
+
+    def read_slot(self, slot: int) -> bytes:
+        row = self._host[slot]
+        return ctypes.string_at(row.data_ptr(), row.numel() * row.itemsize)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._cache.device)  # nothing may write to memory that is given back
+
+
+class _Way:
+    """Copies in one direction, one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def copy(self, source: Tensor, into: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            began.record()
+            for first, into_first, num_rows in merge_runs(pairs):
+                rows = source[first : first + num_rows]
+                into[into_first : into_first + num_rows].copy_(rows, non_blocking=True)
+            ended.record()
+        self._under_way.append((began, ended))
+
+    def take_ended(self) -> list[float]:
+        """Seconds that each copy took which has ended since the last question, in order."""
+        seconds = []
+        while self._under_way:
+            began, ended = self._under_way[0]
+            if not ended.query():  # type: ignore[no-untyped-call]
+                break
+            self._under_way.popleft()
+            seconds.append(began.elapsed_time(ended) / 1000.0)
+        return seconds

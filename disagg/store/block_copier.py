@@ -1,0 +1,121 @@
+"""Copies blocks between a worker's cache and its host tier while the engine computes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol, TypeVar
+
+from disagg.kvtransfer.runs import merge_runs
+from disagg.kvtransfer.slab import Slab
+
+T = TypeVar("T")
+
+
+class BlockCopier(Protocol):
+    """Two queues of copies, one each way. Each is worked off in order; no method waits.
+
+    Used by one thread. Nobody may write a block, or a slot of the host's memory, that a copy into
+    it is queued for; what is copied out of may change, and then the copy is rubbish.
+    """
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy each (block, slot) to the host, as of the work given to the device before."""
+        ...
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy each (slot, block) to the cache, after the work given to the device before."""
+        ...
+
+    def take_saved(self) -> int:
+        """How many calls of `save` have come to their end since the last question."""
+        ...
+
+    def take_loaded(self) -> list[float]:
+        """Of each call of `load` that has, how many seconds it took, without the queue before."""
+        ...
+
+    def read_slot(self, slot: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class _Copy(NamedTuple):
+    is_load: bool
+    pairs: tuple[tuple[int, int], ...]
+
+
+class ThreadCopier:
+    """Between two slabs in host memory, by a thread of its own.
+
+    Loads go before saves: a request may wait for a load, nobody waits for a save.
+    """
+
+    def __init__(self, cache: Slab, host: Slab, timer: Callable[[], float]) -> None:
+        self._cache = cache
+        self._host = host
+        self._timer = timer
+        self._inbox: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._saved: SimpleQueue[None] = SimpleQueue()
+        self._loaded: SimpleQueue[float] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
+        self._thread.start()
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._inbox.put(_Copy(False, tuple(pairs)))
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._inbox.put(_Copy(True, tuple(pairs)))
+
+    def take_saved(self) -> int:
+        return len(_drained(self._saved))
+
+    def take_loaded(self) -> list[float]:
+        return _drained(self._loaded)
+
+    def read_slot(self, slot: int) -> bytes:
+        return ctypes.string_at(self._host.address(slot), self._host.block_nbytes)
+
+    def close(self) -> None:
+        """Ends after the copy under way; the rest is not copied."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        loads: deque[_Copy] = deque()
+        saves: deque[_Copy] = deque()
+        while True:
+            try:
+                while True:
+                    copy = self._inbox.get(block=not (loads or saves))
+                    if copy is None:
+                        return
+                    (loads if copy.is_load else saves).append(copy)
+            except Empty:
+                pass
+            if loads:
+                began_s = self._timer()
+                _copy(self._host, self._cache, loads.popleft().pairs)
+                self._loaded.put(self._timer() - began_s)
+            else:
+                _copy(self._cache, self._host, saves.popleft().pairs)
+                self._saved.put(None)
+
+
+def _copy(source: Slab, into: Slab, pairs: Sequence[tuple[int, int]]) -> None:
+    """Without the interpreter's lock, as every foreign function."""
+    for first, into_first, num_blocks in merge_runs(pairs):
+        nbytes = num_blocks * source.block_nbytes
+        ctypes.memmove(into.address(into_first), source.address(first), nbytes)
+
+
+def _drained(queue: SimpleQueue[T]) -> list[T]:
+    items: list[T] = []
+    while True:
+        try:
+            items.append(queue.get_nowait())
+        except Empty:
+            return items

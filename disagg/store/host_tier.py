@@ -1,0 +1,210 @@
+"""Host memory behind a worker's cache: copies of its full blocks, by name, that outlive eviction.
+
+Blocks are copied when they fill and not when they are evicted: that happens when a prompt waits for
+the room, and by then nothing is left to copy. Nor does anybody wait for a copy before he writes
+over a block. A copy counts only if the block's generation is the same after it has ended, which
+is what makes a block read by another worker count, too (`kvtransfer.stamps`).
+
+Bounded by its slots; the least recently used name goes first, and may go on to the store. Owned by
+the engine's thread; no method waits. The bytes are moved by a `BlockCopier`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from disagg.blocks import BlockHash
+from disagg.messages import HostCounts, KVEvent
+from disagg.store.block_copier import BlockCopier
+from disagg.time_model import TransferTimeModel
+
+HOST_ID = "host"  # its source id in a `TransferTimeModel`
+
+# Before the first load. Optimistic: a tier that looked too slow would never show how fast it is.
+FIRST_LATENCY_S = 1e-4
+FIRST_BYTES_PER_S = 1e10
+
+Displace = Callable[[BlockHash, Callable[[], bytes]], object]
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks on their way into the cache. `HostTier.poll` sets `done`."""
+
+    hashes: tuple[BlockHash, ...]
+    slots: tuple[int, ...]
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    block_hash: BlockHash
+    slot: int
+    block_id: int
+    generation: int  # when the block was known to hold what it is called
+
+
+class HostTier:
+    """Named copies of blocks.
+
+    Args:
+        copier: handed over; closed by `close`.
+        num_slots: blocks that there is room for.
+        generations: of the cache's blocks, as `BlockPool` keeps them.
+        displaced: told each name that has to go, with what reads its block, to be called at once.
+    """
+
+    def __init__(
+        self,
+        copier: BlockCopier,
+        num_slots: int,
+        block_nbytes: int,
+        generations: Sequence[int],
+        displaced: Displace | None = None,
+    ) -> None:
+        self._copier = copier
+        self._num_slots = num_slots
+        self._block_nbytes = block_nbytes
+        self._generations = generations
+        self._displaced = displaced
+        self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # the one to go comes first
+        self._free = list(range(num_slots))[::-1]  # neighbours are handed out one after another
+        self._num_readers: Counter[int] = Counter()  # by slot
+        self._coming: set[BlockHash] = set()
+        self._saves: deque[list[_Save]] = deque()
+        self._loads: deque[Load] = deque()
+        self._times = TransferTimeModel(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
+        self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
+        self._num_saved = self._num_torn = self._num_dropped = self._num_loaded = 0
+        self._load_s = 0.0
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies that `poll` has not seen the end of; while there are any, poll often."""
+        return len(self._saves) + len(self._loads)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._slot_of
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading blocks are here."""
+        slot_of = self._slot_of
+        return next((i for i, name in enumerate(hashes) if name not in slot_of), len(hashes))
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """A prefix was asked for, whoever has it: its beginning goes last of all."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._slot_of:
+                self._slot_of.move_to_end(block_hash)
+
+    def save(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
+        """Begin to copy blocks of the cache that hold what they are called."""
+        saves: list[_Save] = []
+        for block_id, block_hash in blocks:
+            if block_hash in self._slot_of or block_hash in self._coming:
+                continue
+            slot = self._take_slot()
+            if slot is None:
+                self._num_dropped += 1
+                continue
+            self._coming.add(block_hash)
+            saves.append(_Save(block_hash, slot, block_id, self._generations[block_id]))
+        if saves:
+            self._saves.append(saves)
+            self._copier.save([(save.block_id, save.slot) for save in saves])
+
+    def predicted_s(self, num_blocks: int) -> float:
+        """Seconds that loading so many blocks takes, as lately observed or by prior."""
+        return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
+
+    def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> Load:
+        """Begin to copy blocks that are here into blocks that nobody else writes or reads."""
+        slots = tuple(self._slot_of[block_hash] for block_hash in hashes)
+        self.touch(hashes)
+        self._num_readers.update(slots)
+        load = Load(tuple(hashes), slots)
+        self._loads.append(load)
+        self._copier.load(list(zip(slots, block_ids, strict=True)))
+        return load
+
+    def poll(self) -> None:
+        """Take note of the copies that have ended."""
+        for _ in range(self._copier.take_saved()):
+            for save in reversed(self._saves.popleft()):  # so that the beginning goes last
+                self._finish(save)
+        for seconds in self._copier.take_loaded():
+            load = self._loads.popleft()
+            load.done = True
+            self._num_readers -= Counter(load.slots)
+            self._num_loaded += len(load.slots)
+            self._load_s += seconds
+            self._times.observe(HOST_ID, len(load.slots) * self._block_nbytes, seconds)
+
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """All findable names."""
+        return tuple(self._slot_of)
+
+    def take_events(self) -> tuple[KVEvent, ...]:
+        """What became findable, or stopped being so, since the last call, in order."""
+        events = tuple(KVEvent(kind, tuple(hashes), "host") for kind, hashes in self._events)
+        self._events.clear()
+        return events
+
+    def counts(self) -> HostCounts:
+        """For `WorkerStatus`."""
+        latency_s = self.predicted_s(0)
+        return HostCounts(
+            nbytes=len(self._slot_of) * self._block_nbytes,
+            num_saved=self._num_saved,
+            num_torn=self._num_torn,
+            num_dropped=self._num_dropped,
+            num_loaded=self._num_loaded,
+            load_s=self._load_s,
+            latency_s=latency_s,
+            block_s=self.predicted_s(1) - latency_s,
+        )
+
+    def check(self) -> None:
+        """Recount the slots. Raises `AssertionError`."""
+        slots = [*self._slot_of.values(), *self._free]
+        slots += [save.slot for saves in self._saves for save in saves]
+        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost, or used twice"
+        readers = Counter(slot for load in self._loads for slot in load.slots)
+        assert self._num_readers == readers, "a slot has a reader that is gone"
+        assert set(readers) <= set(self._slot_of.values()), "a slot was taken from its reader"
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _finish(self, save: _Save) -> None:
+        self._coming.remove(save.block_hash)
+        if self._generations[save.block_id] != save.generation:
+            self._num_torn += 1  # it was evicted meanwhile, and may have been written
+            self._free.append(save.slot)
+            return
+        self._num_saved += 1
+        self._slot_of[save.block_hash] = save.slot
+        self._record("stored", save.block_hash)
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        readers, oldest_first = self._num_readers, self._slot_of.items()
+        block_hash, slot = next((each for each in oldest_first if not readers[each[1]]), (b"", -1))
+        if slot < 0:
+            return None
+        del self._slot_of[block_hash]
+        self._record("removed", block_hash)
+        if self._displaced is not None:
+            self._displaced(block_hash, partial(self._copier.read_slot, slot))
+        return slot
+
+    def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
+        if self._events and self._events[-1][0] == kind:
+            self._events[-1][1].append(block_hash)
+        else:
+            self._events.append((kind, [block_hash]))

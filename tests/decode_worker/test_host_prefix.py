@@ -1,0 +1,249 @@
+"""Evicted prefixes come back from host memory if that is quicker, and then the next door opens."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.decode_worker.host_prefix import HostPrefixes
+from disagg.engine.sequence import Sequence
+from disagg.errors import ContextLengthExceeded
+from disagg.store.host_tier import HostTier
+from tests.engine.fake_runner import expected_tokens
+from tests.engine.workload import new_engine, new_sequence
+from tests.worker.fates import Fates, SteppedCopier
+
+BLOCK_SIZE = 4
+PROMPT = tuple(range(4, 22))  # four full blocks and a half
+SLOW_S = 5.0  # to compute one token
+
+
+class Door:
+    """An engine with host memory behind it. Copies end while `fates.calm`."""
+
+    def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S, num_slots: int = 16) -> None:
+        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
+        self.fates = Fates(b"\x01")  # when not calm, no copy ends
+        self.fates.calm = True
+        self.now = 0.0
+        copier = SteppedCopier(self.fates, self.kv, num_slots)
+        generations = self.engine.pool.generations
+        self.tier = HostTier(copier, num_slots, self.kv.block_nbytes, generations)
+        self.passed: list[Sequence] = []
+        self.host = HostPrefixes(
+            self.engine,
+            self.tier,
+            lambda: lambda num_new, num_before: token_s * num_new,
+            self.next_door,
+        )
+        self.gone: list[bytes] = []
+        self.engine.save_evicted = lambda evicted: self.gone.extend(
+            name for _, name in self.host.leave(evicted)
+        )
+
+    def next_door(self, sequence: Sequence, now: float) -> None:
+        assert now == self.now
+        self.passed.append(sequence)
+        self.engine.submit(sequence)
+
+    def admit(self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 5) -> Sequence:
+        sequence = new_sequence(prompt, BLOCK_SIZE, max_tokens, stop_ids=frozenset())
+        self.host.admit(sequence, self.now)
+        self.check()
+        return sequence
+
+    def step(self) -> None:
+        self.host.advance(self.now)
+        self.engine.step()
+        self.host.save(self.engine.pool.take_events())
+        self.check()
+
+    def run(self) -> None:
+        while self.host.num_arriving or self.engine.has_work or self.tier.num_under_way:
+            self.step()
+
+    def check(self) -> None:
+        self.host.check()
+        self.engine.check(self.host.holders())
+
+    def evict_all(self) -> None:
+        """Give every block to somebody else, who writes over it and leaves."""
+        blocks = self.engine.reserve(self.engine.pool.num_blocks)
+        assert blocks is not None
+        for block_id in blocks:
+            self.kv.write_block(block_id, b"\xdd" * self.kv.block_nbytes)
+        self.engine.pool.release(blocks)
+
+    @property
+    def num_computed(self) -> int:
+        count: int = self.engine.runner.num_computed  # type: ignore[attr-defined]
+        return count
+
+
+def warm(door: Door) -> None:
+    """Let the prompt be computed, copied to the host, and evicted."""
+    door.admit()
+    door.run()
+    door.evict_all()
+    assert len(door.tier.hashes()) == 5, "four of the prompt, one of the answer"
+    assert not door.gone, "all of it is in host memory"
+    door.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+
+
+def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
+    door = Door()
+    warm(door)
+    sequence = door.admit()
+    assert door.host.num_arriving == 1 and not door.engine.has_work
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert sequence.num_cached_tokens == 16
+    assert door.num_computed == len(PROMPT) - 16 + 4
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_others_step_while_blocks_are_on_their_way() -> None:
+    door = Door(num_blocks=24)
+    warm(door)
+    other = door.admit(tuple(range(50, 60)), max_tokens=20)
+    door.step()
+    door.fates.calm = False
+    sequence = door.admit()
+    for _ in range(5):
+        door.step()
+    assert len(other.tokens) > 14 and len(sequence.tokens) == len(PROMPT)
+    assert door.host.num_arriving == 1 and door.num_computed < 20
+    door.fates.calm = True
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert sequence.num_cached_tokens == 16
+
+
+def test_only_what_is_not_here_is_loaded() -> None:
+    door = Door()
+    warm(door)
+    door.admit(PROMPT[:9], max_tokens=1)  # brings two blocks back
+    door.run()
+    assert door.tier.counts().num_loaded == 2
+    sequence = door.admit()
+    door.run()
+    assert door.tier.counts().num_loaded == 4 and sequence.num_cached_tokens == 16
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+
+
+def test_two_that_want_the_same_load_it_once() -> None:
+    door = Door(num_blocks=24)
+    warm(door)
+    both = [door.admit(), door.admit()]
+    door.run()
+    for sequence in both:
+        assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+        assert sequence.num_cached_tokens == 16
+    assert door.tier.counts().num_loaded == 4
+
+
+def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
+    door = Door(token_s=1e-9)
+    warm(door)
+    door.admit()
+    assert door.engine.has_work and not door.host.num_arriving
+    door.run()
+    assert not door.tier.counts().num_loaded
+
+
+def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
+    door = Door()
+    warm(door)
+    door.fates.calm = False
+    sequence = door.admit()
+    door.host.advance(door.now)
+    door.now = 16 * SLOW_S - 0.01
+    door.host.advance(door.now)
+    assert not door.engine.has_work
+    door.now = 16 * SLOW_S
+    door.host.advance(door.now)
+    assert door.engine.has_work and not door.host.num_arriving
+    while door.engine.has_work:
+        door.step()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert sequence.num_cached_tokens == 0
+    assert door.engine.pool.num_free < door.engine.pool.num_blocks, "the copier may write them"
+    door.fates.calm = True
+    door.run()
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
+    door = Door()
+    warm(door)
+    door.fates.calm = False
+    sequence = door.admit()
+    assert door.host.cancel(sequence.request_id)
+    sequence = door.admit()
+    door.host.advance(door.now)
+    assert door.host.cancel(sequence.request_id) and not door.host.cancel(sequence.request_id)
+    assert door.engine.pool.num_free == 12 and not door.host.num_arriving
+    door.fates.calm = True
+    door.run()
+    assert not door.engine.has_work and door.engine.pool.num_free == 16
+    assert len(door.engine.pool.match(sequence.block_hashes)) == 4, "good for the next one"
+
+
+def test_who_finds_no_room_waits_for_who_runs() -> None:
+    door = Door(num_blocks=8)
+    warm(door)
+    other = door.admit(tuple(range(50, 70)), max_tokens=6)
+    door.step()
+    sequence = door.admit()
+    door.step()
+    assert door.host.num_arriving == 1 and len(door.passed) == 2
+    door.run()
+    assert other.tokens[20:] == expected_tokens(tuple(range(50, 70)), 6)
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert sequence.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("change", ["gone from host memory", "no room, and nobody runs"])
+def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
+    door = Door(num_slots=5)
+    warm(door)
+    sequence = door.admit()
+    if change == "gone from host memory":
+        door.tier.save([(i, bytes([i])) for i in range(5)])
+        taken: list[int] = []
+    else:
+        taken = door.engine.pool.allocate(14) or []
+    door.host.advance(door.now)
+    assert door.passed[-1] is sequence and not door.host.num_arriving
+    door.engine.pool.release(taken)
+    door.run()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+
+
+def test_a_refusal_behind_it_is_raised_at_once_or_reported_later() -> None:
+    door = Door(token_s=1e-9)
+    door.engine.scheduler.max_model_len = 10
+    with pytest.raises(ContextLengthExceeded):
+        door.admit()
+    door = Door()
+    warm(door)
+    door.engine.scheduler.max_model_len = 10
+    door.admit()
+    assert door.host.num_arriving == 1
+    door.host.advance(door.now)
+    door.host.advance(door.now)
+    (event,) = door.engine.step()
+    assert isinstance(event.error, ContextLengthExceeded)
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+
+
+def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
+    door = Door()
+    door.fates.calm = False
+    door.admit()
+    while door.engine.has_work:
+        door.step()
+    door.evict_all()
+    assert len(door.gone) == 5
+    door.fates.calm = True
+    door.run()
+    assert door.tier.counts().num_torn == 5 and not door.tier.hashes()

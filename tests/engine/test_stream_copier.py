@@ -1,0 +1,118 @@
+"""The order of a GPU's copies, on streams that are played here; bytes are those of real tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.engine.stream_copier import StreamCopier
+from disagg.errors import StartupError
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_ms: float | None = None
+
+    def record(self) -> None:
+        event = self
+        Stream.current.do(lambda: setattr(event, "at_ms", Stream.current.device_ms()))
+
+    def query(self) -> bool:
+        return self.at_ms is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at_ms is not None and end.at_ms is not None
+        return end.at_ms - self.at_ms
+
+
+class Stream:
+    """Does its work when it is told to run, and not before what it waits for is done."""
+
+    current: Stream
+    all: list[Stream]
+
+    def __init__(self, device: object = None) -> None:
+        self._work: list[Callable[[], object]] = []
+        self._ms = 0.0
+        Stream.all.append(self)
+
+    def do(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def wait_stream(self, other: Stream) -> None:
+        before = list(other._work)
+
+        def catch_up() -> None:
+            while other._work and other._work[0] in before:
+                other._work.pop(0)()
+
+        self.do(catch_up)
+
+    def device_ms(self) -> float:
+        self._ms += 2.0
+        return self._ms
+
+    def run(self) -> None:
+        Stream.current = self
+        while self._work:
+            self._work.pop(0)()
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream on which steps are computed."""
+    Stream.all = []
+    compute = Stream.current = Stream()
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    copy, empty = torch.Tensor.copy_, torch.empty
+
+    def copy_later(into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking, "the host would wait"
+        Stream.current.do(lambda: copy(into, source))
+
+    def unpinned(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory, "or no copy is asynchronous"
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    return compute
+
+
+def test_copies_come_after_the_work_before_them_and_beside_the_work_after(compute: Stream) -> None:
+    cache = torch.zeros(6, 3)
+    copier = StreamCopier(cache, 4)
+    saves, loads = Stream.all[1:]
+    compute.do(lambda: cache.fill_(7.0))  # the step that fills the blocks
+    copier.save([(2, 0), (3, 1), (5, 3)])
+    compute.do(lambda: cache.fill_(9.0))  # a later step
+    saves.run()
+    assert copier.take_saved() == 1 and copier.take_saved() == 0
+    assert copier.read_slot(0) == copier.read_slot(3) == torch.full((3,), 7.0).numpy().tobytes()
+    copier.load([(0, 4), (3, 1)])
+    copier.load([(1, 0)])
+    assert not copier.take_loaded()
+    loads.run()
+    assert cache[:, 0].tolist() == [7.0, 7.0, 9.0, 9.0, 7.0, 9.0]
+    assert copier.take_loaded() == [pytest.approx(2e-3)] * 2 and not copier.take_loaded()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
+def test_memory_that_cannot_be_pinned_is_refused_in_words() -> None:
+    with pytest.raises(StartupError, match=r"48 bytes of host memory cannot be pinned") as refused:
+        StreamCopier(torch.zeros(6, 3), 4)
+    assert refused.value.param == "kv_offloading_size"
