@@ -27,6 +27,7 @@ BENCHES = (
     "scheduler",
     "serving_path",
     "sim",
+    "tiers",
     "time_model",
     "worker_memory",
 )

@@ -1,0 +1,244 @@
+"""Time to the first token of a prompt whose KV was evicted, by where it comes from:
+
+    python -m bench.tiers [--shape 160m] [--prompt 1040] [--threads 1] [--rounds 5] [--tiny]
+    python -m bench.tiers --device cuda --shape llama-3-8b --prompt 8192    # without Redis
+
+One worker each (doors, engine, real threads for copies; no links), with equal random weights in
+bf16, taking turns: with no tier it computes the prompt again, with host memory or Redis it loads
+what the time model says is worth it. Before each turn every block of its cache is given to
+somebody else. `first time`: a prompt that nobody knows, computed while its blocks are copied to
+host memory; beside the same without a tier it shows what copying costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_models import HASH_ROOT, new_engine
+from bench.report import finish, print_table, take_turns
+from bench.shapes import SHAPES, model_config
+from disagg.blocks import hash_blocks
+from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.engine.engine_thread import IN_FLIGHT_WAIT_S, StepResult
+from disagg.kvtransfer.local_transport import LocalFleet
+from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.stamps import Stamps
+from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
+from disagg.store.host_tier import HostTier
+from disagg.time_model import StepTimeModel
+from disagg.worker.doors import Doors
+from disagg.worker.first_steps import first_steps
+from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport
+
+LINK = 1
+HOST_NBYTES = 4 << 30  # more than all prompts take
+FOREVER_S = 1e12
+
+
+class Contender:
+    """A worker in the thread of its caller.
+
+    Args:
+        host_nbytes: of host memory; 0: none.
+        redis_url: None: no store.
+    """
+
+    def __init__(
+        self,
+        shape: str,
+        device: torch.device,
+        num_prompt_tokens: int,
+        host_nbytes: int,
+        redis_url: str | None,
+    ) -> None:
+        torch.manual_seed(0)
+        config = model_config(shape)
+        made: list[Stamps] = []
+
+        def new_generations(num_blocks: int) -> Any:
+            made.append(Stamps(num_blocks, "bench", 1))
+            return made[0].generations
+
+        num_blocks = num_prompt_tokens // (64 if device.type == "cuda" else 16) + 8
+        self.engine, cache = new_engine(
+            config,
+            device,
+            num_blocks,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            new_generations=new_generations,
+        )
+        nbytes = cache.block_nbytes
+        slab = Slab(
+            cache.base_address, num_blocks, nbytes, cache.layout, cache.device_id, owner=cache
+        )
+        serve = ServeConfig(
+            tiers=(TierConfig(model=shape, engine=EngineConfig()),),
+            transport="local",
+            redis_url=redis_url,
+            cluster_key="bench",
+        )
+        self.cold = new_cold_tier(serve, slab)
+        self.host: HostTier | None = None
+        if host_nbytes:
+            num_slots = host_nbytes // nbytes
+            copier = new_copier(cache, slab, num_slots)
+            self.host = HostTier(copier, num_slots, nbytes, made[0].generations)
+        transport = new_transport(serve, "bench", 1, slab, made[0], LocalFleet())
+        times = first_steps(self.engine, time.perf_counter, StepTimeModel())
+        self.doors = Doors(
+            Parts(
+                self.engine,
+                made[0],
+                transport,
+                self.cold,
+                cache.read_block,
+                cache.write_block,
+                times,
+                host_tier=self.host,
+            )
+        )
+        self._num_requests = 0
+        self.num_cached: list[int] = []
+
+    def first_token_s(self, prompt: list[int]) -> float:
+        """Ask for one token. Afterwards nothing is under way."""
+        self._num_requests += 1
+        request = GenerateRequest(
+            request_id=str(self._num_requests),
+            model="bench",
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            hash_root=HASH_ROOT,
+            block_hashes=tuple(hash_blocks(HASH_ROOT, prompt, self.engine.pool.block_size)),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            deadline_unix_s=FOREVER_S,
+        )
+        began_s = time.perf_counter()
+        self.doors.start(LINK, Start(self._num_requests, request), time.time())
+        while not (deltas := self._turn()):
+            pass
+        seconds = time.perf_counter() - began_s
+        (delta,) = deltas
+        self.num_cached.append(delta.num_cached_tokens)
+        while self.doors.advance(time.time()):
+            time.sleep(IN_FLIGHT_WAIT_S)
+        return seconds
+
+    def evict(self) -> None:
+        """Give every block to somebody else, and wait until what is stored is stored."""
+        blocks = self.engine.reserve(self.engine.pool.num_blocks)
+        assert blocks is not None, "something is under way"
+        self.engine.pool.release(blocks)
+        while self.cold is not None and self.cold.stats.queued_nbytes:
+            self.cold.poll()
+            time.sleep(IN_FLIGHT_WAIT_S)
+
+    def _turn(self) -> list[TokenDelta]:
+        """What an engine's thread does in a turn."""
+        in_flight = self.doors.advance(time.time())
+        began_s = time.perf_counter()
+        events = self.engine.step()
+        seconds = time.perf_counter() - began_s
+        features = self.engine.last_plan.features
+        has_stepped = bool(features.num_new_tokens or features.num_decoding)
+        if in_flight and not has_stepped:
+            time.sleep(IN_FLIGHT_WAIT_S)
+        result = StepResult(
+            tuple(events),
+            self.engine.pool.take_events(),
+            self.engine.status(),
+            features if has_stepped else None,
+            seconds,
+        )
+        return self.doors.take(result, time.time()).get(LINK, [])
+
+
+def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[str, Any]]:
+    shape, length, device = arguments.shape, arguments.prompt, torch.device(arguments.device)
+    rng = random.Random(0)
+
+    def new_prompt() -> list[int]:
+        return [rng.randrange(SHAPES[shape][0]) for _ in range(length)]
+
+    contenders = {
+        "computed again": Contender(shape, device, length, 0, None),
+        "host memory": Contender(shape, device, length, HOST_NBYTES, None),
+    }
+    if redis_url is not None:
+        contenders["Redis"] = Contender(shape, device, length, 0, redis_url)
+    known = new_prompt()
+    for contender in contenders.values():
+        for _ in range(3):  # the first teach the time model
+            contender.first_token_s(known)
+            contender.evict()
+        contender.num_cached.clear()
+
+    def again(contender: Contender) -> Callable[[], float]:
+        def turn() -> float:
+            contender.evict()
+            return contender.first_token_s(known)
+
+        return turn
+
+    def first_time(contender: Contender) -> Callable[[], float]:
+        def turn() -> float:
+            contender.evict()
+            seconds = contender.first_token_s(new_prompt())
+            contender.num_cached.pop()
+            return seconds
+
+        return turn
+
+    turns = {name: again(contender) for name, contender in contenders.items()}
+    turns["first time, no tier"] = first_time(contenders["computed again"])
+    turns["first time, copied to host memory"] = first_time(contenders["host memory"])
+    seconds = take_turns(turns, arguments.rounds)
+    rows = []
+    for name, ttft_s in seconds.items():
+        cached = contenders[name].num_cached if name in contenders else [0]
+        rows.append(
+            {
+                "KV from": name,
+                "TTFT ms": 1e3 * ttft_s,
+                "of computed again": ttft_s / seconds["computed again"],
+                "cached tokens, least": min(cached),
+            }
+        )
+    for contender in contenders.values():
+        contender.doors.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.tiers", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="160m")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--prompt", type=int, default=1040, help="tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.shape, arguments.prompt, arguments.rounds = "tiny", 80, 1
+    torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        rows = measure(arguments, None)
+    else:
+        with tempfile.TemporaryDirectory() as scratch, EmbeddedRedis(Path(scratch)) as redis:
+            rows = measure(arguments, redis.url)
+    print_table(rows)
+    finish("tiers", rows, shape=arguments.shape, prompt=arguments.prompt)
+
+
+if __name__ == "__main__":
+    main()
