@@ -17,15 +17,22 @@ from disagg.models.batch import Batch
 
 
 def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    """The batch of a plan that has work. Shapes and order: `models.batch.Batch`."""
+    """The batch of a plan that has work. Shapes and order: `models.batch.Batch`.
+
+    Tokens that only the device knows yet are named by their rows of the step before.
+    """
     query_lens = tuple(plan.query_lens)
-    ends = tuple(s.num_computed + n for s, n in zip(plan.sequences, query_lens, strict=True))
+    unread, num_unread = iter(plan.rows_before), int(bool(plan.rows_before))
+    ends = tuple(
+        sequence.num_computed + num_tokens + num_unread
+        for sequence, num_tokens in zip(plan.sequences, query_lens, strict=True)
+    )
     token_ids, positions, slots = array("q"), array("q"), array("q")
     logits_rows, query_start = array("q"), array("i", [0])
     for sequence, num_tokens, end in zip(plan.sequences, query_lens, ends, strict=True):
-        begin, num_known = end - num_tokens, len(sequence.tokens)
+        begin, num_known = end - num_tokens, len(sequence.tokens) + num_unread
         if num_tokens == 1:
-            token_ids.append(sequence.tokens[begin])
+            token_ids.append(next(unread) if num_unread else sequence.tokens[begin])
             positions.append(begin)
             slots.append(sequence.block_ids[begin // block_size] * block_size + begin % block_size)
         else:

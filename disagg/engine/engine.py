@@ -5,19 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import NamedTuple
 
 from disagg.blocks import BlockHash
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.grammar import Grammars
+from disagg.engine.load import load_of
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import Runner, StepPlan, TokenEvent
+from disagg.engine.step import Launcher, Results, Runner, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
 
 _IDLE = StepPlan((), (), 0, 0, StepFeatures())
 SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
+
+
+class _Step(NamedTuple):
+    """A step that was begun, or that will be when its results are asked for."""
+
+    plan: StepPlan
+    results: Results
+    may_be_followed: bool  # before its results are there
 
 
 class Engine:
@@ -29,6 +40,7 @@ class Engine:
         save_evicted: called with findable blocks that were given up, while their bytes are still
             intact; the cold tier reads them here.
         grammars: what the runner follows.
+        launcher: the runner, if its device computes by itself: steps are then planned ahead.
     """
 
     def __init__(
@@ -37,13 +49,16 @@ class Engine:
         runner: Runner,
         save_evicted: SaveEvicted | None = None,
         grammars: Grammars | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.save_evicted = save_evicted
         self.grammars = grammars
-        self.last_plan = _IDLE
+        self.launcher = launcher
+        self.last_plan = _IDLE  # the last one applied, or the one whose results are waited for
         self.is_stuck = False  # the last step found sequences and could advance none of them
+        self._under_way: _Step | None = None  # planned ahead
         self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
         self._earliest_deadline_s = math.inf  # or earlier: it is not raised when a sequence ends
 
@@ -53,7 +68,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._ended)
+        return self.scheduler.has_work or self.is_under_way or bool(self._ended)
+
+    @property
+    def is_under_way(self) -> bool:
+        """The device computes a step between two calls of `step`."""
+        return self._under_way is not None
 
     @property
     def is_short(self) -> bool:
@@ -63,12 +83,25 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Advance every sequence that the plan picks. Empty when there is nothing to report."""
         ended, self._ended = self._ended, []
-        self.last_plan = plan = self.scheduler.plan()
+        step = self._under_way or self._begin(self.scheduler.plan())
+        self.last_plan = plan = step.plan
         self.is_stuck = self.scheduler.has_work and not plan.sequences
-        self._give_up_evicted()
         if not plan.sequences:
             return ended
-        return ended + self.scheduler.apply(plan, self.runner.run(plan))
+        self._under_way = self._begin_following(plan) if step.may_be_followed else None
+        return ended + self.scheduler.apply(plan, step.results())
+
+    def _begin(self, plan: StepPlan) -> _Step:
+        self._give_up_evicted()
+        launcher = self.launcher
+        if launcher is not None and (plan.rows_before or launcher.can_follow(plan)):
+            return _Step(plan, launcher.launch(plan), may_be_followed=True)
+        return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
+
+    def _begin_following(self, plan: StepPlan) -> _Step | None:
+        """The step after `plan`, launched before the results of `plan` are there, if it can be."""
+        following = self.scheduler.plan_following(plan)
+        return None if following is None else self._begin(following)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether no step would have to wait for the sequence's grammar. If not, ask again.
@@ -132,7 +165,7 @@ class Engine:
         events = self._ended + [
             TokenEvent(sequence, error=error) for sequence in self.scheduler.abandon()
         ]
-        self._ended = []
+        self._ended, self._under_way = [], None
         return events
 
     def expire(self, now: float) -> None:
@@ -152,7 +185,7 @@ class Engine:
             self.end(sequence, DeadlineExceeded(message))
 
     def status(self) -> WorkerStatus:
-        return self.scheduler.status()
+        return load_of(self.scheduler)
 
     def check(self, holders: Iterable[SequenceOf[int]] = ()) -> None:
         """Recount every block and sequence. `holders`: who else holds blocks, and which.
@@ -161,8 +194,7 @@ class Engine:
             AssertionError: names the first difference.
         """
         self.scheduler.check()
-        owned = [sequence.block_ids for sequence in self.scheduler.sequences()]
-        self.pool.check([*owned, *holders])
+        self.pool.check([*self.scheduler.holders(), *holders])
 
     def _watch(self, sequence: Sequence) -> None:
         self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_unix_s)

@@ -75,6 +75,7 @@ class EngineThread:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
         self._wait_s = 0.0
+        self._began_s = 0.0  # the step under way, or the one before
         self._last_status = WorkerStatus()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -132,9 +133,11 @@ class EngineThread:
         in_flight = self._between_steps is not None and self._between_steps(now)
         engine = self.engine
         engine.expire(now)
-        began_s = self._timer()
+        if not engine.is_under_way:  # else the device has been at it since the last step ended
+            self._began_s = self._timer()
         events = engine.step()
-        self._tell(events, self._timer() - began_s)
+        began_s, self._began_s = self._began_s, self._timer()
+        self._tell(events, self._began_s - began_s)
         if engine.last_plan.sequences:
             self._wait_s = 0.0
         elif in_flight:

@@ -49,10 +49,15 @@ def trim(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def give_back(pool: BlockPool, sequence: Sequence) -> None:
-    pool.release(sequence.block_ids)
-    sequence.block_ids = []
+    pool.release(disown(sequence))
+
+
+def disown(sequence: Sequence) -> list[int]:
+    """Take its blocks from a sequence, for somebody else to hold or to release."""
+    block_ids, sequence.block_ids = sequence.block_ids, []
     sequence.num_slots = 0
     sequence.num_computed = 0
+    return block_ids
 
 
 def publish(pool: BlockPool, sequence: Sequence) -> None:

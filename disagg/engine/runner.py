@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +23,15 @@ from disagg.engine.engine import Engine
 from disagg.engine.grammar import Grammars
 from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
 from disagg.engine.prompt_lookup import PromptLookup
-from disagg.engine.sampler import sample
+from disagg.engine.sampler import choose, needs_host, sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import MAX_AHEAD, Continued, rows
-from disagg.engine.step import Sampled, SampledToken, StepPlan
+from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
 from disagg.engine.token_masks import token_masks
 from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
+from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.model_config import ModelConfig
 from disagg.time_model import StepFeatures
@@ -56,13 +58,31 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.grammars = grammars
         self.graphs: DecodeGraphs | None = None
+        self._chosen: Tensor | None = None  # by the step launched last, one for each sequence
+
+    def launch(self, plan: StepPlan) -> Results:
+        """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
+        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device)
+        if plan.rows_before and self._chosen is not None:
+            batch = replace(batch, token_ids=self._chosen[batch.token_ids])
+        logits = self._forward(batch)
+        self._chosen = choose(logits, plan.sequences, num_unread=1 if plan.rows_before else 0)
+        return _reader(self._chosen)
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        """Whether the device alone finds a token for each sequence, and so can go on with it."""
+        return (
+            bool(plan.sequences)
+            and not plan.num_ahead
+            and not any(
+                num_tokens != sequence.num_uncomputed or needs_host(sequence)
+                for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
+            )
+        )
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
-        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device)
-        logits = None if self.graphs is None else self.graphs.forward(batch)
-        if logits is None:
-            logits = self.decoder.forward(batch, self.kv_cache.pages)
+        logits = self._forward(make_batch(plan, self.kv_cache.block_size, self.decoder.device))
         if plan.num_ahead:
             return self._verified(plan, logits)
         if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
@@ -70,6 +90,10 @@ class ModelRunner:
         ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
         tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)]) if any(ends) else ())
         return [next(tokens) if is_end else None for is_end in ends]
+
+    def _forward(self, batch: Batch) -> Tensor:
+        logits = None if self.graphs is None else self.graphs.forward(batch)
+        return self.decoder.forward(batch, self.kv_cache.pages) if logits is None else logits
 
     def _verified(self, plan: StepPlan, logits: Tensor) -> list[Sampled]:
         """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
@@ -118,6 +142,22 @@ class ModelRunner:
         max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
         pages, record = self.kv_cache.pages, record_cuda_graph()
         self.graphs = DecodeGraphs(self.decoder, pages, max_num_seqs, max_num_blocks, record)
+
+
+def _reader(token_ids: Tensor) -> Results:
+    """Waits for the tokens, and for nothing that is launched after them."""
+    if token_ids.device.type == "cpu":
+        return lambda: [*map(SampledToken, token_ids.tolist())]
+    on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    on_host.copy_(token_ids, non_blocking=True)
+    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_there.record()
+
+    def read() -> list[Sampled]:
+        is_there.synchronize()
+        return [*map(SampledToken, on_host.tolist())]
+
+    return read
 
 
 def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
@@ -197,7 +237,9 @@ def build_engine(
         eos_token_ids=frozenset(model.eos_token_ids),
         prompt_lookup=_prompt_lookup(config),
     )
-    return Engine(scheduler, runner, grammars=grammars), kv_cache, model
+    # A CPU has nothing to do at once with planning: the same threads compute.
+    launcher = None if is_cpu else runner
+    return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache, model
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:

@@ -58,13 +58,7 @@ def sample(
     for i, sequence in enumerate(sequences):
         if _is_adjusted(sequence):
             _adjust_(logits[i], sequence)
-    drawn = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence)]
-    if len(drawn) == len(sequences):
-        token_ids = _draw(logits, sequences)
-    else:
-        token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
-        if drawn:
-            token_ids[drawn] = _draw(logits[drawn], [sequences[i] for i in drawn])
+    token_ids = _choose(logits, sequences, 0)
     chosen = token_ids.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
     if log_probs is not None:
@@ -72,6 +66,47 @@ def sample(
         for i, found in zip(wanted, _report(log_probs, token_ids[wanted], nums_top), strict=True):
             logprobs[i] = found
     return [SampledToken(*pair) for pair in zip(chosen, logprobs, strict=True)]
+
+
+def needs_host(sequence: Continued) -> bool:
+    """Whether the host must see logits, or earlier tokens, before the next token can be chosen."""
+    sampling = sequence.sampling
+    return (
+        _is_scored(sequence)
+        or _is_adjusted(sequence)
+        or _is_narrowed(sampling)
+        or sampling.grammar is not None
+    )
+
+
+@torch.inference_mode()
+def choose(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
+    """As `sample` for sequences that `needs_host` is false of, without waiting for a device.
+
+    Args:
+        num_unread: tokens of each that only the device knows so far.
+
+    Returns:
+        int64 [num_sequences], where the logits are.
+    """
+    return _choose(logits, sequences, num_unread)
+
+
+def _choose(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
+    drawn = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence)]
+    if len(drawn) == len(sequences):
+        return _draw(logits, sequences, num_unread)
+    token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
+    if drawn:
+        rows = _upload(drawn, torch.int64, logits.device)
+        token_ids[rows] = _draw(logits[rows], [sequences[i] for i in drawn], num_unread)
+    return token_ids
+
+
+def _upload(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[len(values)] on the device, without waiting for what it computes."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _is_scored(sequence: Continued) -> bool:
@@ -120,7 +155,7 @@ def _adjust_(row: Tensor, sequence: Continued) -> None:
         row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf
 
 
-def _draw(logits: Tensor, sequences: SequenceOf[Continued]) -> Tensor:
+def _draw(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
     """One token id for each row, int64 [num_rows]; consumes the logits.
 
     Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
@@ -129,15 +164,14 @@ def _draw(logits: Tensor, sequences: SequenceOf[Continued]) -> Tensor:
     device = logits.device
     params = [sequence.sampling for sequence in sequences]
     scaled = logits.div_(_column([p.temperature for p in params], device))
-    if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1.0 for p in params):
+    if any(p.min_p > 0 or _is_narrowed(p) for p in params):
         scaled.masked_fill_(scaled < _floor(scaled, params), -math.inf)
     num_rows, vocab_size = scaled.shape
     padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-math.inf)
     groups = padded.view(num_rows, -1, GROUP_SIZE)
-    keys = torch.tensor(
-        [_key(sequence.sampling.seed, sequence.num_tokens) for sequence in sequences],
-        device=device,
-    ).unsqueeze(1)
+    positions = [sequence.num_tokens + num_unread for sequence in sequences]
+    seeds = [_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    keys = _upload(seeds, torch.int64, device).unsqueeze(1)
     counters = torch.arange(groups.shape[1], device=device) + FIRST_GROUP_COUNTER
     weights = groups.logsumexp(dim=-1).double()
     chosen = (weights + _gumbel(keys, counters)).argmax(dim=-1)  # [num_rows]
@@ -152,14 +186,18 @@ def _floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     device = scaled.device
     reach = [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params]
     floor = scaled.amax(dim=-1, keepdim=True) - _column(reach, device)
-    narrowed = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    narrowed = [i for i, p in enumerate(params) if _is_narrowed(p)]
     if narrowed:
         floor[narrowed] = _nucleus_floor(scaled[narrowed], [params[i] for i in narrowed])
     return floor
 
 
+def _is_narrowed(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
 def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+    return _upload(values, torch.float32, device).unsqueeze(1)
 
 
 def _nucleus_floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:

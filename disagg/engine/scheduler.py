@@ -14,14 +14,13 @@ come back no other way). Memory is taken back from the last in that order, by re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import cast
 
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.chunks import Chunks
+from disagg.engine.following import Following
 from disagg.engine.limits import check_step_size, token_limit
-from disagg.engine.ownership import adopt, extend, find_prefix, give_back, publish
+from disagg.engine.ownership import adopt, disown, extend, find_prefix, give_back, publish
 from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.queues import Queues
 from disagg.engine.require import require
@@ -29,7 +28,7 @@ from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import gain, usable
 from disagg.engine.step import Sampled, SampledToken, StepPlan, TokenEvent
 from disagg.errors import DisaggError
-from disagg.messages import TokenLogprobs, WorkerStatus
+from disagg.messages import TokenLogprobs
 
 _NEVER = 1 << 62
 _NOBODY = (_NEVER, 0)  # comes after everybody
@@ -78,6 +77,7 @@ class Scheduler:
         self._short: Sequence | None = None  # oldest waiting one that found too few blocks
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
         self._has_drafts = False  # True: some sequence may have one
+        self._following = Following(pool)
 
     # Entering and leaving.
 
@@ -141,7 +141,7 @@ class Scheduler:
         sequence = self.queues.by_id.get(request_id)
         if sequence is not None:
             self._forget(sequence)
-            give_back(self.pool, sequence)
+            self._give_back(sequence)
         return sequence
 
     def abandon(self) -> list[Sequence]:
@@ -160,6 +160,11 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return list(self.queues.by_id.values())
 
+    def holders(self) -> list[list[int]]:
+        """Every list of blocks that is held for a sequence."""
+        owned = [sequence.block_ids for sequence in self.queues.by_id.values()]
+        return owned + self._following.late_blocks
+
     @property
     def has_work(self) -> bool:
         return bool(self.queues.by_id)
@@ -168,26 +173,6 @@ class Scheduler:
     def is_short(self) -> bool:
         """A waiting sequence found too few blocks in the last plan."""
         return self._short is not None
-
-    def status(self) -> WorkerStatus:
-        """Load as of now. Transfers, holds and step costs are for the worker to add."""
-        num_uncomputed, num_context = self.queues.num_queued_tokens, 0
-        for sequence in self.running:
-            num_computed = sequence.num_computed
-            num_context += num_computed
-            left = len(sequence.tokens) - num_computed
-            if left > 1:
-                num_uncomputed += left
-        return WorkerStatus(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.arrived),
-            num_uncomputed_tokens=num_uncomputed,
-            num_context_tokens=num_context,
-            num_free_blocks=self.pool.num_free,
-            num_blocks=self.pool.num_blocks,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-        )
 
     # Deciding.
 
@@ -225,6 +210,13 @@ class Scheduler:
         if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
         return chunks.step_plan(decodes, num_context)
+
+    def plan_following(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, which has yet to be applied; None if that has to come first."""
+        may_enter = len(self.running) < self.max_num_seqs and (self.waiting or self.arrived)
+        if may_enter or self.prompt_lookup is not None:  # which looks at the tokens to come
+            return None
+        return self._following.plan(plan, self.queues.by_id, len(self.running))
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""
@@ -315,22 +307,24 @@ class Scheduler:
     # Advancing.
 
     def apply(self, plan: StepPlan, sampled: SequenceOf[Sampled]) -> list[TokenEvent]:
-        """Advance every sequence of the plan by what was computed and sampled."""
-        if plan.num_ahead:
-            events, plain = self._apply_drafts(plan, sampled)
-        else:
-            ones = cast("SequenceOf[SampledToken]", sampled)
-            events, plain = [], zip(plan.sequences, plan.query_lens, ones, strict=True)
-        for sequence, num_tokens, token in plain:
+        """Advance every sequence of the plan by what was computed and sampled.
+
+        Those that ended since it was planned are left out.
+        """
+        was_ahead = bool(plan.rows_before)
+        if was_ahead:
+            self._following.end()
+        events: list[TokenEvent] = []
+        rows = zip(plan.sequences, plan.query_lens, sampled, strict=True)
+        for sequence, num_tokens, token in rows:
+            if was_ahead and sequence not in self:
+                continue
+            if type(token) is not SampledToken:
+                events += self._apply_rest(sequence, num_tokens, token)
+                continue
             sequence.num_computed = num_computed = sequence.num_computed + num_tokens
             if num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            # A token, or what else `Sampled` is: its class tells, at the price of `is None`.
-            if token.__class__ is not SampledToken:
-                if token is not None:
-                    self.remove(sequence.request_id)
-                    events.append(TokenEvent(sequence, error=cast("DisaggError", token)))
-                continue
             token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
             is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
@@ -341,23 +335,22 @@ class Scheduler:
                 events.append(TokenEvent(sequence, (token_id,)))
         return events
 
-    def _apply_drafts(
-        self, plan: StepPlan, sampled: SequenceOf[Sampled]
-    ) -> tuple[list[TokenEvent], Iterable[tuple[Sequence, int, SampledToken]]]:
-        """Advance those whose drafts were verified. Returns their events, and the other items."""
-        events: list[TokenEvent] = []
-        others: list[tuple[Sequence, int, SampledToken]] = []
-        for sequence, num_tokens, tokens in zip(
-            plan.sequences, plan.query_lens, sampled, strict=True
-        ):
-            if not isinstance(tokens, tuple):
-                others.append((sequence, num_tokens, cast("SampledToken", tokens)))
-                continue
-            token_ids, logprobs = gain(self.pool, sequence, tokens)
-            self.num_drafted += len(tokens) - 1
+    def _apply_rest(
+        self, sequence: Sequence, num_tokens: int, result: Sampled
+    ) -> tuple[TokenEvent, ...]:
+        """Advance a sequence that has not gained just one token: several, none, or an error."""
+        if isinstance(result, tuple):
+            token_ids, logprobs = gain(self.pool, sequence, result)
+            self.num_drafted += len(result) - 1
             self.num_accepted += len(token_ids) - 1
-            events.append(self._gained(sequence, token_ids, logprobs))
-        return events, others
+            return (self._gained(sequence, token_ids, logprobs),)
+        sequence.num_computed += num_tokens
+        if sequence.num_computed >= sequence.publish_at:
+            publish(self.pool, sequence)
+        if not isinstance(result, DisaggError):
+            return ()
+        self.remove(sequence.request_id)
+        return (TokenEvent(sequence, error=result),)
 
     def _gained(
         self,
@@ -371,7 +364,7 @@ class Scheduler:
             return TokenEvent(sequence, token_ids, logprobs)
         self._forget(sequence)
         if reason is not None:
-            give_back(self.pool, sequence)
+            self._give_back(sequence)
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 
     # Bookkeeping.
@@ -392,6 +385,13 @@ class Scheduler:
             self._has_drafts = True
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Its blocks: now, or when no step under way writes to them any more."""
+        if self._following.is_under_way:
+            self._following.late_blocks.append(disown(sequence))
+        else:
+            give_back(self.pool, sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, TypeAlias
 
@@ -31,6 +32,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     query_lens: the first `num_decodes` are 1.
     features: what the step will cost, in the terms of the time model.
     num_ahead: tokens of drafts among the new ones.
+    rows_before: not empty if the step before this one has yet to be applied. Then sequence i goes
+        on with the token that row `rows_before[i]` of that step samples, and is itself as it was
+        before: `num_computed` and `tokens` are one short.
     """
 
     sequences: SequenceOf[Sequence]
@@ -39,6 +43,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_new_tokens: int  # the sum of `query_lens`
     features: StepFeatures
     num_ahead: int = 0
+    rows_before: SequenceOf[int] = ()
 
     @property
     def work(self) -> list[Work]:
@@ -81,4 +86,22 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> SequenceOf[Sampled]:
         """One result for each item."""
+        ...
+
+
+Results: TypeAlias = Callable[[], SequenceOf[Sampled]]
+
+
+class Launcher(Protocol):
+    """A runner whose device computes while the host does something else."""
+
+    def launch(self, plan: StepPlan) -> Results:
+        """Begin a step behind those that were launched. The result waits for its end.
+
+        Results are asked for in the order of launching, and at most one step late.
+        """
+        ...
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        """Whether, once `plan` is launched, steps with `rows_before` can be launched behind it."""
         ...

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import Sampled, SampledToken, StepPlan
+from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211
@@ -102,12 +102,15 @@ class FakeKV:
 
     def compute(self, sequence: Sequence, first: int, end: int) -> None:
         """Fill in the KV of positions [first, end), reading that of position first - 1."""
-        kv = self.read(sequence.block_ids, first)
-        before = kv[-SLOT_NBYTES:] if first else _NO_KV
         tokens = [*sequence.tokens, *sequence.draft]
-        for position in range(first, end):
-            before = slot_digest(before, tokens[position])
-            self.write(sequence.block_ids, position, before)
+        self.fill(sequence.block_ids, first, tokens[first:end])
+
+    def fill(self, block_ids: SequenceOf[int], first: int, tokens: SequenceOf[int]) -> None:
+        """The same for `tokens`, which begin at position `first`."""
+        before = self.read(block_ids, first)[-SLOT_NBYTES:] if first else _NO_KV
+        for position, token_id in enumerate(tokens, first):
+            before = slot_digest(before, token_id)
+            self.write(block_ids, position, before)
 
 
 class FakeRunner:
@@ -139,3 +142,46 @@ class FakeRunner:
 
     def seed_of(self, sequence: Sequence) -> int:
         return sequence.sampling.seed
+
+
+class FakeDevice(FakeRunner):
+    """Computes what was launched only when somebody waits for it, which is as late as can be.
+
+    So whatever the host does too early with blocks or tokens of a step shows.
+    """
+
+    def __init__(self, kv: FakeKV) -> None:
+        super().__init__(kv)
+        self.log: list[str] = []  # numbers of steps, launched and read
+        self._num_launched = 0
+        self._chosen: list[SampledToken] = []  # by the step launched last, once it has run
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        return bool(plan.sequences) and all(
+            work.num_tokens == work.sequence.num_uncomputed for work in plan.work
+        )
+
+    def launch(self, plan: StepPlan) -> Results:
+        before, chosen = self._chosen, [SampledToken(-1)] * len(plan.sequences)
+        self._chosen = chosen
+        self._num_launched = number = self._num_launched + 1
+        self.log.append(f"launch {number}")
+        rows = [self._row(plan, i) for i in range(len(plan.sequences))]
+
+        def read() -> list[SampledToken]:
+            self.log.append(f"read {number}")
+            for i, (block_ids, first, tokens, seed) in reversed([*enumerate(rows)]):
+                if plan.rows_before:
+                    tokens = [before[plan.rows_before[i]].token_id]
+                self.kv.fill(block_ids, first, tokens)
+                kv = self.kv.read(block_ids, first + len(tokens))
+                chosen[i] = SampledToken(next_token(kv, seed))
+            return chosen
+
+        return read
+
+    def _row(self, plan: StepPlan, i: int) -> tuple[list[int], int, list[int], int]:
+        """Blocks, first position, tokens and seed, as they are now."""
+        sequence = plan.sequences[i]
+        first = sequence.num_computed + bool(plan.rows_before)
+        return [*sequence.block_ids], first, sequence.tokens[first:], self.seed_of(sequence)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import Phase, given, settings
+from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine import ownership, scheduler
@@ -23,6 +24,7 @@ _apply = Scheduler.apply
 _publish = ownership.publish
 _give_back = ownership.give_back
 _find_prefix = ownership.find_prefix
+_plan_following = Scheduler.plan_following
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -148,6 +150,27 @@ def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_grow", grow)
 
 
+def _give_blocks_back_while_a_step_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def give_back(self: Scheduler, sequence: EngineSequence) -> None:
+        _give_back(self.pool, sequence)
+
+    patch.setattr(Scheduler, "_give_back", give_back)
+
+
+def _take_another_row_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    def plan_following(self: Scheduler, plan: StepPlan) -> StepPlan | None:
+        following = _plan_following(self, plan)
+        if following is None:
+            return None
+        return replace(following, rows_before=range(len(following.sequences)))
+
+    patch.setattr(Scheduler, "plan_following", plan_following)
+
+
+def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "__contains__", lambda self, sequence: True)
+
+
 PLANTS: list[Plant] = [
     _hashes_without_chain,
     _publish_before_full,
@@ -162,6 +185,9 @@ PLANTS: list[Plant] = [
     _forget_the_last_token_of_a_chunk,
     _overlapping_blocks,
     _never_take_blocks_back,
+    _give_blocks_back_while_a_step_writes_to_them,
+    _take_another_row_of_the_step_before,
+    _apply_what_was_wasted,
 ]
 
 

@@ -350,7 +350,7 @@ def test_abort_in_any_phase_gives_everything_back() -> None:
     engine.step()
     arrived = new_sequence(prompt(3, 30), 4, output=(7,))
     arrive(engine, kv, arrived, 3)
-    assert engine.scheduler.status().num_waiting == 2
+    assert engine.status().num_waiting == 2
     for sequence in (waiting, arrived, prefilling, decoding):
         assert engine.abort(sequence.request_id) is sequence
         assert engine.abort(sequence.request_id) is None

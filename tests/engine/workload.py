@@ -17,7 +17,7 @@ from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
 from disagg.messages import GenerateRequest, SamplingParams
-from tests.engine.fake_runner import FakeKV, FakeRunner, draft_of, expected_tokens
+from tests.engine.fake_runner import FakeDevice, FakeKV, FakeRunner, draft_of, expected_tokens
 
 STOP_IDS = frozenset({1, 2, 3})
 ROOT = hash_root("fake", 4)
@@ -37,6 +37,7 @@ class Job:
     hold_for: int = 1  # steps that a reader takes to fetch what was handed over
     draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
     priority: int = 0
+    leave_after: int | None = None  # steps until it is asked to hand over, as by a drain
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Workload:
     max_num_seqs: int
     max_num_batched_tokens: int
     caching: bool
+    on_device: bool  # steps are planned ahead
     jobs: tuple[Job, ...]
 
 
@@ -57,6 +59,7 @@ def new_engine(
     max_num_batched_tokens: int = 16,
     max_model_len: int = 1000,
     caching: bool = True,
+    on_device: bool = False,
 ) -> tuple[Engine, FakeKV]:
     pool = BlockPool(num_blocks, block_size, array("Q", bytes(8 * num_blocks)))
     scheduler = Scheduler(
@@ -67,7 +70,10 @@ def new_engine(
         enable_prefix_caching=caching,
     )
     kv = FakeKV(num_blocks, block_size)
-    return Engine(scheduler, FakeRunner(kv)), kv
+    if not on_device:
+        return Engine(scheduler, FakeRunner(kv)), kv
+    device = FakeDevice(kv)
+    return Engine(scheduler, device, launcher=device), kv
 
 
 _ids = count()
@@ -126,6 +132,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             hold_for=draw(st.integers(0, 5)),
             draft=draw(st.just((0, 0)) | st.tuples(st.integers(0, 11), st.integers(0, 3))),
             priority=draw(st.just(0) | st.integers(-1, 1)),
+            leave_after=draw(st.none() | st.none() | st.integers(0, 12)),
         )
         jobs.append(job)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
@@ -135,6 +142,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
         caching=draw(st.sampled_from([True, True, True, False])),
+        on_device=draw(st.booleans()),
         jobs=tuple(jobs),
     )
 
@@ -155,6 +163,7 @@ class Driver:
             max_num_seqs=w.max_num_seqs,
             max_num_batched_tokens=w.max_num_batched_tokens,
             caching=w.caching,
+            on_device=w.on_device,
         )
         self.jobs: dict[str, Job] = {}
         self.outputs: dict[str, list[int]] = defaultdict(list)
@@ -169,6 +178,7 @@ class Driver:
         for job in self.workload.jobs:
             starts[job.step].append(job)
         aborts: dict[int, list[str]] = defaultdict(list)
+        self.leaving: dict[int, list[Sequence]] = defaultdict(list)
         # Alone, each job would need this many steps; together they must not need more.
         limit = 40 + sum(len(job.prompt) + 4 * job.max_tokens + 8 for job in self.workload.jobs) * 4
         for step in range(limit):
@@ -176,6 +186,8 @@ class Driver:
                 self._start(job, step, aborts)
             for request_id in aborts.pop(step, ()):
                 self._abort(request_id)
+            for sequence in self.leaving.pop(step, ()):
+                sequence.hand_over = True
             self._arrivals()
             self.holds = [hold for hold in self.holds if not self._release_due(hold, step)]
             self._step(step)
@@ -192,6 +204,8 @@ class Driver:
         self.true_names.update(hash_blocks(ROOT, whole, self.workload.block_size))
         if job.abort_after is not None:
             aborts[step + job.abort_after].append(sequence.request_id)
+        if job.leave_after is not None:
+            self.leaving[step + job.leave_after].append(sequence)
         if job.door == "arrive" and job.max_tokens > 1 and len(sequence.tokens) > len(job.prompt):
             self.engine.scheduler.number(sequence)
             insort(self.arriving, sequence, key=lambda each: each.arrival)
@@ -268,7 +282,8 @@ class Driver:
         if event.is_last:
             self.ended.add(request_id)
         if event.left:
-            assert sequence.hand_over and (len(output) == 1 or any(job.draft))
+            was_asked = job.leave_after is not None
+            assert sequence.hand_over and (len(output) == 1 or any(job.draft) or was_asked)
             assert sequence.num_computed == len(sequence.tokens) - 1
             self.holds.append((step + job.hold_for, sequence.block_ids))
         elif event.is_last:

@@ -1,0 +1,131 @@
+"""A model whose steps are launched before the last one is read gives the same tokens as in order.
+
+`LateRunner` stands for a GPU: it computes when its results are waited for, when the engine has
+planned the next step and blocks have changed hands. New blocks are NaN (`tests/poison.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.config import EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.runner import ModelRunner, build_engine
+from disagg.engine.sequence import Sequence
+from disagg.engine.step import Results, StepPlan
+from disagg.messages import GenerateRequest, SamplingParams
+from tests.tiny_model import write_tiny_model
+
+BLOCK_SIZE = 4
+ROOT = hash_root("late", BLOCK_SIZE)
+
+
+class LateRunner(ModelRunner):
+    num_followed = 0
+
+    def launch(self, plan: StepPlan) -> Results:
+        self.num_followed += bool(plan.rows_before)
+        as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
+        launch = super().launch
+        return lambda: launch(as_now)()
+
+
+def _as_now(sequence: Sequence) -> Sequence:
+    same = copy.copy(sequence)
+    same.tokens, same.block_ids = [*sequence.tokens], [*sequence.block_ids]
+    return same
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("late"))
+
+
+def build(directory: Path, num_blocks: int, max_num_seqs: int) -> Engine:
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        max_model_len=64,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=num_blocks,
+    )
+    engine, kv_cache, _ = build_engine(config, directory)
+    assert engine.launcher is None, "a CPU computes in order"
+    assert isinstance(engine.runner, ModelRunner)
+    engine.runner = LateRunner(engine.runner.decoder, kv_cache)
+    return engine
+
+
+def sequences(seed: int, samplings: list[dict[str, object]]) -> list[Sequence]:
+    rng = random.Random(seed)
+    made = []
+    for number, sampling in enumerate(samplings):
+        tokens = tuple(rng.randrange(200) for _ in range(rng.randint(3, 14)))
+        request = GenerateRequest(
+            request_id=f"{number}",
+            model="late",
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            hash_root=ROOT,
+            block_hashes=tuple(hash_blocks(ROOT, tokens, BLOCK_SIZE)),
+            sampling=SamplingParams(max_tokens=rng.randint(6, 20), **sampling),  # type: ignore[arg-type]
+            deadline_unix_s=1e12,
+        )
+        made.append(Sequence(request))
+    return made
+
+
+def play(engine: Engine, todo: list[Sequence]) -> dict[str, list[int]]:
+    """One new request every third step, and one that is cancelled on the way."""
+    outputs: dict[str, list[int]] = {}
+    todo = todo[::-1]
+    num_steps = 0
+    while todo or engine.has_work:
+        if todo and num_steps % 3 == 0:
+            engine.submit(todo.pop())
+        if num_steps == 10:
+            engine.abort("1")
+        for event in engine.step():
+            outputs.setdefault(event.sequence.request_id, []).extend(event.token_ids)
+        engine.check()
+        num_steps += 1
+    assert engine.pool.num_free == engine.pool.num_blocks
+    outputs.pop("1", None)  # how far it came depends on the order
+    return outputs
+
+
+GREEDY: dict[str, object] = {"temperature": 0.0}
+DRAWN: dict[str, object] = {"temperature": 1.3, "seed": 7, "min_p": 0.02}
+MIXTURES: dict[str, list[dict[str, object]]] = {
+    "greedy": [GREEDY] * 6,
+    "drawn": [DRAWN] * 6,
+    "both": [GREEDY, DRAWN, GREEDY, {**DRAWN, "seed": 8}, DRAWN, GREEDY],
+    "some need the host": [
+        GREEDY,
+        DRAWN,
+        {**DRAWN, "top_p": 0.8},
+        {**GREEDY, "repetition_penalty": 1.3},
+        {**GREEDY, "logprobs": 2, "logprobs_until": 3},
+        GREEDY,
+    ],
+    "early ends": [{**GREEDY, "stop_token_ids": tuple(range(0, 260, 6))}] * 6,
+}
+
+
+@pytest.mark.parametrize("num_blocks", [16, 60], ids=["short of blocks", "roomy"])
+@pytest.mark.parametrize("mixture", sorted(MIXTURES))
+def test_the_same_tokens_in_any_order(mixture: str, num_blocks: int, directory: Path) -> None:
+    in_order, ahead = (build(directory, num_blocks, max_num_seqs=4) for _ in range(2))
+    assert isinstance(ahead.runner, LateRunner)
+    ahead.launcher = ahead.runner
+    expected = play(in_order, sequences(3, MIXTURES[mixture]))
+    assert play(ahead, sequences(3, MIXTURES[mixture])) == expected
+    assert ahead.runner.num_followed
