@@ -19,8 +19,9 @@ from typing import Any
 
 from bench.report import finish, print_table
 from disagg.config import AutoscalingConfig
+from disagg.sim.config import SimConfig
 from disagg.sim.report import Report
-from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
 from disagg.time_model import StepTimeModel
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from bench.report import finish, print_table
 from disagg.router.baselines import OURS, POLICIES
-from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.config import SimConfig
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
 
 FLEETS = {"4": (4, 0), "4 + 4": (4, 4)}

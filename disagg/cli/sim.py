@@ -20,11 +20,12 @@ from rich.table import Table
 
 from disagg.cli.chart import Chart, check_path, write_svg
 from disagg.cli.serve_arguments import PoolSize, pool_size
-from disagg.config import AutoscalingConfig
+from disagg.config import AutoscalingConfig, CascadeConfig
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
+from disagg.sim.config import Fault, SimConfig, SmallTier
 from disagg.sim.report import Report
-from disagg.sim.simulation import Fault, SimConfig, simulate
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same; 0: prefill workers decode what they prefilled",
     )
     _add_scaling_arguments(parser)
+    _add_cascade_arguments(parser)
     parser.add_argument("--num-blocks", type=int, default=default.num_blocks, help="of each worker")
     parser.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
@@ -105,6 +107,43 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
+    default = SimConfig()
+    group = parser.add_argument_group("small model first")
+    group.add_argument(
+        "--tier",
+        type=_tier,
+        action="append",
+        default=[],
+        metavar="NAME=PREFILL+DECODE@SIZE",
+        help="a smaller model that is asked first, its pools, and its size as a fraction of the one"
+        " that all other flags describe: small=1+1@0.125, or small=1..2+1@0.125; may be repeated,"
+        " the smallest first",
+    )
+    group.add_argument(
+        "--unsure",
+        type=_share,
+        action="append",
+        default=[],
+        metavar="NAME=SHARE",
+        help="of how many of its answers that model is not sure enough: small=0.2. Simulated.",
+    )
+    group.add_argument(
+        "--num-judged-tokens",
+        type=int,
+        default=default.num_judged_tokens,
+        help="that are held back until the answer is judged",
+    )
+    group.add_argument(
+        "--max-shift",
+        type=float,
+        default=default.max_shift,
+        metavar="NATS",
+        help="how far load may move the threshold of "
+        f"{CascadeConfig().thresholds[0]:g}; needs --ttft-slo-s",
+    )
+
+
 def _first(size: PoolSize) -> int:
     """A pool that may be empty begins with one worker, which shows how fast it is."""
     return max(size.least, min(1, size.most))
@@ -121,6 +160,34 @@ def _limits(size: PoolSize, args: argparse.Namespace) -> AutoscalingConfig | Non
         return msgspec.convert(raw, AutoscalingConfig)
     except msgspec.ValidationError as error:
         raise RequestError(f"Pools cannot follow the load so: {error}.") from error
+
+
+def _smaller(args: argparse.Namespace) -> tuple[SmallTier, ...]:
+    """Raises `RequestError` for tiers without a share, and shares without a tier."""
+    shares = dict(args.unsure)
+    names = [name for name, *_ in args.tier]
+    for name in shares:
+        if name not in names:
+            known = f"the smaller tiers are {', '.join(names)}" if names else "there is none"
+            raise RequestError(f"There is no smaller tier {name!r}; {known}.", param="unsure")
+    for name in names:
+        if name not in shares:
+            raise RequestError(
+                f"Of how many of its answers is {name!r} unsure? Say --unsure {name}=0.2.",
+                param="unsure",
+            )
+    return tuple(
+        SmallTier(
+            name=name,
+            size=size,
+            unsure=shares[name],
+            num_prefill=_first(prefill),
+            num_decode=_first(decode),
+            scale_prefill=_limits(prefill, args),
+            scale_decode=_limits(decode, args),
+        )
+        for name, prefill, decode, size in args.tier
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,6 +212,9 @@ def run(args: argparse.Namespace) -> int:
         kv_nbytes=args.kv_bytes,
         bytes_per_s=args.link_bytes_per_s,
         faults=tuple(args.fault),
+        smaller=_smaller(args),
+        num_judged_tokens=args.num_judged_tokens,
+        max_shift=args.max_shift,
         seed=args.seed,
     )
     reports = [
@@ -202,6 +272,35 @@ def _print(reports: list[Report]) -> None:
             f"{each.in_time_percent:.1f}",
         )
     Console(width=160).print(table)
+    if any(each.tiers for each in reports):
+        Console(width=160).print(_tiers(reports))
+
+
+def _tiers(reports: Sequence[Report]) -> Table:
+    title = "Small model first. How sure models are is simulated."
+    table = Table(title=title, title_justify="left")
+    columns = (
+        *("policy", "speed", "tier", "asked", "answered", "escalated %", "TTFT p50", "p95 s"),
+        *("TPOT p50", "p95 ms", "busy h", "worker h", "cost %"),
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("policy", "tier") else "right")
+    for each in reports:
+        for tier in each.tiers:
+            table.add_row(
+                each.policy,
+                f"{each.speed:g}",
+                tier.model,
+                str(tier.num_asked),
+                str(tier.num_answered),
+                f"{tier.escalated_percent:.1f}",
+                *(f"{seconds:.3f}" for seconds in (tier.ttft_p50_s, tier.ttft_p95_s)),
+                *(f"{1e3 * seconds:.1f}" for seconds in (tier.tpot_p50_s, tier.tpot_p95_s)),
+                f"{tier.busy_hours:.3f}",
+                f"{tier.worker_hours:.2f}",
+                f"{each.cost_percent:.1f}" if tier is each.tiers[-1] else "",
+            )
+    return table
 
 
 def _ttft_by_load(reports: Sequence[Report]) -> Chart:
@@ -222,6 +321,29 @@ def _step_times(text: str) -> StepTimeModel:
             f"{text!r} is not {NUM_STEP_FEATURES} numbers of seconds greater than 0"
         ) from None
     return StepTimeModel(coefficients)
+
+
+def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:
+    match = re.fullmatch(r"([^=]+)=([0-9.]+)\+([0-9.]+)@([0-9.e-]+)", text)
+    try:
+        if match is None:
+            raise ValueError
+        return match[1], pool_size(match[2]), pool_size(match[3]), float(match[4])
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form small=1+1@0.125: a name, prefill and decode workers, the"
+            " size of the model"
+        ) from None
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition("=")
+    try:
+        return name, float(share)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form small=0.2: a tier, and a share of its answers"
+        ) from None
 
 
 def _fault(text: str) -> Fault:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from disagg.messages import Role
+from disagg.router.cascade import Attempt
 from disagg.sim.trace import TRACE_BLOCK_TOKENS
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """One request. Seconds of virtual time; `error`: the code of what ended it, if anything did."""
+    """One request. Seconds of virtual time; `error`: the code of what ended it, if anything did;
+    `attempts`: what became of it on each model of a cascade, the last of which answered."""
 
     arrival_s: float
     first_s: float
@@ -21,11 +23,13 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     num_output_tokens: int
     error: str
     tenant: str = ""
+    attempts: tuple[Attempt, ...] = ()
 
 
 class WorkDone(msgspec.Struct, frozen=True):
     """One worker."""
 
+    model: str
     role: Role
     num_prompt_tokens: int  # computed
     busy_s: float
@@ -41,13 +45,34 @@ class TenantReport(msgspec.Struct, frozen=True):
     ttft_p95_s: float
 
 
+class TierReport(msgspec.Struct, frozen=True):
+    """Figures of one model of a cascade. Percentiles are of the requests that it answered.
+
+    num_asked: requests that came to it; `escalated_percent` of them were answered by a larger one.
+    busy_hours: that its workers computed.
+    """
+
+    model: str
+    num_asked: int
+    num_answered: int
+    escalated_percent: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    busy_hours: float
+    worker_hours: float
+
+
 class Report(msgspec.Struct, frozen=True):
     """Figures of one simulation. Percentiles are of the requests that were answered.
 
     hit_percent: of the prompts' blocks of 512 tokens, those that were not computed.
     imbalance: the most prompt tokens that one worker of a pool computed, over the pool's mean; the
-        pool that prefills.
+        pool that prefills, of the largest model.
     utilisation: the fraction of the time that a worker of that pool computed.
+    cost_percent: what the models of a cascade compute for the answers, of what the largest alone
+        would; in tokens times size, as if no prompt were cached (docs/cascade.md).
     """
 
     policy: str
@@ -69,23 +94,27 @@ class Report(msgspec.Struct, frozen=True):
     tenants: tuple[TenantReport, ...] = ()  # where there are several
     worker_hours: float = 0.0  # of all workers, while they start and drain too
     in_time_percent: float = 100.0  # of all requests, those that held both SLOs
+    tiers: tuple[TierReport, ...] = ()  # where there are several, from the smallest on
+    cost_percent: float = 100.0
 
 
 def summarise(
-    policy: str, speed: float, outcomes: Sequence[Outcome], work: Sequence[WorkDone]
+    policy: str,
+    speed: float,
+    outcomes: Sequence[Outcome],
+    work: Sequence[WorkDone],
+    sizes: Mapping[str, float],
+    worker_hours: Mapping[str, float],
 ) -> Report:
+    """`sizes`: of each model, smallest first, as a fraction of the largest's."""
     answered = [each for each in outcomes if not each.error]
-    ttft_s = sorted(each.first_s - each.arrival_s for each in answered)
-    tpot_s = sorted(
-        (each.last_s - each.first_s) / (each.num_output_tokens - 1)
-        for each in answered
-        if each.num_output_tokens > 1
-    )
+    ttft_s, tpot_s = _ttft_s(answered), _tpot_s(answered)
     ends_s = max((each.last_s for each in answered), default=0.0)
     duration_s = max(ends_s - min((each.arrival_s for each in answered), default=0.0), 1e-9)
     num_blocks = sum(-(-each.num_prompt_tokens // TRACE_BLOCK_TOKENS) for each in outcomes)
     num_cached_tokens = sum(each.num_cached_tokens for each in answered)
-    pool = [each for each in work if each.role == "prefill"]
+    *_, largest = sizes
+    pool = [each for each in work if (each.model, each.role) == (largest, "prefill")]
     mean = sum(each.num_prompt_tokens for each in pool) / len(pool)
     most = max(each.num_prompt_tokens for each in pool)
     return Report(
@@ -106,7 +135,61 @@ def summarise(
         imbalance=most / mean if mean else 1.0,
         utilisation=sum(each.busy_s for each in pool) / len(pool) / duration_s,
         tenants=_by_tenant(outcomes),
+        worker_hours=sum(worker_hours.values()),
+        tiers=_by_tier(answered, work, worker_hours) if len(sizes) > 1 else (),
+        cost_percent=100.0 * _cost(answered, sizes),
     )
+
+
+def _ttft_s(answered: Iterable[Outcome]) -> list[float]:
+    return sorted(each.first_s - each.arrival_s for each in answered)
+
+
+def _tpot_s(answered: Iterable[Outcome]) -> list[float]:
+    return sorted(
+        (each.last_s - each.first_s) / (each.num_output_tokens - 1)
+        for each in answered
+        if each.num_output_tokens > 1
+    )
+
+
+def _by_tier(
+    answered: Sequence[Outcome], work: Sequence[WorkDone], worker_hours: Mapping[str, float]
+) -> tuple[TierReport, ...]:
+    reports = []
+    for model, hours in worker_hours.items():
+        asked = [each for each in answered if any(a.model == model for a in each.attempts)]
+        own = [each for each in asked if each.attempts[-1].model == model]
+        ttft_s, tpot_s = _ttft_s(own), _tpot_s(own)
+        reports.append(
+            TierReport(
+                model=model,
+                num_asked=len(asked),
+                num_answered=len(own),
+                escalated_percent=100.0 * (len(asked) - len(own)) / max(1, len(asked)),
+                ttft_p50_s=percentile(ttft_s, 0.5),
+                ttft_p95_s=percentile(ttft_s, 0.95),
+                tpot_p50_s=percentile(tpot_s, 0.5),
+                tpot_p95_s=percentile(tpot_s, 0.95),
+                busy_hours=sum(each.busy_s for each in work if each.model == model) / 3600.0,
+                worker_hours=hours,
+            )
+        )
+    return tuple(reports)
+
+
+def _cost(answered: Sequence[Outcome], sizes: Mapping[str, float]) -> float:
+    """Of what the largest model alone computes: every prompt, and every token but the last."""
+    spent = alone = 0.0
+    for each in answered:
+        num_whole = each.num_prompt_tokens + each.num_output_tokens - 1
+        alone += num_whole
+        spent += num_whole * (sizes[each.attempts[-1].model] if each.attempts else 1.0)
+        for given_up in each.attempts[:-1]:
+            if given_up.verdict is not None:
+                num_judged = each.num_prompt_tokens + given_up.verdict.num_tokens - 1
+                spent += num_judged * sizes[given_up.model]
+    return spent / alone if alone else 1.0
 
 
 def _by_tenant(outcomes: Sequence[Outcome]) -> tuple[TenantReport, ...]:

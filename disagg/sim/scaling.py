@@ -6,14 +6,14 @@ Both cost worker-hours meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from disagg.config import PoolConfig, TierConfig
 from disagg.errors import RequestError
-from disagg.messages import Role, WorkerRecord, WorkerStatus
+from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
 from disagg.router.demand import Asked, Demand
 from disagg.router.fleet import Pool
@@ -49,28 +49,29 @@ class Member(Protocol):
 
 
 class Scaling:
-    """Starts and stops workers of one tier.
+    """Starts and stops workers of all pools.
 
     Args:
-        start: makes a worker of a role, which serves from now on; returns its id.
+        tiers: from the smallest model on.
+        start: makes a worker of a pool, which serves from now on; returns its id.
         stop: takes a drained worker away.
         members: those that are there, by id, oldest first.
     """
 
     def __init__(
         self,
-        tier: TierConfig,
+        tiers: Sequence[TierConfig],
         max_num_workers: int | None,
         demand: Demand,
         turns: Turns,
         reports: Callable[[], list[tuple[WorkerRecord, WorkerStatus]]],
         call_at: Callable[..., object],
-        start: Callable[[Role], str],
+        start: Callable[[Pool], str],
         stop: Callable[[str], None],
         members: Callable[[], Mapping[str, Member]],
     ) -> None:
-        self._tier = tier
-        self._autoscaler = Autoscaler([tier], max_num_workers)
+        self._tiers = tiers
+        self._autoscaler = Autoscaler(tiers, max_num_workers)
         self._demand = demand
         self._turns = turns
         self._reports = reports
@@ -78,81 +79,84 @@ class Scaling:
         self._start = start
         self._stop = stop
         self._members = members
-        self._serving: dict[Role, list[str]] = {"prefill": [], "decode": []}
-        self._starting: dict[Role, list[float]] = {"prefill": [], "decode": []}  # when ready
-        self._draining: list[str] = []
-        self._before = Asked()
-        self._paid_s = 0.0
+        self._pools: dict[Pool, PoolConfig] = {
+            (tier.name, role): pool for tier in tiers for role, pool in pools(tier)
+        }
+        self._serving: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
+        self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # when ready
+        self._draining: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
+        self._before: dict[str, Asked] = {tier.name: Asked() for tier in tiers}
+        self._paid_s: dict[str, float] = {tier.name: 0.0 for tier in tiers}
         self._looked_s = 0.0
 
     @property
-    def worker_hours(self) -> float:
-        return self._paid_s / 3600.0
+    def worker_hours(self) -> dict[str, float]:
+        """By model."""
+        return {model: paid_s / 3600.0 for model, paid_s in self._paid_s.items()}
 
-    def begin(self, serving: Iterable[tuple[Role, str]]) -> None:
+    def begin(self, serving: Iterable[tuple[Pool, str]]) -> None:
         """With those who serve from the beginning, oldest first."""
-        for role, worker_id in serving:
-            self._serving[role].append(worker_id)
-        if any(pool.autoscaling is not None for _, pool in pools(self._tier)):
+        for pool, worker_id in serving:
+            self._serving[pool].append(worker_id)
+        if any(each.autoscaling is not None for each in self._pools.values()):
             self._call_at(PERIOD_S, self._look, PERIOD_S)
 
     def pay(self, now: float) -> None:
         """Everybody costs: who starts, who serves, who drains."""
-        number = len(self._draining)
-        number += sum(map(len, self._serving.values())) + sum(map(len, self._starting.values()))
-        self._paid_s += number * (now - self._looked_s)
+        for pool in self._pools:
+            number = self._num(pool) + len(self._draining[pool])
+            self._paid_s[pool[0]] += number * (now - self._looked_s)
         self._looked_s = now
 
     def _look(self, now: float) -> None:
         self.pay(now)
         self._finish(now)
-        asked = self._demand.of(self._tier.name)
-        self._autoscaler.observe(self._tier.name, now, PERIOD_S, asked.since(self._before))
-        self._before = asked
+        for model, before in self._before.items():
+            asked = self._demand.of(model)
+            self._autoscaler.observe(model, now, PERIOD_S, asked.since(before))
+            self._before[model] = asked
         known = states_of(self._reports())
-        num_waiting_tokens = self._turns.num_uncomputed_tokens(self._tier.name)
         states: dict[Pool, PoolState] = {}
-        for role, _ in pools(self._tier):
-            state = known.get((self._tier.name, role), PoolState())
-            states[self._tier.name, role] = msgspec.structs.replace(
+        for pool in self._pools:
+            state = known.get(pool, PoolState())
+            num_waiting_tokens = self._turns.num_uncomputed_tokens(pool[0])
+            states[pool] = msgspec.structs.replace(
                 state,
-                num_workers=self._num(role),
+                num_workers=self._num(pool),
                 num_queued_tokens=state.num_queued_tokens + num_waiting_tokens,
             )
-        for (_, role), wanted in self._autoscaler.decide(now, states).items():
-            self._resize(role, wanted.num_workers, now)
+        for pool, wanted in self._autoscaler.decide(now, states).items():
+            self._resize(pool, wanted.num_workers, now)
         self._call_at(now + PERIOD_S, self._look, now + PERIOD_S)
 
-    def _num(self, role: Role) -> int:
-        return len(self._serving[role]) + len(self._starting[role])
+    def _num(self, pool: Pool) -> int:
+        return len(self._serving[pool]) + len(self._starting[pool])
 
     def _finish(self, now: float) -> None:
         """Who has started serves, and who has drained is gone."""
-        for role, ready in self._starting.items():
+        for pool, ready in self._starting.items():
             while ready and ready[0] <= now:
                 ready.pop(0)
-                self._serving[role].append(self._start(role))
+                self._serving[pool].append(self._start(pool))
         members = self._members()
-        for worker_id in list(self._draining):
-            if worker_id not in members or members[worker_id].is_idle:
-                self._draining.remove(worker_id)
-                self._stop(worker_id)
+        for draining in self._draining.values():
+            for worker_id in list(draining):
+                if worker_id not in members or members[worker_id].is_idle:
+                    draining.remove(worker_id)
+                    self._stop(worker_id)
 
-    def _resize(self, role: Role, number: int, now: float) -> None:
-        pool = self._pool(role)
-        if pool.autoscaling is None:
+    def _resize(self, pool: Pool, number: int, now: float) -> None:
+        limits = self._pools[pool].autoscaling
+        if limits is None:
             return
-        while self._num(role) < number:
-            self._starting[role].append(now + pool.autoscaling.start_s)
-        while self._num(role) > number:
-            if self._starting[role]:
-                self._starting[role].pop()
+        while self._num(pool) < number:
+            self._starting[pool].append(now + limits.start_s)
+        while self._num(pool) > number:
+            if self._starting[pool]:
+                self._starting[pool].pop()
                 continue
-            worker_id = self._serving[role].pop()
-            self._draining.append(worker_id)
+            worker_id = self._serving[pool].pop()
+            self._draining[pool].append(worker_id)
             member = self._members().get(worker_id)
             if member is not None:
                 member.drain(now + DRAIN_S / 2)
-
-    def _pool(self, role: Role) -> PoolConfig:
-        return self._tier.prefill if role == "prefill" else self._tier.decode

@@ -2,7 +2,8 @@
 
 Does what `engine_thread` and `links` do for a real worker: takes messages between steps, tells the
 router's fleet about each step when it ends, and hands tokens to their streams. Tokens between the
-first and the last of a visit are handed over with the last: nobody reads them one by one.
+first and the last of a visit are handed over with the last, as nobody reads them one by one, but
+for those that are judged.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from disagg.messages import (
 )
 from disagg.prefill_worker.leaving import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
+from disagg.sim.answers import Sureness
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.sim.steps import Run, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
@@ -63,7 +65,12 @@ class SimulatedWorker:
     """Tells `fleet` what its links would. `num_prompt_tokens` and `busy_s`: work done so far."""
 
     def __init__(
-        self, spec: WorkerSpec, epoch: int, network: SimulatedNetwork, fleet: Fleet
+        self,
+        spec: WorkerSpec,
+        epoch: int,
+        network: SimulatedNetwork,
+        fleet: Fleet,
+        sureness: Sureness,
     ) -> None:
         self.spec = spec
         self.busy_s = 0.0
@@ -77,7 +84,7 @@ class SimulatedWorker:
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
         )
-        self._runner = TimedRunner()
+        self._runner = TimedRunner(spec.model, sureness)
         self._engine = Engine(scheduler, self._runner)
         slab = Slab(1, spec.num_blocks, spec.block_nbytes, LAYOUT)
         self.transport = SimulatedTransport(
@@ -133,7 +140,7 @@ class SimulatedWorker:
         """See `router.dispatch.Workers`."""
         stream_id = next(self._stream_ids)
         name = sequence_id(LINK, stream_id)
-        stream = self._streams[name] = _Stream(request.token_ids[-1])
+        stream = self._streams[name] = _Stream(request.token_ids[0])
         start = Start(stream_id, request, hand_over, ticket)
         self._post(lambda now: self._doors.start(LINK, start, now))
         try:
@@ -240,7 +247,8 @@ class SimulatedWorker:
         events: list[TokenEvent] = []
         for event in self._events:
             if self._may_wait(event):
-                self._streams[event.sequence.request_id].num_late += 1 + run.num_more
+                num_late = len(event.token_ids) + run.num_more
+                self._streams[event.sequence.request_id].num_late += num_late
             else:
                 events.append(event)
         if run.num_more:
@@ -251,9 +259,11 @@ class SimulatedWorker:
         self._tell(StepResult(tuple(events), self._kv_events, status, features, seconds), now)
 
     def _may_wait(self, event: TokenEvent) -> bool:
-        """A token in the middle of a stream."""
+        """Tokens in the middle of a stream that nobody judges."""
         stream = self._streams.get(event.sequence.request_id)
-        return not event.is_last and stream is not None and stream.has_begun
+        if event.is_last or event.logprobs is not None:
+            return False
+        return stream is not None and stream.has_begun
 
     def _tell_steps(self, run: Run, num_ended: int) -> None:
         """The fleet hears what frames of the run's first steps say."""

@@ -1,13 +1,11 @@
 """One simulation: a fleet of simulated workers, the product's dispatcher, and the load of a trace.
 
-Decides what a fleet is made of and when requests come. What happens to them is decided by the
-product's own files.
+Decides when requests come. What happens to them is decided by the product's own files.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,114 +14,34 @@ from functools import partial
 import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
-from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
+from disagg.config import AUTO, TierConfig
 from disagg.errors import DisaggError, RequestError, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
-    Role,
     SamplingParams,
     TokenDelta,
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.router.baselines import OURS, POLICIES, new_policy
+from disagg.router.autoscale import pools
+from disagg.router.baselines import new_policy
+from disagg.router.cascade import Attempt
 from disagg.router.dispatch import Dispatcher
-from disagg.router.fleet import Fleet, FleetView
+from disagg.router.escalation import Escalation
+from disagg.router.fleet import Fleet, FleetView, Pool
 from disagg.router.turns import Turns
 from disagg.sim import virtual_time
+from disagg.sim.answers import Sureness
+from disagg.sim.config import Fault, SimConfig
 from disagg.sim.network import SimulatedNetwork
 from disagg.sim.report import Outcome, Report, WorkDone, in_time_percent, summarise
-from disagg.sim.scaling import Scaling, check_slos
+from disagg.sim.scaling import Scaling
 from disagg.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from disagg.time_model import StepTimeModel, TransferTimeModel
+from disagg.time_model import TransferTimeModel
 
-MODEL = "simulated"
 NEVER_S = 1e12
-
-# A model of 8 billion parameters on one H100, at half of its arithmetic (989 TFLOP/s) and 70 % of
-# its memory bandwidth (3.35 TB/s): reading the weights; 16 GFLOP a prompt token; 4 x 32 layers x
-# 4,096 FLOP for each earlier token it attends to; a decoding sequence's own arithmetic; and 128 KiB
-# of KV for each token of context.
-H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8))
-H100_8B_KV_NBYTES = 128 << 10  # of one token
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """A worker dies, and another one takes its place with an empty cache."""
-
-    worker_id: str
-    at_s: float
-    for_s: float
-
-
-class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet and how it is used.
-
-    num_decode: 0 lets each prefill worker decode what it prefilled.
-    num_blocks: of each worker; each holds `block_size` tokens.
-    speed: how much faster than in the trace requests come.
-    bytes_per_s, latency_s: of a transfer between two workers.
-    fair_queue: whether requests wait in the ingress for their tenants' turns, as they do when
-        serving; without, policies are compared by what they do themselves.
-    ttft_slo_s, tpot_slo_s: what requests are to get, and what pools are scaled by; with
-        `fair_queue`, who would wait longer is refused.
-    scale_prefill, scale_decode: let that pool follow the load, beginning with the number above.
-    max_num_workers: of both pools together, if they do.
-    """
-
-    num_prefill: int = 4
-    num_decode: int = 4
-    num_blocks: int = 1024
-    block_size: int = TRACE_BLOCK_TOKENS
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    times: StepTimeModel = H100_8B
-    kv_nbytes: int = H100_8B_KV_NBYTES
-    bytes_per_s: float = 25e9
-    latency_s: float = 1e-3
-    speed: float = 1.0
-    policy: str = OURS
-    faults: tuple[Fault, ...] = ()
-    fair_queue: bool = False
-    ttft_slo_s: float = math.inf
-    tpot_slo_s: float = math.inf
-    scale_prefill: AutoscalingConfig | None = None
-    scale_decode: AutoscalingConfig | None = None
-    max_num_workers: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        counts = (self.num_prefill, self.num_blocks, self.max_num_seqs, self.kv_nbytes)
-        if min(counts) < 1 or self.num_decode < 0:
-            raise RequestError("A simulation needs workers, and these need blocks and places.")
-        if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
-            raise RequestError(
-                f"block_size is {self.block_size}; traces name blocks of {TRACE_BLOCK_TOKENS}"
-                " tokens, so it must divide that.",
-                param="block_size",
-            )
-        if min(self.speed, self.bytes_per_s) <= 0 or self.latency_s < 0:
-            raise RequestError("Speeds are greater than 0, and a latency is at least 0.")
-        if self.scale_prefill is not None or self.scale_decode is not None:
-            check_slos(tier_of(self), self.times)
-        if self.policy not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise RequestError(
-                f"There is no policy {self.policy!r}; there are {known}.", param="policy"
-            )
-
-
-def tier_of(config: SimConfig) -> TierConfig:
-    """The pools as the autoscaler is told of them."""
-    return TierConfig(
-        model=MODEL,
-        prefill=PoolConfig(num_replicas=config.num_prefill, autoscaling=config.scale_prefill),
-        decode=PoolConfig(num_replicas=config.num_decode, autoscaling=config.scale_decode),
-        ttft_slo_s=config.ttft_slo_s,
-        tpot_slo_s=config.tpot_slo_s,
-    )
 
 
 def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> Report:
@@ -163,25 +81,35 @@ class _Simulation:
         self._network = SimulatedNetwork(loop, times)
         self._workers = self._fleet.workers
         self._past: list[SimulatedWorker] = []  # those that died
-        longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
-        self._specs = _specs(config, longest + 1)
-        for spec in self._specs:
-            self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
-        self._introduce()
-        slo_s = {MODEL: config.ttft_slo_s} if config.fair_queue else {}
-        turns = Turns(self._fleet, now=loop.time, ttft_slo_s=slo_s)
+        self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
+        unsure = {tier.name: tier.unsure for tier in config.smaller}
+        self._sureness = Sureness(config.cascade, unsure, config.seed)
+        self._nums_started: dict[Pool, int] = {}
+        tiers = config.tiers
+        self._start_all(tiers)
+        slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
+        allowed_s = slo_s if config.fair_queue else {}
+        turns = Turns(self._fleet, now=loop.time, ttft_slo_s=allowed_s)
         self._dispatcher = Dispatcher(
             self,
             self._fleet,
             now=loop.time,
             rng=random.Random(config.seed),
-            ttft_slo_s=slo_s,
+            ttft_slo_s=allowed_s,
             choose=new_policy(config.policy),
             turns=turns if config.fair_queue else None,
-            wakes=(MODEL,),
+            wakes=tuple(slo_s),
+        )
+        self._escalation = Escalation(
+            config.cascade,
+            slo_s,
+            generate=self._dispatcher.generate,
+            rename=lambda request, model: msgspec.structs.replace(request, model=model),
+            fleet=self._fleet.view,
+            now=loop.time,
         )
         self._scaling = Scaling(
-            tier_of(config),
+            tiers,
             config.max_num_workers,
             self._dispatcher.demand,
             turns,
@@ -200,7 +128,10 @@ class _Simulation:
             if fault.worker_id not in self._workers:
                 raise RequestError(f"There is no worker {fault.worker_id!r}.", param="fault")
             self._loop.call_at(fault.at_s, self._kill, fault)
-        self._scaling.begin([(spec.role, spec.worker_id) for spec in self._specs])
+        self._scaling.begin(
+            ((worker.spec.model, worker.spec.role), worker_id)
+            for worker_id, worker in self._workers.items()
+        )
         async with asyncio.TaskGroup() as clients:
             for number, each in enumerate(trace):
                 await asyncio.sleep(each.arrival_s / config.speed - self._loop.time())
@@ -208,12 +139,16 @@ class _Simulation:
         for worker in self._workers.values():
             worker.check()
         self._scaling.pay(self._loop.time())
-        report = summarise(config.policy, config.speed, self._outcomes, self._work())
-        return msgspec.structs.replace(
-            report,
-            worker_hours=self._scaling.worker_hours,
-            in_time_percent=in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s),
+        report = summarise(
+            config.policy,
+            config.speed,
+            self._outcomes,
+            self._work(),
+            config.sizes,
+            self._scaling.worker_hours,
         )
+        in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
+        return msgspec.structs.replace(report, in_time_percent=in_time)
 
     # router.dispatch.Workers
 
@@ -243,12 +178,14 @@ class _Simulation:
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
         error = ""
+        attempts: tuple[Attempt, ...] = ()
         try:
-            async with aclosing(self._dispatcher.generate(request)) as deltas:
+            async with aclosing(self._escalation.generate(request)) as deltas:
                 async for delta in deltas:
                     last_s = self._loop.time()
                     if delta.token_ids and not num_output_tokens:
                         first_s, num_cached_tokens = last_s, delta.num_cached_tokens
+                        attempts = self._attempts(request)
                     num_output_tokens += len(delta.token_ids)
         except DisaggError as refusal:
             error = refusal.code
@@ -262,16 +199,38 @@ class _Simulation:
                 num_output_tokens,
                 error,
                 each.tenant,
+                attempts,
             )
         )
 
+    def _attempts(self, request: GenerateRequest) -> tuple[Attempt, ...]:
+        decision = self._escalation.decision(request.request_id)
+        assert decision is not None
+        return decision.attempts
+
+    def _start_all(self, tiers: Sequence[TierConfig]) -> None:
+        for tier in tiers:
+            for role, pool in pools(tier):
+                for _ in range(pool.num_replicas):
+                    spec = self._next_spec((tier.name, role))
+                    self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
+        self._introduce()
+
+    def _next_spec(self, pool: Pool) -> WorkerSpec:
+        number = self._nums_started.get(pool, 0)
+        self._nums_started[pool] = number + 1
+        return self._config.worker(*pool, number, self._longest + 1)
+
     def _new_worker(self, spec: WorkerSpec, epoch: int) -> SimulatedWorker:
-        return SimulatedWorker(spec, epoch, self._network, self._fleet)
+        return SimulatedWorker(spec, epoch, self._network, self._fleet, self._sureness)
 
     def _introduce(self) -> None:
-        everybody = list(self._workers.values())
-        for worker in everybody:
-            worker.meet(everybody)
+        by_model: dict[str, list[SimulatedWorker]] = {}
+        for worker in self._workers.values():
+            by_model.setdefault(worker.spec.model, []).append(worker)
+        for like in by_model.values():
+            for worker in like:
+                worker.meet(like)
 
     def _kill(self, fault: Fault) -> None:
         worker = self._workers.pop(fault.worker_id, None)
@@ -290,12 +249,9 @@ class _Simulation:
         self._fleet.view()
         return self._fleet.reports()
 
-    def _join(self, role: Role) -> str:
-        """One worker more, like the first one."""
-        spec = msgspec.structs.replace(
-            self._specs[0], worker_id=f"{role}-{len(self._specs)}", role=role
-        )
-        self._specs.append(spec)
+    def _join(self, pool: Pool) -> str:
+        """One worker more."""
+        spec = self._next_spec(pool)
         self._replace(spec, epoch=1)
         return spec.worker_id
 
@@ -308,7 +264,7 @@ class _Simulation:
     def _work(self) -> list[WorkDone]:
         """Of everybody, those who died too."""
         return [
-            WorkDone(worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
+            WorkDone(worker.spec.model, worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
             for worker in [*self._workers.values(), *self._past]
         ]
 
@@ -323,7 +279,7 @@ def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequ
         hashes = [_hash(number, ~part & 0xFFFFFFFF) for part in range(num_full)]
     return GenerateRequest(
         request_id=str(number),
-        model=MODEL,
+        model=AUTO,
         token_ids=(number,) * each.num_prompt_tokens,
         num_prompt_tokens=each.num_prompt_tokens,
         hash_root=_hash(number, 0xFFFFFFFF),
@@ -336,23 +292,3 @@ def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequ
 
 def _hash(name: int, part: int) -> BlockHash:
     return (name << 32 | part).to_bytes(HASH_NBYTES, "little")
-
-
-def _specs(config: SimConfig, max_model_len: int) -> list[WorkerSpec]:
-    roles: list[tuple[Role, int]] = [("prefill", config.num_prefill), ("decode", config.num_decode)]
-    return [
-        WorkerSpec(
-            worker_id=f"{role}-{place}",
-            role=role,
-            model=MODEL,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            block_nbytes=config.block_size * config.kv_nbytes,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            times=config.times,
-        )
-        for role, num_workers in roles
-        for place in range(num_workers)
-    ]

@@ -13,28 +13,43 @@ from bisect import bisect_left, bisect_right
 
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.step import Sampled, SampledToken, StepPlan
+from disagg.sim.answers import Sureness
 from disagg.time_model import StepFeatures, StepTimeModel
 
 
 class TimedRunner:
-    """An engine's runner that computes nothing. Every answer repeats the prompt's last token.
+    """An engine's runner that computes nothing. Answers are those of `answers`.
 
     Attributes:
         num_prompt_tokens: computed so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str, sureness: Sureness) -> None:
         self.num_prompt_tokens = 0
+        self._model = model
+        self._sureness = sureness
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         self.num_prompt_tokens += plan.features.num_new_tokens
-        sampled: list[SampledToken | None] = []
+        sampled: list[Sampled] = []
         for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
-            tokens = sequence.tokens
-            is_whole = sequence.num_computed + num_tokens == len(tokens)
-            sampled.append(SampledToken(tokens[-1]) if is_whole else None)
+            num_ahead = sequence.num_computed + num_tokens - len(sequence.tokens)
+            if num_ahead < 0:
+                sampled.append(None)
+            elif num_ahead:
+                sampled.append(tuple(self._token(sequence, i) for i in range(num_ahead + 1)))
+            else:
+                sampled.append(self._token(sequence, 0))
         return sampled
+
+    def _token(self, sequence: Sequence, num_ahead: int) -> SampledToken:
+        sampling = sequence.sampling
+        if sampling.logprobs is not None:
+            num_output_tokens = sequence.num_output_tokens + num_ahead
+            if sampling.logprobs_until is None or num_output_tokens < sampling.logprobs_until:
+                return self._sureness.token(self._model, sequence, num_ahead)
+        return SampledToken(sequence.tokens[0])
 
 
 class Run:
@@ -103,4 +118,4 @@ def move_on(sequences: list[Sequence], num_steps: int) -> None:
     """What `num_steps` steps that are alike do to each sequence."""
     for sequence in sequences:
         sequence.num_computed += num_steps
-        sequence.tokens += sequence.tokens[-1:] * num_steps
+        sequence.tokens += sequence.tokens[:1] * num_steps

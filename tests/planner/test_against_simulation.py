@@ -14,7 +14,8 @@ from disagg.planner.load import Load, Slo
 from disagg.planner.roofline import Placement
 from disagg.planner.shapes import SHAPES
 from disagg.planner.sizing import TRANSFER_LATENCY_S, disaggregated
-from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.config import SimConfig
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import TraceRequest
 
 LENGTHS = [(1024, 128), (3000, 200), (200, 50)]

@@ -7,8 +7,9 @@ import random
 import msgspec
 import pytest
 
+from disagg.sim.config import SimConfig
 from disagg.sim.report import Report, TenantReport
-from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import TraceRequest
 
 SECONDS = 30.0

@@ -7,7 +7,8 @@ import pytest
 
 from disagg.config import AutoscalingConfig
 from disagg.errors import RequestError
-from disagg.sim.simulation import SimConfig, simulate
+from disagg.sim.config import SimConfig
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import TraceRequest
 
 

@@ -7,8 +7,9 @@ from disagg.engine.engine import Engine
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
 from disagg.sim import simulated_worker
+from disagg.sim.config import Fault, SimConfig
 from disagg.sim.report import Report
-from disagg.sim.simulation import Fault, SimConfig, simulate
+from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
 
 LOAD = generate(Sessions(requests_per_s=8.0, num_requests=160, num_system_prompts=8), seed=3)

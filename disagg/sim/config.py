@@ -1,0 +1,204 @@
+"""What a simulated fleet is made of, and how it is used. Checked once; knows nothing of time."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import msgspec
+
+from disagg.config import AutoscalingConfig, CascadeConfig, PoolConfig, TierConfig
+from disagg.errors import RequestError
+from disagg.messages import Role
+from disagg.router.baselines import OURS, POLICIES
+from disagg.sim.scaling import check_slos
+from disagg.sim.simulated_worker import WorkerSpec
+from disagg.sim.trace import TRACE_BLOCK_TOKENS
+from disagg.time_model import StepTimeModel
+
+LARGEST = "largest"  # the name of the model that is described without one
+
+# A model of 8 billion parameters on one H100, at half of its arithmetic (989 TFLOP/s) and 70 % of
+# its memory bandwidth (3.35 TB/s): reading the weights; 16 GFLOP a prompt token; 4 x 32 layers x
+# 4,096 FLOP for each earlier token it attends to; a decoding sequence's own arithmetic; and 128 KiB
+# of KV for each token of context.
+H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8))
+H100_8B_KV_NBYTES = 128 << 10  # of one token
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A worker dies, and another one takes its place with an empty cache."""
+
+    worker_id: str
+    at_s: float
+    for_s: float
+
+
+class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller model with pools of its own, which is asked before the larger ones.
+
+    size: of its parameters, as a fraction of the largest model's; its steps and its KV take as
+        much less. Its caches have as many blocks.
+    unsure: of how many of its answers it is not sure enough, as a fraction. Simulated: see
+        `answers`.
+    """
+
+    name: str
+    size: float
+    unsure: float
+    num_prefill: int = 1
+    num_decode: int = 1
+    scale_prefill: AutoscalingConfig | None = None
+    scale_decode: AutoscalingConfig | None = None
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet and how it is used.
+
+    num_decode: 0 lets each prefill worker decode what it prefilled.
+    num_blocks: of each worker; each holds `block_size` tokens.
+    speed: how much faster than in the trace requests come.
+    bytes_per_s, latency_s: of a transfer between two workers.
+    fair_queue: whether requests wait in the ingress for their tenants' turns, as they do when
+        serving; without, policies are compared by what they do themselves.
+    ttft_slo_s, tpot_slo_s: what requests are to get, and what pools are scaled by; with
+        `fair_queue`, who would wait longer is refused.
+    scale_prefill, scale_decode: let that pool follow the load, beginning with the number above.
+    max_num_workers: of all pools together, if they do.
+    smaller: models that are asked before the one above, from the smallest on.
+    num_judged_tokens, max_shift: as in `config.CascadeConfig`, where there are smaller models.
+    """
+
+    num_prefill: int = 4
+    num_decode: int = 4
+    num_blocks: int = 1024
+    block_size: int = TRACE_BLOCK_TOKENS
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    times: StepTimeModel = H100_8B
+    kv_nbytes: int = H100_8B_KV_NBYTES
+    bytes_per_s: float = 25e9
+    latency_s: float = 1e-3
+    speed: float = 1.0
+    policy: str = OURS
+    faults: tuple[Fault, ...] = ()
+    fair_queue: bool = False
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    scale_prefill: AutoscalingConfig | None = None
+    scale_decode: AutoscalingConfig | None = None
+    max_num_workers: int | None = None
+    smaller: tuple[SmallTier, ...] = ()
+    num_judged_tokens: int = CascadeConfig().num_judged_tokens
+    max_shift: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.num_prefill, self.num_blocks, self.max_num_seqs, self.kv_nbytes)
+        if min(counts) < 1 or self.num_decode < 0:
+            raise RequestError("A simulation needs workers, and these need blocks and places.")
+        if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
+            raise RequestError(
+                f"block_size is {self.block_size}; traces name blocks of {TRACE_BLOCK_TOKENS}"
+                " tokens, so it must divide that.",
+                param="block_size",
+            )
+        if min(self.speed, self.bytes_per_s) <= 0 or self.latency_s < 0:
+            raise RequestError("Speeds are greater than 0, and a latency is at least 0.")
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise RequestError(
+                f"There is no policy {self.policy!r}; there are {known}.", param="policy"
+            )
+        self._check_cascade()
+        for tier in self.tiers:
+            if tier.prefill.autoscaling is not None or tier.decode.autoscaling is not None:
+                check_slos(tier, self.times_of(tier.name))
+
+    def _check_cascade(self) -> None:
+        names = [LARGEST, *(each.name for each in self.smaller)]
+        for each in self.smaller:
+            if not each.name or names.count(each.name) > 1:
+                raise RequestError(
+                    f"{each.name!r} cannot name a tier: each needs a name of its own, and"
+                    f" {LARGEST!r} is the last one.",
+                    param="tier",
+                )
+            if each.num_prefill < 1 or each.num_decode < 0:
+                raise RequestError(f"The tier {each.name!r} needs a prefill worker.", param="tier")
+            if not 0.0 <= each.unsure <= 1.0:
+                raise RequestError(
+                    f"{each.name!r} cannot be unsure of {each.unsure:g} of its answers: a share is"
+                    " between 0 and 1.",
+                    param="unsure",
+                )
+        sizes = [0.0, *(each.size for each in self.smaller), 1.0]
+        if any(after <= before for before, after in pairwise(sizes)):
+            raise RequestError(
+                "Tiers go from the smallest model to the largest, whose size is 1, and the sizes"
+                f" are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
+                param="tier",
+            )
+        if self.num_judged_tokens < 1 or self.max_shift < 0.0:
+            raise RequestError(
+                "At least one token is judged, and a shift of the threshold is at least 0.",
+                param="num_judged_tokens",
+            )
+        if self.max_shift and math.isinf(self.ttft_slo_s):
+            raise RequestError(
+                "Load moves a threshold by what part of the TTFT SLO it takes; set one.",
+                param="max_shift",
+            )
+
+    @property
+    def tiers(self) -> tuple[TierConfig, ...]:
+        """From the smallest to the largest, as the product's parts are told of them."""
+        pools: list[tuple[str, SmallTier | SimConfig]] = [
+            *((each.name, each) for each in self.smaller),
+            (LARGEST, self),
+        ]
+        return tuple(
+            TierConfig(
+                model=name,
+                prefill=PoolConfig(num_replicas=of.num_prefill, autoscaling=of.scale_prefill),
+                decode=PoolConfig(num_replicas=of.num_decode, autoscaling=of.scale_decode),
+                ttft_slo_s=self.ttft_slo_s,
+                tpot_slo_s=self.tpot_slo_s,
+            )
+            for name, of in pools
+        )
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Of each model, as a fraction of the largest's."""
+        return {each.name: each.size for each in self.smaller} | {LARGEST: 1.0}
+
+    @property
+    def cascade(self) -> CascadeConfig:
+        (threshold,) = CascadeConfig().thresholds
+        return CascadeConfig(
+            num_judged_tokens=self.num_judged_tokens,
+            thresholds=(threshold,) * len(self.smaller),
+            max_shift=self.max_shift,
+        )
+
+    def times_of(self, model: str) -> StepTimeModel:
+        size = self.sizes[model]
+        return StepTimeModel(tuple(size * seconds for seconds in self.times.coefficients))
+
+    def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
+        """The `number`th of a pool."""
+        prefix = "" if model == LARGEST else f"{model}-"
+        block_nbytes = int(self.sizes[model] * self.block_size * self.kv_nbytes)
+        return WorkerSpec(
+            worker_id=f"{prefix}{role}-{number}",
+            role=role,
+            model=model,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            block_nbytes=max(1, block_nbytes),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            times=self.times_of(model),
+        )
