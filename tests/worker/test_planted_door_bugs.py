@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from disagg.blocks import BlockHash, hash_block
 from disagg.decode_worker import arrivals, cold_prefix, entering
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
-from disagg.decode_worker.host_prefix import HostPrefixes
 from disagg.engine import ownership, scheduler
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
@@ -25,7 +23,6 @@ from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.prefill_worker.leaving import Leaving
 from disagg.router import journey
-from disagg.store.host_tier import HostTier
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
@@ -51,10 +48,6 @@ _join = Arrivals._join
 _finish = Arrivals.finish
 _cancel = Arrivals.cancel
 _get_many = MemoryStore.get_many
-_finish_save = HostTier._finish
-_load = HostTier.load
-_take_slot = HostTier._take_slot
-_cancel_visit = HostPrefixes.cancel
 
 
 def _the_last_block_is_not_pulled(patch: pytest.MonkeyPatch) -> None:
@@ -260,49 +253,6 @@ def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ColdPrefixes, "take_waiting", lambda door: take_waiting(door)[:0])
 
 
-def _a_copy_counts_though_its_block_was_evicted(patch: pytest.MonkeyPatch) -> None:
-    def finish(tier: HostTier, save: Any) -> None:
-        _finish_save(tier, replace(save, generation=tier._generations[save.block_id]))
-
-    patch.setattr(HostTier, "_finish", finish)
-
-
-def _blocks_are_found_before_they_are_loaded(patch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any) -> Any:
-        begun = _load(*args)
-        begun.done = True
-        return begun
-
-    patch.setattr(HostTier, "load", load)
-
-
-def _a_slot_is_taken_from_its_reader(patch: pytest.MonkeyPatch) -> None:
-    def take_slot(tier: HostTier) -> int | None:
-        readers, tier._num_readers = tier._num_readers, Counter()
-        slot = _take_slot(tier)
-        tier._num_readers = readers
-        return slot
-
-    patch.setattr(HostTier, "_take_slot", take_slot)
-    patch.setattr(HostTier, "check", lambda tier: None)
-
-
-def _blocks_of_a_cancelled_load_come_back_too_early(patch: pytest.MonkeyPatch) -> None:
-    def cancel(door: HostPrefixes, request_id: str) -> bool:
-        for visit in door._loading:
-            if visit.sequence.request_id == request_id:
-                door._engine.pool.release(visit.blocks)
-                visit.blocks = []
-        return _cancel_visit(door, request_id)
-
-    patch.setattr(HostPrefixes, "cancel", cancel)
-
-
-def _a_drain_forgets_who_waits_for_host_memory(patch: pytest.MonkeyPatch) -> None:
-    take_waiting = HostPrefixes.take_waiting
-    patch.setattr(HostPrefixes, "take_waiting", lambda door: take_waiting(door)[:0])
-
-
 IN_TROUBLE: list[Plant] = [
     _the_last_block_is_not_pulled,
     _the_wrong_blocks_are_pulled,
@@ -325,11 +275,6 @@ IN_TROUBLE: list[Plant] = [
     _a_refused_arrival_says_nothing,
     _a_drain_forgets_who_waits_for_blocks,
     _a_drain_forgets_who_waits_for_the_store,
-    _a_copy_counts_though_its_block_was_evicted,
-    _blocks_are_found_before_they_are_loaded,
-    _a_slot_is_taken_from_its_reader,
-    _blocks_of_a_cancelled_load_come_back_too_early,
-    _a_drain_forgets_who_waits_for_host_memory,
 ]
 IN_QUIET: list[Plant] = [
     _an_arrival_counts_one_token_too_few,
