@@ -142,8 +142,14 @@ def play_in_quiet(dice: Dice) -> Play:
 
 
 def _turn_or_drain(octet: int) -> int:
-    """An action of `Fleet.run`."""
-    return (31 if octet > 250 else 0) + 32 * (octet % NUM_WORKERS)
+    """An action of `Fleet.run`.
+
+    The last worker is not drained: whom it refuses goes to the first one, and if that issued the
+    ticket itself, it computes again what of the prompt fills no block.
+    """
+    worker = octet % NUM_WORKERS
+    is_drain = octet > 250 and worker < NUM_WORKERS - 1
+    return (31 if is_drain else 0) + 32 * worker
 
 
 def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
