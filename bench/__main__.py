@@ -1,7 +1,8 @@
 """Run benches one after another, each in a process of its own: `python -m bench [NAME...] [--tiny]`
 
 Prints each one's tables, and one line of JSON with all results last. Without names all run that
-need no GPU (`bench/gpu_suite.sh` has the others). Nothing else should run on the machine.
+need no GPU (`bench/gpu_suite.sh` has the others), with `--no-peers` but for those that install
+other systems first. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ BENCHES = (
     "time_model",
     "worker_memory",
 )
+PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
+ALL = (*BENCHES, *PEERS)
 WITHOUT_REHEARSAL = ("kv_pull",)
 
 
@@ -57,16 +60,15 @@ def run(name: str, flags: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
+    parser.add_argument("--no-peers", action="store_true", help="leave out others' systems")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(BENCHES)
+    unknown = set(arguments.names) - set(ALL)
     if unknown:
-        parser.error(
-            f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}"
-        )
+        parser.error(f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     results = {}
-    for name in arguments.names or BENCHES:
+    for name in arguments.names or (BENCHES if arguments.no_peers else ALL):
         is_tiny = arguments.tiny and name not in WITHOUT_REHEARSAL
         results[name] = run(name, ["--tiny"] if is_tiny else [])
     print(json.dumps(results))

@@ -155,12 +155,12 @@ def measure(
             "continuous": continuous,
         }
         try:
-            return [_row(shape, case, contenders, rounds, clock) for case in _cases(scale).items()]
+            return [_row(shape, case, contenders, rounds, clock) for case in cases(scale).items()]
         finally:
             continuous.close()
 
 
-def _cases(scale: int) -> dict[str, tuple[int, int, int]]:
+def cases(scale: int) -> dict[str, tuple[int, int, int]]:
     """Requests at once, tokens in and tokens out."""
     cases = {"prefill": (1, 1024 // scale, 1)}
     for num_seqs in (1, 8, 32):

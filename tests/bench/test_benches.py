@@ -1,7 +1,7 @@
 """Every bench still runs: a rehearsal of each ends with a line of JSON that has its figures.
 
-`serving_path` has no rehearsal here: it starts a Ray cluster, as tests/e2e does already, and its
-parts (the paced worker, the clients) are tested without one.
+`serving_path`, `peers.serving` and `peers.pair` have no rehearsal here: they start Ray clusters, as
+tests/e2e does already, and their parts (workers, servers, clients) are tested without one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(300)  # a dozen processes that import torch, Ray and transformers
+@pytest.mark.timeout(400)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
     names = [
         "autoscale",
@@ -46,6 +46,7 @@ def test_named_benches_run_one_after_another() -> None:
         "sim",
         "time_model",
         "worker_memory",
+        "peers",
     ]
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
@@ -67,6 +68,11 @@ def test_named_benches_run_one_after_another() -> None:
     scaled = results["autoscale"]
     assert scaled["smallest"]["in time %"] >= 95.0
     assert all(row["worker hours"] > 0 == row["failed"] for row in scaled["rows"])
+    beside = results["peers"]
+    ours_and_transformers = {"disagg", "generate", "continuous"}
+    assert {row["engine"] for row in beside["engines"]} == ours_and_transformers
+    assert all(row["RSS MB"] > 0 and row["absent"] is None for row in beside["engines"])
+    assert all(min(row[name] for name in ours_and_transformers) > 0 for row in beside["rows"])
     memory = results["worker_memory"]["rows"]
     assert all(row["RSS MB"] >= row["PSS MB"] >= row["USS MB"] > 0 for row in memory)
 

@@ -1,0 +1,165 @@
+"""Our engine beside those of others, each in its own environment and process.
+
+    python -m bench.peers [--shape 15m 160m] [--peer NAME...] [--rounds 3] [--tiny]
+
+The cases of `bench.engine`, in tokens/s: one prompt of 1,024 tokens, then 1, 8 and 32 requests at
+once with 128 tokens in and 128 out, prefill included. Random Llama checkpoints in bf16, greedy,
+end of sequence ignored, two threads, the same prompts for all; contenders take turns. What is
+not installed yet is installed first (`.peers/`, some GB); a peer that cannot be, does not run or
+ends on the way is left out from there on, with the reason (`absent`). `RSS MB` is read after all
+cases; `same first` is the share of answers whose first token is ours: the weights are random, so
+near-ties are many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.engine import cases
+from bench.peers.checkpoint import kept
+from bench.peers.children import NotRunning
+from bench.peers.contenders import ENGINES, OURS, Contender, start
+from bench.report import finish, print_table, take_turns
+from bench.shapes import SHAPES
+
+OF_OUR_ENVIRONMENT = [name for name, engine in ENGINES.items() if not engine.environment]
+
+Row = dict[str, Any]
+
+
+class LeftOut(Exception):
+    """A contender failed in its turn; the rest can go on without it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+class Turns:
+    """One case: every contender answers the same prompts in the same turn."""
+
+    def __init__(self, shape: str, case: tuple[int, int, int]) -> None:
+        self.first_tokens: dict[str, list[int]] = {}
+        self._vocab = SHAPES[shape][0]
+        self._case = case
+
+    def runs(self, contenders: dict[str, Contender]) -> dict[str, Callable[[], float]]:
+        return {name: self._run(name, contender) for name, contender in contenders.items()}
+
+    def same_first(self, name: str) -> float:
+        """Share of answers that begin as ours."""
+        pairs = zip(self.first_tokens[name], self.first_tokens[OURS], strict=True)
+        return sum(one == other for one, other in pairs) / len(self.first_tokens[OURS])
+
+    def _run(self, name: str, contender: Contender) -> Callable[[], float]:
+        num_seqs, num_in, num_out = self._case
+        self.first_tokens[name] = []
+        prompts_rng = random.Random(num_seqs)  # new prompts in each turn: no prefix is cached
+
+        def run() -> float:
+            """Raises `LeftOut`."""
+            prompts = [
+                [prompts_rng.randrange(1, self._vocab) for _ in range(num_in)]
+                for _ in range(num_seqs)
+            ]
+            try:
+                seconds, outputs = contender.generate(prompts, num_out)
+            except NotRunning as error:
+                raise LeftOut(name, str(error)) from error
+            lengths = [len(output) for output in outputs]
+            if lengths != [num_out] * num_seqs:
+                raise LeftOut(name, f"{lengths} tokens instead of {num_out} each")
+            self.first_tokens[name] += [output[0] for output in outputs]
+            return seconds
+
+        return run
+
+
+def measure(
+    shape: str, names: list[str], threads: int, rounds: int, scale: int
+) -> tuple[list[Row], list[Row]]:
+    """Rows of speed, one a case, and of the contenders."""
+    with tempfile.TemporaryDirectory() as scratch:
+        contenders, absent = start(names, kept(shape), threads, Path(scratch))
+        if OURS in absent:
+            raise SystemExit(f"{OURS}: {absent[OURS]}")
+        try:
+            speeds, same = [], {}
+            for case, counts in cases(scale).items():
+                turns = Turns(shape, counts)
+                seconds = measure_case(turns, contenders, absent, rounds)
+                speeds.append(_speeds(shape, case, counts, seconds, names))
+                same = {name: turns.same_first(name) for name in contenders}
+            return speeds, [
+                {
+                    "shape": shape,
+                    "engine": name,
+                    "RSS MB": contenders[name].resident_mb() if name in contenders else None,
+                    "same first": same.get(name),
+                    "absent": absent.get(name),
+                }
+                for name in names
+            ]
+        finally:
+            for contender in contenders.values():
+                contender.close()
+
+
+def measure_case(
+    turns: Turns, contenders: dict[str, Contender], absent: dict[str, str], rounds: int
+) -> dict[str, float]:
+    """Median seconds of each. Who fails goes to `absent`, and the case begins anew without it."""
+    while True:
+        try:
+            return take_turns(turns.runs(contenders), rounds)
+        except LeftOut as failed:
+            if failed.name == OURS:
+                raise
+            contenders.pop(failed.name).close()
+            absent[failed.name] = str(failed)
+
+
+def _speeds(
+    shape: str, case: str, counts: tuple[int, int, int], seconds: dict[str, float], names: list[str]
+) -> Row:
+    num_seqs, num_in, num_out = counts
+    num_counted = num_in if num_out == 1 else num_seqs * num_out
+    rates = {name: num_counted / seconds[name] for name in seconds}
+    best = max((rates[name] for name in rates if name != OURS), default=None)
+    return {
+        "shape": shape,
+        "case": case,
+        **{name: rates.get(name) for name in names},
+        "of best": rates[OURS] / best if best else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
+    parser.add_argument("--peer", nargs="+", choices=[*ENGINES][1:], default=[*ENGINES][1:])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal that installs nothing")
+    arguments = parser.parse_args()
+    shapes, names, threads = arguments.shape, [OURS, *arguments.peer], 2
+    rounds, scale = arguments.rounds, 1
+    if arguments.tiny:
+        shapes, names, threads, rounds, scale = ["tiny"], OF_OUR_ENVIRONMENT, 1, 1, 8
+    speeds: list[Row] = []
+    engines: list[Row] = []
+    for shape in shapes:
+        of_shape = measure(shape, names, threads, rounds, scale)
+        speeds += of_shape[0]
+        engines += of_shape[1]
+    print_table(speeds)
+    print_table(engines)
+    finish("peers", speeds, engines=engines, unit="tokens/s", threads=threads, rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()

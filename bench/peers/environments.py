@@ -1,0 +1,59 @@
+"""An environment for each peer, under `.peers/`: what they need contradicts what others need.
+
+`requirements/NAME.txt` pins a peer and everything below it. Where `requirements/NAME-alone.txt`
+is, it is installed after that and without what it asks for (a CUDA build of torch, say).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+REQUIREMENTS = Path(__file__).parent / "requirements"
+ENVIRONMENTS = ROOT / ".peers"
+
+# As its installation guide has it. By itself it takes one thread for two hyperthreads of a core.
+VLLM_VARIABLES = {
+    "LD_PRELOAD": str(ENVIRONMENTS / "vllm" / "lib" / "libiomp5.so"),
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_CACHE_ROOT": str(ENVIRONMENTS / "vllm-cache"),  # what it compiles
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class NotInstalled(Exception):
+    """An environment could not be made; the reason in one line."""
+
+
+def python_of(
+    name: str, environments: Path = ENVIRONMENTS, requirements: Path = REQUIREMENTS
+) -> Path:
+    """The interpreter of a peer's environment, which is made first where it is not up to date.
+
+    Raises:
+        NotInstalled
+    """
+    files = [requirements / f"{name}.txt", requirements / f"{name}-alone.txt"]
+    wanted = "".join(file.read_text() for file in files if file.exists())
+    home = environments / name
+    python, record = home / "bin" / "python", home / "installed.txt"
+    if record.exists() and record.read_text() == wanted:
+        return python
+    print(f"installing {name} into {home}", file=sys.stderr, flush=True)
+    record.unlink(missing_ok=True)
+    _run([sys.executable, "-m", "venv", str(home)])
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, "-r", str(files[0])])
+    if files[1].exists():
+        _run([*pip, "--no-deps", "-r", str(files[1])])
+    record.write_text(wanted)
+    return python
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise NotInstalled((lines or done.stderr.splitlines() or ["no word"])[-1])

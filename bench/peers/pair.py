@@ -1,0 +1,198 @@
+"""One prefill and one decode worker, a core each: when the first and the second token come.
+
+    python -m bench.peers.pair [--shape 15m 160m] [--system NAME...] [--rounds 2] [--tiny]
+
+One prompt at a time, never seen before, of 512 and of 1,024 tokens. `disagg`: our pair. `alone`:
+one worker of ours, a core. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this
+client as by vLLM's own proxy: the prompt to one for a single token, then to the other with what
+the first said of its KV; the first token is the first that the second one streams. Milliseconds
+from asking, medians; systems take turns in every round. `moved`: the share of our requests that
+went to the prefill worker first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.peers.checkpoint import WORD, kept
+from bench.peers.environments import VLLM_VARIABLES
+from bench.peers.limits import FLAGS, MODEL
+from bench.peers.servers import Server, in_turns, started
+from bench.peers.streams import Stream, complete
+from bench.report import finish, print_table
+from bench.shapes import SHAPES
+from disagg.cli.ports import free_port
+
+NUM_PROMPTS, NUM_UNCOUNTED = 12, 3
+NUM_NEW = 8
+NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT {FLAGS}"
+OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} --num-threads 1 --no-redis"
+CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+
+Row = dict[str, Any]
+Ask = Callable[[list[int]], Awaitable[Stream]]
+
+
+@contextmanager
+def ours(checkpoint: Path, scratch: Path, num_prefill: int) -> Iterator[Ask]:
+    pools = f"--prefill {num_prefill} --decode 1"
+    ready = f'"num_prefill":{num_prefill},"num_decode":1'.encode()
+    server = Server("", f"{OURS} {pools}", ("/ready", ready))
+    with started(server, checkpoint, scratch / "log") as running:
+
+        async def ask(prompt: list[int]) -> Stream:
+            stream = await complete(running.port, prompt, NUM_NEW)
+            stream.was_moved = num_prefill > 0 and was_moved(running.port, stream)
+            return stream
+
+        yield ask
+
+
+def was_moved(port: int, stream: Stream) -> bool:
+    """Whether the prefill worker was asked first, as the ingress says."""
+    found = re.search(rb'"id": ?"([^"]+)"', stream.received)
+    assert found is not None
+    url = f"http://127.0.0.1:{port}/debug/requests/{found[1].decode()}"
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)["routes"][0]["route"]["prefill"] is not None
+
+
+@contextmanager
+def vllm(checkpoint: Path, scratch: Path) -> Iterator[Ask]:
+    with ExitStack() as stack:
+        ports = []
+        for core in (0, 1):
+            server = Server(
+                "vllm",
+                f"-m vllm.entrypoints.cli.main serve CHECKPOINT {NAMED}"
+                f" --kv-transfer-config {CONNECTOR}",
+                ("/v1/models", MODEL.encode()),
+                {
+                    **VLLM_VARIABLES,
+                    "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                },
+            )
+            log = scratch / f"log-{core}"
+            ports.append(stack.enter_context(started(server, checkpoint, log)).port)
+
+        async def ask(prompt: list[int]) -> Stream:
+            began_s = time.perf_counter()
+            ticket = _prefilled(ports[0], prompt)
+            stream = await complete(ports[1], prompt, NUM_NEW, {"kv_transfer_params": ticket})
+            stream.asked_s = began_s
+            return stream
+
+        yield ask
+
+
+def _prefilled(port: int, prompt: list[int]) -> dict[str, Any]:
+    """What the prefill engine says of the KV that it keeps for another one."""
+    body = {
+        "model": MODEL,
+        "prompt": " ".join(f"{WORD}{token}" for token in prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        ticket: dict[str, Any] = json.load(answer)["kv_transfer_params"]
+        return ticket
+
+
+SYSTEMS: dict[str, Callable[[Path, Path], AbstractContextManager[Ask]]] = {
+    "disagg": partial(ours, num_prefill=1),
+    "alone": partial(ours, num_prefill=0),
+    "vllm": vllm,
+}
+
+
+async def ask_all(ask: Ask, vocab: int, num_in: int) -> list[Stream]:
+    rng = random.Random(num_in)
+    streams = [
+        await ask([rng.randrange(1, vocab) for _ in range(num_in)])
+        for _ in range(NUM_UNCOUNTED + NUM_PROMPTS)
+    ]
+    return streams[NUM_UNCOUNTED:]
+
+
+def measure(
+    shape: str, names: list[str], rounds: int, scale: int
+) -> tuple[list[Row], dict[str, str]]:
+    """A row for each system and length; and who is absent, and why."""
+    found: dict[tuple[int, str], list[Stream]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        scratch, checkpoint = Path(directory), kept(shape)
+        systems = {name: partial(SYSTEMS[name], checkpoint, scratch) for name in names}
+
+        def ask_each(name: str, ask: Ask) -> None:
+            for num_in in (512 // scale, 1024 // scale):
+                streams = asyncio.run(ask_all(ask, SHAPES[shape][0], num_in))
+                found.setdefault((num_in, name), []).extend(streams)
+
+        absent = in_turns(systems, rounds, ask_each)
+        for name in absent.keys() - {"vllm"}:
+            raise SystemExit(f"{name}: {absent[name]}")
+    rows = [_row(shape, num_in, name, found[num_in, name]) for num_in, name in sorted(found)]
+    return rows, absent
+
+
+def _row(shape: str, num_in: int, name: str, streams: list[Stream]) -> Row:
+    return {
+        "shape": shape,
+        "prompt": num_in,
+        "system": name,
+        "first token ms": 1e3 * statistics.median(each.ttft_s for each in streams),
+        "second token ms": 1e3
+        * statistics.median(each.token_s[1] - each.asked_s for each in streams),
+        "moved": statistics.mean(each.was_moved for each in streams),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.pair", description=__doc__)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
+    arguments = parser.parse_args()
+    shapes, names, rounds, scale = arguments.shape, arguments.system, arguments.rounds, 1
+    if arguments.tiny:
+        shapes, names, rounds, scale = ["tiny"], ["disagg", "alone"], 1, 4
+    rows: list[Row] = []
+    absent: dict[str, str] = {}
+    for shape in shapes:
+        of_shape, absent_of_shape = measure(shape, names, rounds, scale)
+        rows += of_shape
+        absent |= absent_of_shape
+    print_table(rows)
+    finish("peers.pair", rows, absent=absent, rounds=rounds, prompts=NUM_PROMPTS)
+
+
+if __name__ == "__main__":
+    main()

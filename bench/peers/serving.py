@@ -1,0 +1,146 @@
+"""`disagg serve` over HTTP beside `vllm serve` and Ray Serve LLM with vLLM, both on CPUs.
+
+    python -m bench.peers.serving [--shape 15m 160m] [--server NAME...] [--rounds 2] [--tiny]
+
+Streaming completions of 128 tokens for prompts of 128, so many asked for at once; when the last
+has ended, the next wave. Random Llama checkpoints in bf16, greedy. Servers take turns in every
+round, and all of the machine's two cores are theirs and the client's. Tokens/s are those of a
+wave, median of all waves; TTFT and TPOT are medians of all requests. `RSS MB` is that of all
+processes of a server, after its first waves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.peers.checkpoint import kept
+from bench.peers.environments import VLLM_VARIABLES
+from bench.peers.limits import FLAGS, MODEL
+from bench.peers.servers import Running, Server, in_turns, started
+from bench.peers.streams import Stream, complete
+from bench.report import finish, print_table
+from bench.shapes import SHAPES
+
+OURS = "disagg"
+LIMITS = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT {FLAGS}"
+SERVERS = {
+    OURS: Server(
+        "",
+        f"-m disagg.cli.main serve CHECKPOINT {LIMITS} --prefill 0 --decode 1 --num-threads 2"
+        " --no-redis",
+        ("/ready", b'"num_decode":1'),
+    ),
+    "vllm": Server(
+        "vllm",
+        f"-m vllm.entrypoints.cli.main serve CHECKPOINT {LIMITS}",
+        ("/v1/models", MODEL.encode()),
+        VLLM_VARIABLES,
+    ),
+    "ray serve llm": Server(
+        "vllm",
+        "-m bench.peers.ray_serve_llm CHECKPOINT PORT",
+        ("/v1/models", MODEL.encode()),
+        VLLM_VARIABLES,
+    ),
+}
+AT_ONCE = (1, 8, 32)
+NUM_WAVES = 3
+
+Row = dict[str, Any]
+Key = tuple[str, int]  # server, requests at once
+
+
+class Figures:
+    """All that was measured of a shape."""
+
+    def __init__(self) -> None:
+        self.rates: dict[Key, list[float]] = {}
+        self.streams: dict[Key, list[Stream]] = {}
+        self.resident_mb: dict[str, float] = {}
+
+    def add(self, key: Key, wave: list[Stream]) -> None:
+        num_tokens = sum(len(stream.token_s) for stream in wave)
+        seconds = max(stream.token_s[-1] for stream in wave) - wave[0].asked_s
+        self.rates.setdefault(key, []).append(num_tokens / seconds)
+        self.streams.setdefault(key, []).extend(wave)
+
+    def rows(self, shape: str) -> list[Row]:
+        return [
+            {
+                "shape": shape,
+                "at once": at_once,
+                "server": name,
+                "tokens/s": statistics.median(self.rates[name, at_once]),
+                "TTFT p50 ms": 1e3 * statistics.median(each.ttft_s for each in streams),
+                "TPOT p50 ms": 1e3 * statistics.median(each.tpot_s for each in streams),
+                "RSS MB": self.resident_mb.get(name),
+            }
+            for (name, at_once), streams in sorted(
+                self.streams.items(), key=lambda item: item[0][1]
+            )
+        ]
+
+
+async def ask_all(running: Running, name: str, vocab: int, scale: int, figures: Figures) -> None:
+    """All waves to one server; the first of each kind does not count."""
+    rng = random.Random(0)
+    for at_once in AT_ONCE:
+        for wave in range(NUM_WAVES + 1):
+            prompts = [
+                [rng.randrange(1, vocab) for _ in range(128 // scale)] for _ in range(at_once)
+            ]
+            streams = await asyncio.gather(
+                *(complete(running.port, prompt, 128 // scale) for prompt in prompts)
+            )
+            if wave:
+                figures.add((name, at_once), streams)
+    figures.resident_mb[name] = running.resident_mb()
+
+
+def measure(
+    shape: str, names: list[str], rounds: int, scale: int
+) -> tuple[list[Row], dict[str, str]]:
+    """A row for each server and number of requests; and who is absent, and why."""
+    figures = Figures()
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint, log = kept(shape), Path(directory) / "log"
+        systems = {name: partial(started, SERVERS[name], checkpoint, log) for name in names}
+
+        def ask(name: str, running: Running) -> None:
+            asyncio.run(ask_all(running, name, SHAPES[shape][0], scale, figures))
+
+        absent = in_turns(systems, rounds, ask)
+        if OURS in absent:
+            raise SystemExit(f"{OURS}: {absent[OURS]}")
+    return figures.rows(shape), absent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.serving", description=__doc__)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
+    parser.add_argument("--server", nargs="+", choices=SERVERS, default=[*SERVERS])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
+    arguments = parser.parse_args()
+    shapes, names, rounds, scale = arguments.shape, arguments.server, arguments.rounds, 1
+    if arguments.tiny:
+        shapes, names, rounds, scale = ["tiny"], [OURS], 1, 8
+    rows: list[Row] = []
+    absent: dict[str, str] = {}
+    for shape in shapes:
+        of_shape, absent_of_shape = measure(shape, names, rounds, scale)
+        rows += of_shape
+        absent |= absent_of_shape
+    print_table(rows)
+    finish("peers.serving", rows, absent=absent, rounds=rounds, waves=NUM_WAVES)
+
+
+if __name__ == "__main__":
+    main()
