@@ -111,8 +111,11 @@ def new_sequence(
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    """Tiny caches, so that every block is fought over; few prefixes, so that many are shared."""
+def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
+    """Tiny caches, so that every block is fought over; few prefixes, so that many are shared.
+
+    With `on_device` all plan steps ahead, or none does.
+    """
     block_size = draw(st.sampled_from([4, 2, 1]))
     max_num_seqs = draw(st.integers(1, 4))
     prefixes = draw(
@@ -142,7 +145,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
         caching=draw(st.sampled_from([True, True, True, False])),
-        on_device=draw(st.booleans()),
+        on_device=draw(st.booleans()) if on_device is None else on_device,
         jobs=tuple(jobs),
     )
 
