@@ -263,7 +263,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     """Run a request on this worker.
 
-    hand_over: leave after one token, with a ticket (the prefill door).
+    hand_over: leave after one token, with a ticket (the prefill door). A request without tokens is
+        a loan: nothing is computed, and the ticket is for what is cached under its block hashes.
     ticket: the KV of the first tokens lies on another worker (the decode door).
     """
 
@@ -271,6 +272,10 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     request: GenerateRequest
     hand_over: bool = False
     ticket: KVTicket | None = None
+
+    @property
+    def is_loan(self) -> bool:
+        return self.hand_over and not self.request.token_ids
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):

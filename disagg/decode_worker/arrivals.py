@@ -160,6 +160,7 @@ class Arrivals:
         sequence = arrival.sequence
         sequence.block_ids = [*arrival.held, *arrival.pulled]
         sequence.num_computed = arrival.ticket.num_tokens
+        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         enter_or_end(self._engine, sequence, self._engine.join)
 
     def _compute_here(self, arrival: _Arrival) -> None:

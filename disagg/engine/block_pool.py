@@ -94,14 +94,17 @@ class BlockPool:
             self._num_holders[block_id] = 1
         return block_ids
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, is_spent: bool = False) -> None:
         """One holder less for each block. The last one leaves a findable block idle.
+
+        Args:
+            is_spent: idle blocks are the first to give up and not the last.
 
         Raises:
             ValueError: a block has no holder.
         """
         holders, hash_of = self._num_holders, self._hash_of
-        for block_id in reversed(block_ids):
+        for block_id in block_ids if is_spent else reversed(block_ids):
             if holders[block_id] == 0:
                 raise ValueError(f"block {block_id} was released without a holder")
             holders[block_id] -= 1
@@ -110,6 +113,8 @@ class BlockPool:
                     self._free.add(block_id)
                 else:
                     self._idle[block_id] = None
+                    if is_spent:
+                        self._idle.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
         """A held block is full: make it findable. If the name is taken, the first one keeps it.

@@ -47,6 +47,9 @@ class Holds:
         held = sum(len(hold.block_ids) for hold in self._holds.values())
         return held + sum(map(len, self._returned))
 
+    def has(self, ticket_id: str) -> bool:
+        return ticket_id in self._holds
+
     def holders(self) -> list[tuple[int, ...]]:
         """The blocks of each hold, and of those that ended and wait for `collect`."""
         return [*(hold.block_ids for hold in self._holds.values()), *self._returned]

@@ -1,4 +1,5 @@
-"""The leaving door: what a finished prefill hands over, and how long its blocks are kept.
+"""The leaving door: what a finished prefill hands over, or what is cached of a prompt that another
+worker will compute, and how long the blocks are kept.
 
 Decides when blocks of a sequence that left go back to the pool. Knows nothing of links or of who
 reads the blocks. Owned by the engine's thread.
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.errors import Unavailable
 from disagg.kvtransfer.holds import Holds, issue_ticket
 from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.messages import GenerateRequest
 
 # A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
 # fails its stamp check and the prompt is computed where it is.
@@ -33,10 +36,11 @@ class Leaving:
         self._peer = peer
         self._generations = generations
         self._holds = Holds()
+        self._loans = Holds()
 
     @property
     def num_holds(self) -> int:
-        return self._holds.num_holds
+        return self._holds.num_holds + self._loans.num_holds
 
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
         """Take over the blocks of a sequence that ended here and issue the claim check for them.
@@ -49,42 +53,79 @@ class Leaving:
         owned, sequence.block_ids = sequence.block_ids, []
         kept, spare = owned[:num_blocks], owned[num_blocks:]
         pool.release(spare)
-        ttl_s = min(HOLD_TTL_S, max(0.0, sequence.deadline_unix_s - now))  # nobody comes later
+        until_s, num_tokens = sequence.deadline_unix_s, sequence.num_computed
+        return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
+
+    def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
+        """A ticket for what is cached under the request's block hashes.
+
+        The blocks stay findable, but who has lent them gives them up first: else the room of both
+        caches would be spent on what one holds.
+
+        Args:
+            name: of the ticket.
+
+        Raises:
+            Unavailable: nothing is, any more.
+        """
+        pool = self._engine.pool
+        found = pool.match(request.block_hashes)
+        if not found:
+            raise Unavailable("The prefix that was to be lent is not cached any more.")
+        pool.acquire(found)
+        num_tokens = len(found) * pool.block_size
+        return self._hold(self._loans, name, found, num_tokens, now, request.deadline_unix_s)
+
+    def _hold(
+        self,
+        holds: Holds,
+        name: str,
+        block_ids: list[int],
+        num_tokens: int,
+        now: float,
+        until_s: float,
+    ) -> KVTicket:
+        """A ticket for blocks that become the hold's, or free if there can be none."""
+        ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # nobody comes later
         try:
             ticket = issue_ticket(
                 self._peer,
                 self._generations,
-                ticket_id=sequence.request_id,
-                num_tokens=sequence.num_computed,
-                block_ids=kept,
+                ticket_id=name,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
             )
-            self._holds.hold(ticket.ticket_id, kept, now, ttl_s)
+            holds.hold(name, block_ids, now, ttl_s)
         except BaseException:
-            pool.release(kept)
+            self._engine.pool.release(block_ids)
             raise
         return ticket
 
     def release(self, ticket_id: str) -> None:
         """The reader needs the blocks no longer."""
-        self._holds.release(ticket_id)
+        (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
         """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
-        self._holds.expire_by(is_lost, now + LOST_TTL_S)
+        for holds in (self._holds, self._loans):
+            holds.expire_by(is_lost, now + LOST_TTL_S)
 
     def advance(self, now: float) -> bool:
         """Give back the blocks of holds that ended. False: there were none."""
-        ended = self._holds.collect(now)
+        pool = self._engine.pool
+        ended, passed_on = self._holds.collect(now), self._loans.collect(now)
         for block_ids in ended:
-            self._engine.pool.release(block_ids)
-        return bool(ended)
+            pool.release(block_ids)
+        for block_ids in passed_on:
+            pool.release(block_ids, is_spent=True)
+        return bool(ended or passed_on)
 
     def break_oldest(self) -> None:
         """Give back the blocks of the oldest hold: work here cannot go on without."""
-        broken = self._holds.break_oldest()
+        broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.pool.release(broken)
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""
-        return self._holds.holders()
+        return [*self._holds.holders(), *self._loans.holders()]

@@ -4,6 +4,7 @@
                            request's own uncached tokens, step by step; these make
                            every sequence that decodes there wait, and those who come behind; and
                            a prefix that another worker holds takes room from others' prefixes
+    a loan                 the rest of the lender's step under way, and the transfer of what it has
     transfer               latency and bytes that the decode worker does not hold yet
     decode on a worker     until others end, where the batch or the cache is full; the own steps in
                            the batch it joins; and every other sequence of the batch waits for what
@@ -50,6 +51,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     queue_s: float  # until what is queued has been computed; 0 where nothing is
     harm_s: float  # to others: who decode there, come behind, or lose their prefix
     total_s: float  # all of it
+    lender: str | None = None  # who holds the cached tokens, if they are to be pulled before
 
     @property
     def first_token_s(self) -> float:
@@ -93,7 +95,7 @@ def prefill_cost(
     work_s = times.prompts_s(num_new, num_cached)
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
     alone_s = work_s + num_steps * times.coefficients[0]
-    wait_s, steps_s = _steps_s(worker, num_new, now)
+    _, wait_s, steps_s = _steps_s(worker, num_new, now)
     own_s = load_s + work_s + steps_s
     queue_s = harm_s = 0.0
     if worker.num_uncomputed_tokens:
@@ -113,8 +115,42 @@ def prefill_cost(
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
-def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float]:
-    """What `num_new` tokens wait for, and what their own steps take but for computing them.
+def with_loan(
+    cost: PrefillCost,
+    lender: WorkerView,
+    num_tokens: int,
+    num_lent_tokens: int,
+    num_behind: float = 0.0,
+    spares_decodes: bool = True,
+    now: float = 0.0,
+) -> PrefillCost:
+    """The same after pulling the KV of the first tokens from the cache of `lender`.
+
+    Arguments are those of `cost`. Who waits in the queue pulls meanwhile. No prefix loses its room
+    for long, as the lender gives up first what it has lent.
+    """
+    worker = cost.worker
+    rest = prefill_cost(
+        worker, num_tokens, num_lent_tokens, num_behind, spares_decodes=spares_decodes, now=now
+    )
+    ask_s, _, _ = _steps_s(lender, 0, now)
+    pull_s = ask_s + transfer_s(lender, worker, num_lent_tokens - cost.num_cached_tokens)
+    own_s = rest.own_s + max(0.0, pull_s - rest.queue_s)
+    total_s = own_s + rest.queue_s + rest.harm_s
+    return PrefillCost(
+        worker,
+        rest.num_cached_tokens,
+        own_s,
+        rest.queue_s,
+        rest.harm_s,
+        total_s,
+        lender.worker_id,
+    )
+
+
+def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float, float]:
+    """The rest of the step under way, all that `num_new` tokens wait for, and what their own steps
+    take but for computing them.
 
     Each step gives a token to every sequence that decodes, and fills the rest with prompts in the
     order in which they came: what is queued last shares a step with what comes next. The step
@@ -128,7 +164,7 @@ def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float
     num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
     num_own = -(-num_new // num_at_once)
     if not num_queued and not num_decoding:
-        return 0.0, num_own * step_s
+        return 0.0, 0.0, num_own * step_s
     under_way_s, later_s, num_more = step_s, 0.0, 0
     if num_queued:
         queued_s = times.prompts_s(num_queued, 0, worker.num_waiting)
@@ -138,7 +174,7 @@ def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float
         num_more = -(-(num_later + num_new) // num_at_once) - num_own
     if now > worker.began_s:
         under_way_s = max(0.0, under_way_s - (now - worker.began_s))
-    return under_way_s + later_s + num_more * step_s, num_own * step_s
+    return under_way_s, under_way_s + later_s + num_more * step_s, num_own * step_s
 
 
 def _with_host(

@@ -1,7 +1,8 @@
 """Carries a request from its prompt to its last token, whatever happens to workers on the way.
 
 The way of a request: choose a route; prefill on one worker, which hands over its first token and a
-ticket for the KV; go on with both on a decode worker. Or all on one worker. Wherever a worker is
+ticket for the KV; go on with both on a decode worker. Or all on one worker. Before the first of
+them, a worker that has the beginning of the prompt may lend it: a ticket too. Wherever a worker is
 lost or answers with an error that another one may not have, the same move follows: route again
 with the tokens so far. The client sees one stream without a gap or a repeated token, and either
 exactly one last delta with a `finish_reason`, or a `DisaggError`.
@@ -12,6 +13,7 @@ Knows workers only as `Workers`; time and randomness are given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections import OrderedDict
@@ -31,10 +33,11 @@ from disagg.router.fleet import Fleet, FleetView, Load
 from disagg.router.journey import Journey, Visit
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.prefix_index import PrefixIndex
-from disagg.router.route import Candidate, Route
+from disagg.router.route import Candidate, Route, describe
 from disagg.router.turns import Queued, Turns
 
 PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
+LOAN_PATIENCE_S = 1.0  # for a ticket; a lender that steps longer than that is not worth asking
 
 
 class Workers(Protocol):
@@ -161,6 +164,8 @@ class Dispatcher:
             while not journey.is_finished:
                 if not journey.visits:
                     await self._choose(journey)
+                if journey.lender is not None:
+                    await self._borrow(journey, journey.lender)
                 try:
                     async with aclosing(self._visit(journey)) as deltas:
                         async for delta in deltas:
@@ -189,7 +194,7 @@ class Dispatcher:
                 journey.request(self._block_size(journey.model)),
                 timeout_s=journey.deadline_unix_s - self._now(),
                 hand_over=hand_over,
-                ticket=None if hand_over else journey.ticket,
+                ticket=journey.ticket,
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
@@ -210,6 +215,22 @@ class Dispatcher:
         finally:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
+
+    async def _borrow(self, journey: Journey, lender: str) -> None:
+        """Get a ticket for what the lender has cached. Without one, all of it is computed."""
+        journey.lender = None
+        block_size = self._block_size(journey.model)
+        if block_size is None:
+            return
+        left_s = journey.deadline_unix_s - self._now()
+        loan = self._workers.stream(
+            lender, journey.loan(block_size), timeout_s=min(left_s, LOAN_PATIENCE_S), hand_over=True
+        )
+        with contextlib.suppress(DisaggError):
+            async with aclosing(loan):
+                async for delta in loan:
+                    journey.ticket = delta.ticket  # None beside an error
+                    break
 
     def _learn_delay(self, journey: Journey, since: float, way: Candidate) -> None:
         """The first token came. Where nobody waits its time says nothing about queues."""
@@ -279,7 +300,7 @@ class Dispatcher:
         with telemetry.span("route", request.traceparent) as span:
             route = self._decide(journey, request, view, now, ttft_slo_s)
             if telemetry.enabled():
-                _describe(route, journey.because, span)
+                describe(route, journey.because, span)
         return route
 
     def _set_out(self, journey: Journey, route: Route, queued: Queued | None = None) -> None:
@@ -293,6 +314,7 @@ class Dispatcher:
             self.demand.hit(journey.model, route.num_cached_tokens)
         decision = Decision(now, route, journey.num_tokens, journey.because, queued)
         self._remember(journey.request_id, decision)
+        journey.lender = route.lender
         journey.visits.extend(self._reserve(journey, route))
 
     def _awaited(
@@ -321,11 +343,14 @@ class Dispatcher:
     ) -> Route:
         index, rng, excluded = self._fleet.index, self._rng, journey.excluded
         ticket = journey.ticket
-        if ticket is not None and _is_alive(ticket, view):
-            return choose_decode(
-                request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
-            )
-        journey.ticket = None
+        if ticket is not None:
+            is_loan = ticket.num_tokens < journey.num_tokens - 1  # it led to no token
+            if not is_loan and _is_alive(ticket, view):
+                return choose_decode(
+                    request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
+                )
+            self._workers.release(ticket)
+            journey.ticket = None
         return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
     def _reserve(self, journey: Journey, route: Route) -> tuple[Visit, ...]:
@@ -351,23 +376,6 @@ class Dispatcher:
         self._decisions.move_to_end(request_id)
         while len(self._decisions) > self._max_num_decisions:
             self._decisions.popitem(last=False)
-
-
-def _describe(route: Route, because: str, span: telemetry.Span) -> None:
-    """The decision with its candidates, as attributes of its span."""
-    span.set("disagg.route.prefill", route.prefill or "")
-    span.set("disagg.route.decode", route.decode)
-    span.set("disagg.route.predicted_s", route.predicted_s)
-    span.set("disagg.route.num_cached_tokens", route.num_cached_tokens)
-    span.set("disagg.route.reason", route.reason)
-    span.set("disagg.route.moved_because", because)
-    span.set(
-        "disagg.route.candidates",
-        [
-            f"{each.prefill or '-'} > {each.decode}: {each.total_s:.6f} s"
-            for each in route.candidates
-        ],
-    )
 
 
 def _is_alive(ticket: KVTicket, view: FleetView) -> bool:

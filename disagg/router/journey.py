@@ -31,7 +31,8 @@ class Journey:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.visits: deque[Visit] = deque()  # what is left of the route
-        self.ticket: KVTicket | None = None  # KV that waits for the next decode worker
+        self.ticket: KVTicket | None = None  # KV that waits for the next worker
+        self.lender: str | None = None  # whom to ask for one before
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_moves = 0
         self.because = ""
@@ -72,6 +73,17 @@ class Journey:
             self._request = grown(self._request, self._generated, block_size)
             self._generated = []
         return self._request
+
+    def loan(self, block_size: int) -> GenerateRequest:
+        """What to ask a lender: the names of all blocks but the last token's, and no token."""
+        request = self.request(block_size)
+        num_blocks = (len(request.token_ids) - 1) // block_size
+        return msgspec.structs.replace(
+            request,
+            token_ids=(),
+            draft_token_ids=(),
+            block_hashes=request.block_hashes[:num_blocks],
+        )
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """Note what a worker said. Returns what the client gets of it."""

@@ -3,6 +3,8 @@
 Prefill workers are preferred for prefill and decode workers for decode, but that is all a role
 means. A prompt is prefilled elsewhere only where that is predicted to be cheaper than doing it on
 the decode worker, transfer included; and when no decode worker is left, prefill workers decode.
+Whoever prefills may first pull what another worker has cached of the prompt, where that is cheaper
+than computing it, or than waiting for the worker that has it.
 
 Pairs are not all looked at: a pair's cost is its prefill side, its decode side and the transfer,
 so the cheapest few of each side are enough.
@@ -12,8 +14,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import nsmallest
+from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
@@ -26,16 +31,36 @@ from disagg.router.costs import (
     prefill_cost,
     requests_behind,
     transfer_s,
+    with_loan,
 )
 from disagg.router.fleet import FleetView, WorkerView, host_id
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
+NUM_BORROWERS = 2  # cheapest workers that are looked at with a loan, of those that want one
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
 _total_s = attrgetter("total_s")
+
+
+class _Prompt(NamedTuple):
+    """What costs depend on. held: leading tokens by worker. num_lent: those that `lender` has."""
+
+    num_tokens: int
+    held: Mapping[str, int]
+    lender: WorkerView | None
+    num_lent: int
+    now: float
+
+
+class _Pool(NamedTuple):
+    """Arguments of `costs.prefill_cost` that are the same for all workers of a pool."""
+
+    num_behind: float
+    num_held_once: tuple[int, int]
+    spares_decodes: bool
 
 
 def choose_route(
@@ -65,6 +90,7 @@ def choose_route(
     decodes = _rotated(decodes, rng)
     held = held_tokens(index, request, decodes)
     num_tokens = len(request.token_ids)
+    prompt = _Prompt(num_tokens, held, *_lender([*prefills, *decodes], held, num_tokens), now)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     goals = [
@@ -75,45 +101,11 @@ def choose_route(
     behind = requests_behind(decodes, num_queued)
     # Where others prefill, decode workers hold what they decode, copies or not.
     once = (0, 0) if prefills else _held_once(decodes, held)
-    spares = bool(prefills)
-    candidates = [
-        _local(
-            prefill_cost(
-                goal.worker,
-                num_tokens,
-                goal.num_held_tokens,
-                behind,
-                once,
-                spares,
-                _in_host(goal.worker, held),
-                now,
-            ),
-            goal,
-        )
-        for goal in goals
-    ]
+    candidates = _local_ways(goals, prompt, _Pool(behind, once, bool(prefills)))
     if prefills:
-        behind, once = requests_behind(prefills, num_queued), _held_once(prefills, held)
-        sources = [
-            prefill_cost(
-                worker,
-                num_tokens,
-                held.get(worker.worker_id, 0),
-                behind,
-                once,
-                num_in_host=_in_host(worker, held),
-                now=now,
-            )
-            for worker in prefills
-        ]
-        sources.sort(key=_total_s)
-        goals.sort(key=_arrival_s)
-        pairs = (
-            _remote(source, goal, num_tokens)
-            for source in sources[:NUM_PER_SIDE]
-            for goal in goals[:NUM_PER_SIDE]
-        )
-        candidates += [pair for pair in pairs if math.isfinite(pair.total_s)]
+        behind = requests_behind(prefills, num_queued)
+        pool = _Pool(behind, _held_once(prefills, held), True)
+        candidates += _remote_ways(prefills, goals, prompt, pool)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
     delay = fleet.delays.factor(request.model)
@@ -181,6 +173,82 @@ def eligible(
     )
 
 
+def _lender(
+    workers: Sequence[WorkerView], held: Mapping[str, int], num_tokens: int
+) -> tuple[WorkerView | None, int]:
+    """Who has most of a prompt in its cache, and how much of that others may pull: the last token
+    is computed in any case, since its logits are wanted."""
+    lender = max(workers, key=lambda worker: held.get(worker.worker_id, 0))
+    block_size = lender.record.block_size
+    most = (num_tokens - 1) // block_size * block_size
+    num_lent = min(most, held.get(lender.worker_id, 0))
+    return (lender, num_lent) if num_lent else (None, 0)
+
+
+def _prefill_costs(
+    workers: Iterable[WorkerView], prompt: _Prompt, pool: _Pool
+) -> list[PrefillCost]:
+    held = prompt.held
+    return [
+        prefill_cost(
+            worker,
+            prompt.num_tokens,
+            held.get(worker.worker_id, 0),
+            pool.num_behind,
+            pool.num_held_once,
+            pool.spares_decodes,
+            _in_host(worker, held),
+            prompt.now,
+        )
+        for worker in workers
+    ]
+
+
+def _with_loan(cost: PrefillCost, prompt: _Prompt, pool: _Pool) -> PrefillCost | None:
+    """None if it is no cheaper."""
+    lender, num_lent = prompt.lender, prompt.num_lent
+    if lender is None:
+        return None
+    lent = with_loan(
+        cost,
+        lender,
+        prompt.num_tokens,
+        num_lent,
+        pool.num_behind,
+        pool.spares_decodes,
+        prompt.now,
+    )
+    return lent if lent.total_s < cost.total_s else None
+
+
+def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
+    costs = _prefill_costs((goal.worker for goal in goals), prompt, pool)
+    ways = [_local(cost, goal) for cost, goal in zip(costs, goals, strict=True)]
+    if prompt.lender is None:
+        return ways
+    wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
+    for number in nsmallest(NUM_BORROWERS, wanting, key=lambda n: ways[n].total_s):
+        lent = _with_loan(costs[number], prompt, pool)
+        if lent is not None:
+            ways.append(_local(lent, goals[number]))
+    return ways
+
+
+def _remote_ways(
+    prefills: Sequence[WorkerView], goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool
+) -> list[Candidate]:
+    sources = sorted(_prefill_costs(prefills, prompt, pool), key=_total_s)
+    wanting = (cost for cost in sources if cost.num_cached_tokens < prompt.num_lent)
+    lent = [_with_loan(cost, prompt, pool) for cost in islice(wanting, NUM_BORROWERS)]
+    sources += [cost for cost in lent if cost is not None]
+    pairs = (
+        _remote(source, goal, prompt.num_tokens)
+        for source in nsmallest(NUM_PER_SIDE, sources, key=_total_s)
+        for goal in nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
+    )
+    return [pair for pair in pairs if math.isfinite(pair.total_s)]
+
+
 def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
     """So that cutting off the cheapest few does not always prefer the same ones among equals."""
     start = int(rng.random() * len(workers))
@@ -236,6 +304,7 @@ def _local(source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0) -> Candid
         own_s + wait_s,
         own_s + wait_s + source.harm_s + goal.decode_s,
         source.num_cached_tokens,
+        source.lender,
     )
 
 
@@ -251,6 +320,7 @@ def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate
         first_token_s,
         max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s,
         source.num_cached_tokens,
+        source.lender,
     )
 
 
@@ -270,6 +340,7 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
         chosen.num_cached_tokens,
         tuple(best),
         _reason(chosen, candidates),
+        chosen.lender,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from disagg import telemetry
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """One way to serve a request, in predicted seconds.
@@ -19,6 +21,7 @@ class Candidate(msgspec.Struct, frozen=True):
     first_token_s: float  # both, as far as they come before the first token
     total_s: float  # with transfer, decode, and what others wait because of it
     num_cached_tokens: int
+    lender: str | None = None  # who holds these, if they are to be pulled before
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -30,11 +33,12 @@ class Route(msgspec.Struct, frozen=True):
     num_cached_tokens: int  # predicted
     candidates: tuple[Candidate, ...]  # cheapest first, the chosen one and both kinds among them
     reason: str
+    lender: str | None = None
 
     @property
     def chosen(self) -> Candidate:
-        way = (self.prefill, self.decode)
-        return next(each for each in self.candidates if (each.prefill, each.decode) == way)
+        way = (self.prefill, self.decode, self.lender)
+        return next(c for c in self.candidates if (c.prefill, c.decode, c.lender) == way)
 
     def instead(self, candidate: Candidate, reason: str) -> Route:
         """The same decision with another outcome."""
@@ -45,4 +49,23 @@ class Route(msgspec.Struct, frozen=True):
             candidate.num_cached_tokens,
             self.candidates,
             reason,
+            candidate.lender,
         )
+
+
+def describe(route: Route, because: str, span: telemetry.Span) -> None:
+    """The decision with its candidates, as attributes of its span."""
+    span.set("disagg.route.prefill", route.prefill or "")
+    span.set("disagg.route.decode", route.decode)
+    span.set("disagg.route.lender", route.lender or "")
+    span.set("disagg.route.predicted_s", route.predicted_s)
+    span.set("disagg.route.num_cached_tokens", route.num_cached_tokens)
+    span.set("disagg.route.reason", route.reason)
+    span.set("disagg.route.moved_because", because)
+    span.set(
+        "disagg.route.candidates",
+        [
+            f"{each.prefill or '-'} > {each.decode}: {each.total_s:.6f} s"
+            for each in route.candidates
+        ],
+    )

@@ -140,9 +140,10 @@ class SimulatedWorker:
         """See `router.dispatch.Workers`."""
         stream_id = next(self._stream_ids)
         name = sequence_id(LINK, stream_id)
-        stream = self._streams[name] = _Stream(request.token_ids[0])
+        stream = self._streams[name] = _Stream(request.token_ids[0] if request.token_ids else 0)
         start = Start(stream_id, request, hand_over, ticket)
-        self._post(lambda now: self._doors.start(LINK, start, now))
+        enter = self._lend if start.is_loan else self._start
+        self._post(lambda now: enter(start, now))
         try:
             while True:
                 delta = await stream.deltas.get()
@@ -152,6 +153,12 @@ class SimulatedWorker:
         finally:
             if self._streams.pop(name, None) is not None:
                 self._post(lambda now: self._doors.cancel(LINK, stream_id))
+
+    def _start(self, start: Start, now: float) -> None:
+        self._doors.start(LINK, start, now)
+
+    def _lend(self, start: Start, now: float) -> None:
+        self._hand_over(self._doors.lend(LINK, start, now), now)
 
     def release(self, ticket_id: str) -> None:
         """Nobody will use a ticket of this worker."""
@@ -280,13 +287,13 @@ class SimulatedWorker:
     def _tell(self, result: StepResult, now: float) -> None:
         for deltas in self._doors.take(result, now).values():
             for delta in deltas:
-                self._hand_over(delta)
-                if delta.ticket is not None:  # to look whether the reader came
-                    self._loop.call_at(now + HOLD_TTL_S, self._wake)
+                self._hand_over(delta, now)
         status = self._doors.status(result.status)
         self._fleet.worker_stepped(self.spec.worker_id, result.kv_events, status)
 
-    def _hand_over(self, delta: TokenDelta) -> None:
+    def _hand_over(self, delta: TokenDelta, now: float) -> None:
+        if delta.ticket is not None:  # to look whether the reader came
+            self._loop.call_at(now + HOLD_TTL_S, self._wake)
         name = sequence_id(LINK, delta.stream_id)
         stream = self._streams.get(name)
         if stream is None:

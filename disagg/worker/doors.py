@@ -22,7 +22,7 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.messages import KVEvent, Start, TokenDelta, WorkerStatus
+from disagg.messages import KVEvent, Start, TokenDelta, WireError, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, Lobby, refusal
@@ -87,6 +87,17 @@ class Doors:
                 raise refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
             self._enter(sequence, start.ticket, now)
+
+    def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
+        """The answer to a request for a loan, at once: the only delta of its stream."""
+        try:
+            if not self.accepting:
+                raise refusal()
+            name = sequence_id(link_id, start.stream_id)
+            ticket = self._leaving.lend(name, start.request, now)
+        except DisaggError as error:
+            return TokenDelta(start.stream_id, (), error=WireError.of(error))
+        return TokenDelta(start.stream_id, (), ticket=ticket)
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""

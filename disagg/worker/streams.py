@@ -66,7 +66,9 @@ class Streams:
         """A sequence for a request. The ingress never uses a stream id twice on a link."""
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
-        phases = Phases(start.request, now, is_prefill=start.ticket is None)
+        num_elsewhere = 0 if start.ticket is None else start.ticket.num_tokens
+        is_prefill = num_elsewhere < len(sequence.tokens) - 1  # a loan is a part of a prompt
+        phases = Phases(start.request, now, is_prefill=is_prefill)
         num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
         grammar = sequence.sampling.grammar
         nbytes = TOKEN_NBYTES * num_tokens + (0 if grammar is None else len(grammar.source))

@@ -202,6 +202,8 @@ class Worker:
     def _receive(self, link_id: LinkId, message: Received) -> None:
         doors, post = self._doors, self._thread.post
         match message:
+            case Start() if message.is_loan:
+                post(lambda: self._lend(link_id, message))
             case Start():
                 post(lambda: doors.start(link_id, message, self._clock()))
             case Cancel(stream_id=stream_id):
@@ -220,6 +222,12 @@ class Worker:
     def _begin_drain(self, leave_by_s: float) -> None:
         self._doors.drain(leave_by_s)
         self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._doors.status())
+
+    def _lend(self, link_id: LinkId, start: Start) -> None:
+        # Nobody who asks for a loan should wait for a step to be computed first.
+        delta = self._doors.lend(link_id, start, self._clock())
+        deltas, status = {link_id: [delta]}, self._doors.status()
+        self._loop.call_soon_threadsafe(self._server.publish, deltas, (), status)
 
     def _snapshot(self, link_id: LinkId) -> None:
         # Posted like a step, so that it arrives in order with the cache events.

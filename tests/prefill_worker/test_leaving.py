@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
-from disagg.errors import TransferFailed
+from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.messages import GenerateRequest, SamplingParams
 from disagg.prefill_worker.leaving import HOLD_TTL_S, LOST_TTL_S, Leaving
-from tests.engine.workload import new_engine, new_sequence
+from tests.engine.workload import ROOT, new_engine, new_sequence
 
 BLOCK_SIZE = 4
 
@@ -124,6 +126,78 @@ def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
     door.leaving.break_oldest()
     door.leaving.break_oldest()  # nothing is left to break
     assert door.leaving.num_holds == 0
+
+
+def loan_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="loan",
+        model="fake",
+        token_ids=(),
+        num_prompt_tokens=100,
+        hash_root=ROOT,
+        block_hashes=tuple(names),
+        sampling=SamplingParams(max_tokens=1),
+        deadline_unix_s=deadline_unix_s,
+    )
+
+
+def computed(door: Door, num_tokens: int, first: int) -> list[BlockHash]:
+    """The names of a prompt's full blocks, which are cached and idle."""
+    sequence = prefill(door.engine, tuple(range(first, first + num_tokens)))
+    door.leaving.release(door.leaving.leave(sequence, 0.0).ticket_id)
+    door.leaving.advance(0.0)
+    return sequence.block_hashes[: num_tokens // BLOCK_SIZE]
+
+
+def test_a_loan_is_of_the_leading_blocks_that_are_cached() -> None:
+    door = Door()
+    names = computed(door, 13, first=4)
+    ticket = door.leaving.lend("1/7", loan_of((*names, b"x" * 16)), 0.0)
+    door.check()
+    assert (ticket.ticket_id, ticket.num_tokens) == ("1/7", 12)
+    assert list(ticket.block_ids) == door.engine.pool.match(names)
+    assert door.num_held == 3 and door.leaving.num_holds == 1
+    for _ in range(2):  # notifications may be doubled
+        door.leaving.release("1/7")
+        door.leaving.advance(0.0)
+        door.check()
+    assert door.num_held == door.leaving.num_holds == 0
+    assert len(door.engine.pool.match(names)) == 3, "others may still find it"
+
+
+def test_what_is_not_cached_is_not_lent() -> None:
+    door = Door()
+    with pytest.raises(Unavailable, match="not cached any more"):
+        door.leaving.lend("1/7", loan_of([b"x" * 16]), 0.0)
+    assert door.leaving.num_holds == 0
+
+
+def test_what_was_lent_is_given_up_first_and_its_end_before_its_beginning() -> None:
+    door = Door(num_blocks=8)
+    other, lent = computed(door, 12, first=50), computed(door, 12, first=4)
+    door.leaving.lend("1/7", loan_of(lent), 0.0)
+    door.leaving.release("1/7")
+    door.leaving.advance(0.0)
+    assert door.engine.pool.allocate(4) is not None  # two free ones, and two of the loan
+    assert len(door.engine.pool.match(lent)) == 1
+    assert len(door.engine.pool.match(other)) == 3
+
+
+def test_a_loan_ends_by_itself_and_is_broken_before_a_hand_over() -> None:
+    door = Door()
+    ticket, names = door.leave(9, first=50), computed(door, 12, first=4)
+    door.leaving.lend("1/7", loan_of(names), 0.0)
+    door.leaving.break_oldest()
+    door.check()
+    assert door.num_held == len(ticket.block_ids)
+    door.leaving.lend("1/8", loan_of(names, deadline_unix_s=5.0), 0.0)
+    door.leaving.advance(5.0)
+    assert door.leaving.num_holds == 1, "its reader comes no later than its deadline"
+    door.leaving.lend("1/9", loan_of(names), 6.0)
+    door.leaving.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
+    door.leaving.advance(6.0 + LOST_TTL_S)
+    door.check()
+    assert door.num_held == len(ticket.block_ids)
 
 
 def _stamps(generations: Iterable[int], block_ids: Iterable[int]) -> tuple[int, ...]:

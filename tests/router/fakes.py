@@ -10,6 +10,7 @@ from disagg.messages import (
     GenerateRequest,
     SamplingParams,
     StepCosts,
+    TransferFigure,
     WorkerRecord,
     WorkerStatus,
 )
@@ -54,6 +55,11 @@ def make_record(worker_id: str, **changes: Any) -> WorkerRecord:
 def make_status(**changes: Any) -> WorkerStatus:
     fields: dict[str, Any] = {"num_free_blocks": 1000, "num_blocks": 1000, "step_costs": COSTS}
     return WorkerStatus(**(fields | changes))
+
+
+def far_from(*worker_ids: str) -> tuple[TransferFigure, ...]:
+    """What a worker measured that had better compute KV than pull it from these."""
+    return tuple(TransferFigure(worker_id, 1000.0, 1e9) for worker_id in worker_ids)
 
 
 def make_fleet(

@@ -18,7 +18,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta, WireError
 from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet, Load
-from tests.router.fakes import make_status
+from tests.router.fakes import BLOCK_SIZE, make_status
 
 
 def token_at(position: int) -> int:
@@ -87,6 +87,10 @@ class ScriptedWorkers:
 
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
+        if call.hand_over and not request.token_ids:
+            for delta in [loan_of(call)] if script.after else await self._fail(call, script):
+                yield delta
+            return
         position = len(request.token_ids)
         end = request.num_prompt_tokens + request.sampling.max_tokens
         stop = min(end, position + 1) if call.hand_over else end
@@ -129,6 +133,15 @@ class ScriptedWorkers:
 def ticket_of(worker_id: str, request: GenerateRequest) -> KVTicket:
     num_tokens = len(request.token_ids)
     return KVTicket(request.request_id, worker_id, 1, "toy/bs16", num_tokens, (0,), (0,))
+
+
+def loan_of(call: Call) -> TokenDelta:
+    """All that was asked for."""
+    names = call.request.block_hashes
+    num_tokens, name = BLOCK_SIZE * len(names), call.request.request_id
+    return TokenDelta(
+        1, (), ticket=KVTicket(name, call.worker_id, 1, "toy/bs16", num_tokens, (0,), (0,))
+    )
 
 
 class Clock:

@@ -13,7 +13,7 @@ from disagg.router.experience import USUAL_DELAY
 from disagg.router.fleet import Fleet, Load
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
-from tests.router.fakes import make_fleet, make_record, make_request, make_status
+from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
 
 def way(own_s: float, wait_s: float, decode: str = "d0") -> Candidate:
@@ -94,9 +94,11 @@ def test_a_full_batch_refuses_although_nothing_is_queued() -> None:
 
 
 def test_a_worker_in_time_is_preferred_to_a_cheaper_one() -> None:
-    """A long prompt's tokens are cached on a busy worker; computing them again is in time."""
+    """A long prompt's tokens are cached on a busy worker, and far away from the other one, where
+    computing them again is in time."""
     request = make_request(8000)
     fleet = make_fleet("d0", "d1", held={"d0": list(request.block_hashes)})
+    fleet.worker_stepped("d1", (), make_status(transfers=far_from("d0")))
     fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=5_500))
     assert choose(fleet, 8000, slo_s=100.0).decode == "d0"
     assert choose(fleet, 8000, slo_s=0.7).decode == "d1"

@@ -57,12 +57,16 @@ class FakeEngine:
 
     def _delta(self, start: Start, position: int) -> TokenDelta:
         request = start.request
+        worker_id = self.worker.record.worker_id
+        if start.is_loan:
+            num_tokens = 16 * len(request.block_hashes)
+            ticket = KVTicket(request.request_id, worker_id, 1, "toy/bs16", num_tokens, (0,), (1,))
+            return TokenDelta(start.stream_id, (), ticket=ticket)
         end = request.num_prompt_tokens + request.sampling.max_tokens
         if position + 1 == end:
             return TokenDelta(start.stream_id, (position,), "length")
         if not start.hand_over:
             return TokenDelta(start.stream_id, (position,))
-        worker_id = self.worker.record.worker_id
         ticket = KVTicket(request.request_id, worker_id, 1, "toy/bs16", position, (0,), (1,))
         return TokenDelta(start.stream_id, (position,), ticket=ticket)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
-from disagg.router.costs import UNMEASURED_S_PER_BYTE
+from disagg.router.costs import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
 from disagg.router.fleet import Fleet, Load
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.route import Route
-from tests.router.fakes import make_fleet, make_record, make_request, make_status
+from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
 
 def choose(
@@ -25,7 +26,7 @@ def choose(
     return choose_route(request, fleet.view(), fleet.index, 0.0, rng, exclude)
 
 
-def busy(fleet: Fleet, worker_id: str, **status: int) -> None:
+def busy(fleet: Fleet, worker_id: str, **status: Any) -> None:
     fleet.worker_stepped(worker_id, (), make_status(**status))
 
 
@@ -40,9 +41,10 @@ def test_a_long_prompt_is_kept_away_from_running_decodes() -> None:
 def test_a_cached_prompt_stays_where_it_is() -> None:
     request = make_request(2000)
     fleet = make_fleet("p0", "d0", "d1", held={"d1": list(request.block_hashes)})
+    busy(fleet, "d0", num_running=2, num_context_tokens=2000)
     busy(fleet, "d1", num_running=2, num_context_tokens=2000)
     route = choose(fleet, request)
-    assert (route.prefill, route.decode) == (None, "d1")
+    assert (route.prefill, route.decode, route.lender) == (None, "d1", None)
     assert route.num_cached_tokens == 1999
     assert route.reason.startswith("local prefill: ")
 
@@ -99,7 +101,8 @@ def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
 def test_a_prefix_is_left_when_the_queue_before_it_is_longer() -> None:
     request = make_request(2000)
     fleet = make_fleet("p0", "p1", "d0", held={"p1": list(request.block_hashes[:100])})
-    busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
+    busy(fleet, "p0", transfers=far_from("p1"))
+    busy(fleet, "d0", num_running=32, num_context_tokens=32_000, num_uncomputed_tokens=80_000)
     busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
     assert choose(fleet, request).prefill == "p1"  # a copy costs more than the wait
     busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=40_000)
@@ -111,12 +114,49 @@ def test_a_prefix_that_is_in_demand_spreads() -> None:
     head = list(request.block_hashes[:100])
     for holders, prefill in ((("p1",), "p1"), (("p1", "p2"), "p0")):
         fleet = make_fleet("p0", "p1", "p2", "d0", held=dict.fromkeys(holders, head))
-        busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
-        for worker_id in holders:
-            busy(fleet, worker_id, num_uncomputed_tokens=8000)
-        if holders == ("p1",):
-            busy(fleet, "p2", num_uncomputed_tokens=8000)
+        far = far_from("p1", "p2")
+        busy(fleet, "p0", transfers=far)
+        busy(fleet, "d0", num_running=32, num_context_tokens=32_000, num_uncomputed_tokens=80_000)
+        for worker_id in ("p1", "p2"):
+            busy(fleet, worker_id, num_uncomputed_tokens=8000, transfers=far)
         assert choose(fleet, request).prefill == prefill
+
+
+def test_a_prefix_is_lent_when_the_queue_before_it_is_longer() -> None:
+    request = make_request(2000)
+    held = {"p1": list(request.block_hashes[:100])}
+    for layout, lender in (("toy/bs16", "p1"), ("another", None)):
+        fleet = make_fleet(make_record("p0", layout=layout), "p1", "d0", held=held)
+        busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
+        assert choose(fleet, request).lender is None  # who has it is free
+        busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
+        busy(fleet, "d0", num_running=32, num_context_tokens=32_000, num_uncomputed_tokens=8000)
+        route = choose(fleet, request)
+        assert (route.prefill, route.lender) == ("p0" if lender else "p1", lender)
+        assert route.num_cached_tokens == 1600
+        assert route.chosen.lender == lender
+
+
+def test_decode_workers_lend_too_and_the_last_token_is_computed_in_any_case() -> None:
+    request = make_request(1600)
+    fleet = make_fleet("d0", "d1", held={"d1": list(request.block_hashes)})
+    busy(fleet, "d1", num_waiting=8, num_uncomputed_tokens=8000)
+    route = choose(fleet, request)
+    assert (route.prefill, route.decode, route.lender) == (None, "d0", "d1")
+    assert route.num_cached_tokens == 1584
+
+
+def test_a_loan_waits_for_the_lenders_step() -> None:
+    """A lender answers between two steps, and one of 500 prompt tokens takes 60 ms."""
+    request = make_request(640)
+    fleet = make_fleet("d0", "d1", held={"d1": list(request.block_hashes)})
+    busy(fleet, "d1", num_waiting=1, num_uncomputed_tokens=500)
+    lent, again = (
+        next(way for way in choose(fleet, request).candidates if way.decode == name)
+        for name in ("d0", "d1")
+    )
+    assert lent.lender == "d1" and again.lender is None
+    assert lent.own_s == pytest.approx(0.06 + 0.0116 + UNMEASURED_LATENCY_S, abs=1e-3)
 
 
 def test_decode_goes_to_the_least_crowded_worker() -> None:
@@ -191,7 +231,8 @@ def test_only_what_the_decode_worker_lacks_is_moved() -> None:
     for num_held in (0, 100):
         held = {"d0": list(request.block_hashes[:num_held])}
         fleet = make_fleet("p0", make_record("d0", block_nbytes=1 << 20), held=held)
-        (remote,) = [c for c in choose(fleet, request).candidates if c.prefill == "p0"]
+        ways = choose(fleet, request).candidates
+        (remote,) = [c for c in ways if c.prefill == "p0" and c.lender is None]
         totals.append(remote.total_s)
     assert totals[0] - totals[1] == pytest.approx(100 * (1 << 14) * UNMEASURED_S_PER_BYTE)
 

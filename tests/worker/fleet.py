@@ -25,6 +25,7 @@ from disagg.messages import (
     encode,
 )
 from disagg.prefill_worker.leaving import HOLD_TTL_S
+from disagg.router import journey as router_journey
 from disagg.router.journey import grown
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
 from tests.engine.workload import STOP_IDS
@@ -136,14 +137,41 @@ class Fleet:
 
     def _start(self, journey: Journey) -> None:
         if not journey.end:
+            if journey.trip.lender is not None:
+                self._borrow(journey, journey.trip.lender)
             self._visit(journey, journey.trip.first, hand_over=journey.trip.hand_over)
+
+    def _borrow(self, journey: Journey, worker: int) -> None:
+        """A ticket for what a worker has of the prompt, or none; and what becomes of it."""
+        member, trip = self.members[worker], journey.trip
+        request = router_journey.Journey(journey.request).loan(self.play.block_size)
+        link_id = member.links[0]
+        start = decode_to_worker(
+            encode(Start(next(member.stream_ids[link_id]), request, hand_over=True))
+        )
+        assert isinstance(start, Start) and start.is_loan
+        delta = member.doors.lend(link_id, start, self.world.now)
+        member.doors.check()
+        if delta.ticket is None:
+            assert delta.error is not None and delta.error.code == "unavailable"
+            return
+        self.met["lent"] += 1
+        match trip.ticket:
+            case "leave" | "lose":
+                pass
+            case "give back":
+                member.doors.release(delta.ticket.ticket_id)
+            case "spoil":
+                journey.ticket = spoiled(delta.ticket, trip.seed + len(trip.prompt))
+            case _:
+                journey.ticket = delta.ticket
 
     def _visit(self, journey: Journey, worker: int, *, hand_over: bool = False) -> None:
         member = self.members[worker]
         new = list(journey.output[len(journey.request.token_ids) - len(journey.trip.prompt) :])
         if new:
             journey.request = grown(journey.request, new, self.play.block_size)
-        ticket = None if hand_over else journey.ticket
+        ticket = journey.ticket
         if ticket is not None:
             self.met["ticket shown twice"] += ticket in self._presented
             self._presented.add(ticket)

@@ -14,6 +14,7 @@ from tests.worker.plays import Dice, play_in_trouble
 LEAST_PER_100_000_STEPS = {
     "pulled": 500,
     "pull torn": 50,
+    "lent": 300,
     "wire broke": 50,
     "source gone": 50,
     "pull hung": 50,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.blocks import BlockHash, hash_block
@@ -21,6 +22,7 @@ from disagg.kvtransfer import pulls
 from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest
 from disagg.prefill_worker.leaving import Leaving
 from disagg.router import journey
 from disagg.store.memory_store import MemoryStore
@@ -43,6 +45,7 @@ _allocate = BlockPool.allocate
 _publish = ownership.publish
 _begin = PullBook.begin
 _leave = Leaving.leave
+_lend = Leaving.lend
 _collect = Holds.collect
 _join = Arrivals._join
 _finish = Arrivals.finish
@@ -253,7 +256,35 @@ def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ColdPrefixes, "take_waiting", lambda door: take_waiting(door)[:0])
 
 
+def _other_blocks_are_lent(patch: pytest.MonkeyPatch) -> None:
+    def lend(door: Leaving, name: str, request: GenerateRequest, now: float) -> KVTicket:
+        wrong = msgspec.structs.replace(request, block_hashes=request.block_hashes[1:])
+        return _lend(door, name, wrong, now)
+
+    patch.setattr(Leaving, "lend", lend)
+
+
+def _lent_blocks_are_not_held(patch: pytest.MonkeyPatch) -> None:
+    def lend(door: Leaving, name: str, request: GenerateRequest, now: float) -> KVTicket:
+        ticket = _lend(door, name, request, now)
+        door._engine.pool.release(ticket.block_ids)
+        return ticket
+
+    patch.setattr(Leaving, "lend", lend)
+
+
+def _loans_never_end(patch: pytest.MonkeyPatch) -> None:
+    def release(door: Leaving, ticket_id: str) -> None:
+        door._holds.release(ticket_id)
+
+    patch.setattr(Leaving, "release", release)
+    patch.setattr(Holds, "_expire", lambda holds, now: None)
+
+
 IN_TROUBLE: list[Plant] = [
+    _other_blocks_are_lent,
+    _lent_blocks_are_not_held,
+    _loans_never_end,
     _the_last_block_is_not_pulled,
     _the_wrong_blocks_are_pulled,
     _stamps_are_not_bumped,

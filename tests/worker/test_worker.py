@@ -62,6 +62,49 @@ async def test_a_request_goes_over_both_workers() -> None:
         await r.until_empty("decode")
 
 
+async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
+    """The answer to a request for a loan of the prompt's full blocks."""
+    loan = msgspec.structs.replace(request, token_ids=())
+    (delta,) = await rig.all("prefill", loan, hand_over=True)
+    assert delta.token_ids == ()
+    return delta
+
+
+async def test_a_prefix_is_lent_and_only_the_rest_is_computed() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        request = make_request()
+        refusal = await lent(r, request)
+        assert refusal.error is not None and refusal.error.code == "unavailable"
+        await prefilled(r, request)
+        loan = await lent(r, request)
+        assert loan.ticket is not None and loan.ticket.num_tokens == len(PROMPT) - 1
+        (first, *others) = await r.all("decode", request, ticket=loan.ticket)
+        assert tokens([first, *others]) == answer_to(request)
+        assert first.num_cached_tokens == len(PROMPT) - 1
+        assert r.runners["decode"].num_computed == 6, "one token of the prompt, five of the answer"
+
+
+async def test_a_lender_answers_before_it_computes_on() -> None:
+    """It has just begun a prompt: who asks for a loan waits for one step, and not for two."""
+    async with rig() as r:
+        await r.start("prefill")
+        await prefilled(r, make_request())
+        runner = r.runners["prefill"]
+        runner.num_runs_left = 0
+        other = asyncio.create_task(r.all("prefill", make_request(prompt=tuple(range(30, 60)))))
+        await until(lambda: runner.is_waiting)
+        loan = asyncio.create_task(lent(r, make_request()))
+        await until(r.workers["prefill"]._thread._messages.qsize)
+        runner.num_runs_left = 0  # after the one under way
+        runner.gate.set()
+        assert (await loan).ticket is not None
+        await until(lambda: runner.is_waiting)
+        runner.gate.set()
+        await other
+
+
 @pytest.mark.parametrize("num_wrong", [0, 2])
 async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: int) -> None:
     async with rig() as r:
