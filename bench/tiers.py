@@ -5,9 +5,10 @@
 
 One worker each (doors, engine, real threads for copies; no links), with equal random weights in
 bf16, taking turns: with no tier it computes the prompt again, with host memory or Redis it loads
-what the time model says is worth it. Before each turn every block of its cache is given to
-somebody else. `first time`: a prompt that nobody knows, computed while its blocks are copied to
-host memory; beside the same without a tier it shows what copying costs.
+what the time model says is worth it; `another worker` has it in its cache and lends it, over NIXL.
+Before each turn every block of the cache is given to somebody else. `first time`: a prompt that
+nobody knows, computed while its blocks are copied to host memory; beside the same without a tier it
+shows what copying costs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,7 +33,9 @@ from disagg.engine.engine_thread import IN_FLIGHT_WAIT_S, StepResult
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
+from disagg.router.journey import Journey
 from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel
 from disagg.worker.doors import Doors
@@ -41,6 +44,7 @@ from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport
 
 LINK = 1
 HOST_NBYTES = 4 << 30  # more than all prompts take
+BORROWER = "another worker"
 FOREVER_S = 1e12
 
 
@@ -59,13 +63,15 @@ class Contender:
         num_prompt_tokens: int,
         host_nbytes: int,
         redis_url: str | None,
+        transport: Literal["local", "nixl"] = "local",
     ) -> None:
         torch.manual_seed(0)
         config = model_config(shape)
         made: list[Stamps] = []
+        name = f"worker-{id(self)}"
 
         def new_generations(num_blocks: int) -> Any:
-            made.append(Stamps(num_blocks, "bench", 1))
+            made.append(Stamps(num_blocks, name, 1))
             return made[0].generations
 
         num_blocks = num_prompt_tokens // (64 if device.type == "cuda" else 16) + 8
@@ -83,7 +89,7 @@ class Contender:
         )
         serve = ServeConfig(
             tiers=(TierConfig(model=shape, engine=EngineConfig()),),
-            transport="local",
+            transport=transport,
             redis_url=redis_url,
             cluster_key="bench",
         )
@@ -93,13 +99,13 @@ class Contender:
             num_slots = host_nbytes // nbytes
             copier = new_copier(cache, slab, num_slots)
             self.host = HostTier(copier, num_slots, nbytes, made[0].generations)
-        transport = new_transport(serve, "bench", 1, slab, made[0], LocalFleet())
+        self.transport = new_transport(serve, name, 1, slab, made[0], LocalFleet())
         times = first_steps(self.engine, time.perf_counter, StepTimeModel())
         self.doors = Doors(
             Parts(
                 self.engine,
                 made[0],
-                transport,
+                self.transport,
                 self.cold,
                 cache.read_block,
                 cache.write_block,
@@ -110,8 +116,8 @@ class Contender:
         self._num_requests = 0
         self.num_cached: list[int] = []
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        """Ask for one token. Afterwards nothing is under way."""
+    def first_token_s(self, prompt: list[int], lender: Contender | None = None) -> float:
+        """Ask for one token, after borrowing what a lender has. Afterwards nothing is under way."""
         self._num_requests += 1
         request = GenerateRequest(
             request_id=str(self._num_requests),
@@ -124,7 +130,9 @@ class Contender:
             deadline_unix_s=FOREVER_S,
         )
         began_s = time.perf_counter()
-        self.doors.start(LINK, Start(self._num_requests, request), time.time())
+        ticket = None if lender is None else lender.lend(request)
+        start = Start(self._num_requests, request, ticket=ticket)
+        self.doors.start(LINK, start, time.time())
         while not (deltas := self._turn()):
             pass
         seconds = time.perf_counter() - began_s
@@ -133,6 +141,15 @@ class Contender:
         while self.doors.advance(time.time()):
             time.sleep(IN_FLIGHT_WAIT_S)
         return seconds
+
+    def lend(self, request: GenerateRequest) -> KVTicket:
+        """What a router asks for before it sends the request to somebody else."""
+        self._num_requests += 1
+        loan = Journey(request).loan(self.engine.pool.block_size)
+        start = Start(self._num_requests, loan, hand_over=True)
+        delta = self.doors.lend(LINK, start, time.time())
+        assert delta.ticket is not None, delta.error
+        return delta.ticket
 
     def evict(self) -> None:
         """Give every block to somebody else, and wait until what is stored is stored."""
@@ -174,19 +191,34 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
         "computed again": Contender(shape, device, length, 0, None),
         "host memory": Contender(shape, device, length, HOST_NBYTES, None),
     }
+    known = new_prompt()
+    lender: Contender | None = None
     if redis_url is not None:
         contenders["Redis"] = Contender(shape, device, length, 0, redis_url)
-    known = new_prompt()
+        contenders[BORROWER] = Contender(shape, device, length, 0, None, "nixl")
+        lender = Contender(shape, device, length, 0, None, "nixl")
+        lender.first_token_s(known)
+        contenders[BORROWER].doors.add_peers([lender.transport.peer])
+
+    def ask(contender: Contender) -> float:
+        if contender is not contenders.get(BORROWER):
+            return contender.first_token_s(known)
+        assert lender is not None
+        seconds = contender.first_token_s(known, lender)
+        while not lender.doors.is_idle:  # until it has heard that its blocks were read
+            lender.doors.advance(time.time())
+        return seconds
+
     for contender in contenders.values():
         for _ in range(3):  # the first teach the time model
-            contender.first_token_s(known)
+            ask(contender)
             contender.evict()
         contender.num_cached.clear()
 
     def again(contender: Contender) -> Callable[[], float]:
         def turn() -> float:
             contender.evict()
-            return contender.first_token_s(known)
+            return ask(contender)
 
         return turn
 
@@ -214,7 +246,7 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
                 "cached tokens, least": min(cached),
             }
         )
-    for contender in contenders.values():
+    for contender in (*contenders.values(), *([lender] if lender else [])):
         contender.doors.close()
     return rows
 

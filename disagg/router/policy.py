@@ -241,10 +241,11 @@ def _remote_ways(
     wanting = (cost for cost in sources if cost.num_cached_tokens < prompt.num_lent)
     lent = [_with_loan(cost, prompt, pool) for cost in islice(wanting, NUM_BORROWERS)]
     sources += [cost for cost in lent if cost is not None]
+    best_goals = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
     pairs = (
         _remote(source, goal, prompt.num_tokens)
         for source in nsmallest(NUM_PER_SIDE, sources, key=_total_s)
-        for goal in nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
+        for goal in best_goals
     )
     return [pair for pair in pairs if math.isfinite(pair.total_s)]
 
