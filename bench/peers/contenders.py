@@ -54,6 +54,7 @@ class Contender:
 
     def __init__(self, engine: Engine, checkpoint: Path, threads: int, log: Path) -> None:
         python = python_of(engine.environment) if engine.environment else Path(sys.executable)
+        inherited = {name: os.environ[name] for name in os.environ.keys() - {"OMP_NUM_THREADS"}}
         self._log = log
         with log.open("w") as words:
             self._process = subprocess.Popen(
@@ -67,7 +68,7 @@ class Contender:
                 stderr=words,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), **engine.variables},
+                env={**inherited, **engine.variables},
             )
         self._read()
 

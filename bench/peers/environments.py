@@ -14,9 +14,14 @@ ROOT = Path(__file__).parent.parent.parent
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ENVIRONMENTS = ROOT / ".peers"
 
-# As its installation guide has it. By itself it takes one thread for two hyperthreads of a core.
+# As its installation guide has it: with Debian's libtcmalloc-minimal4, where that is installed.
+# By itself it takes one thread for two hyperthreads of a core.
+_PRELOADED = [
+    ENVIRONMENTS / "vllm" / "lib" / "libiomp5.so",
+    *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"),
+]
 VLLM_VARIABLES = {
-    "LD_PRELOAD": str(ENVIRONMENTS / "vllm" / "lib" / "libiomp5.so"),
+    "LD_PRELOAD": ":".join(map(str, _PRELOADED)),
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
     "VLLM_CACHE_ROOT": str(ENVIRONMENTS / "vllm-cache"),  # what it compiles
     "VLLM_NO_USAGE_STATS": "1",

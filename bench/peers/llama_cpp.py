@@ -17,7 +17,7 @@ from bench.peers import gguf_file
 from bench.peers.limits import MAX_SEQS
 from bench.peers.turns import Generate, answer
 
-MAX_TOKENS = 16384  # positions of all sequences together
+MAX_TOKENS = MAX_SEQS * 1280  # each sequence has a cache of its own, for the longest prompt too
 MAX_BATCH = 2048
 
 

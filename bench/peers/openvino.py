@@ -31,6 +31,7 @@ def export(checkpoint: str, converted: Path) -> None:
     )
     model.save_pretrained(converted)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})  # without any it cannot be converted
     for part, name in zip(
         convert_tokenizer(tokenizer, with_detokenizer=True),
         ("openvino_tokenizer", "openvino_detokenizer"),

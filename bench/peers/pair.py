@@ -77,7 +77,7 @@ def vllm(checkpoint: Path, scratch: Path) -> Iterator[Ask]:
         for core in (0, 1):
             server = Server(
                 "vllm",
-                f"-m vllm.entrypoints.cli.main serve CHECKPOINT {NAMED}"
+                f"-m vllm.entrypoints.openai.api_server --model CHECKPOINT {NAMED}"
                 f" --kv-transfer-config {CONNECTOR}",
                 ("/v1/models", MODEL.encode()),
                 {

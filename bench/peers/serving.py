@@ -39,7 +39,7 @@ SERVERS = {
     ),
     "vllm": Server(
         "vllm",
-        f"-m vllm.entrypoints.cli.main serve CHECKPOINT {LIMITS}",
+        f"-m vllm.entrypoints.openai.api_server --model CHECKPOINT {LIMITS}",
         ("/v1/models", MODEL.encode()),
         VLLM_VARIABLES,
     ),
