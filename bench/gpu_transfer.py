@@ -61,7 +61,7 @@ class Prefilled(msgspec.Struct):
 class Side:
     """An engine of one process, its slab and its transport."""
 
-    def __init__(self, name: str, device: torch.device, tiny: bool) -> None:
+    def __init__(self, name: str, device: torch.device, shape: str, num_blocks: int) -> None:
         self.device = device
         made: list[Stamps] = []
 
@@ -69,11 +69,11 @@ class Side:
             made.append(Stamps(num_blocks, name, EPOCH))
             return made[0].generations
 
-        self.config = model_config("tiny" if tiny else "llama-3-8b")
+        self.config = model_config(shape)
         self.engine, self.kv_cache = new_engine(
             self.config,
             device,
-            NUM_BLOCKS[device.type],
+            num_blocks,
             max_num_seqs=8,
             enable_prefix_caching=False,
             new_generations=new_generations,
@@ -101,6 +101,10 @@ class Side:
         return sequence.tokens[sequence.num_prompt_tokens :]
 
 
+def _side(name: str, device: torch.device, tiny: bool) -> Side:
+    return Side(name, device, "tiny" if tiny else "llama-3-8b", NUM_BLOCKS[device.type])
+
+
 def pattern(side: Side, block_id: int) -> torch.Tensor:
     """What a block of the source holds before the first hand-over."""
     generator = torch.Generator(side.device).manual_seed(block_id)
@@ -111,11 +115,10 @@ def pattern(side: Side, block_id: int) -> torch.Tensor:
 # The source's process.
 
 
-def serve(device: torch.device, tiny: bool) -> None:
-    side = Side(SOURCE, device, tiny)
+def serve(side: Side) -> None:
     for block_id in range(side.kv_cache.num_blocks):
         side.kv_cache.slab[block_id] = pattern(side, block_id)
-    synchronize(device)
+    synchronize(side.device)
     leaving = Leaving(side.engine, side.transport.peer, side.generations)
     _say(side.transport.peer)
     for line in sys.stdin:
@@ -214,11 +217,11 @@ class HandOvers:
         self._process = process
         self._arrivals = Arrivals(side.engine, side.transport, lambda source_id, num_blocks: 1.0)
 
-    def row(self, num_tokens: int) -> dict[str, Any]:
-        rounds = [self._one(f"{num_tokens}-{turn}", num_tokens) for turn in range(NUM_REPEATS)]
+    def row(self, num_tokens: int, num_rounds: int = NUM_REPEATS) -> dict[str, Any]:
+        rounds = [self._one(f"{num_tokens}-{turn}", num_tokens) for turn in range(num_rounds)]
         equal = sum(each.pop("equal") for each in rounds)
         medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        return {"prompt": num_tokens, **medians, "same tokens": f"{equal:.0f}/{NUM_REPEATS}"}
+        return {"prompt": num_tokens, **medians, "same tokens": f"{equal:.0f}/{num_rounds}"}
 
     def _one(self, name: str, num_tokens: int) -> dict[str, float]:
         side = self._side
@@ -234,12 +237,13 @@ class HandOvers:
         while side.engine.has_work:
             side.engine.step()
         begin_s = time.perf_counter()
-        side.run(side.sequence(f"{name}-here", tokens, num_tokens, 1))
+        side.run(side.sequence(f"{name}-here", tokens, num_tokens, 2))
         return {
             "prefill there ms": prefilled.seconds * 1e3,
             "pull ms": pull_s * 1e3,
             "ticket to token ms": token_s * 1e3,
-            "prefill here instead ms": (time.perf_counter() - begin_s) * 1e3,
+            "second token ms": (prefilled.seconds + token_s) * 1e3,
+            "all here instead ms": (time.perf_counter() - begin_s) * 1e3,
             "equal": float(sequence.tokens[num_tokens:] == prefilled.expected),
         }
 
@@ -267,7 +271,7 @@ class HandOvers:
 
 def measure(device: torch.device, tiny: bool, out: Path, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    side = Side(READER, device, tiny)
+    side = _side(READER, device, tiny)
     source = msgspec.json.decode(process.stdout.readline(), type=Peer)
     side.transport.add_peer(source)
     first_s = time_pull(side, source, [0])
@@ -286,7 +290,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     device = torch.device(arguments.device)
     if arguments.serve:
-        serve(device, arguments.tiny)
+        serve(_side(SOURCE, device, arguments.tiny))
         return
     flags = ["--serve", "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
     process = subprocess.Popen(

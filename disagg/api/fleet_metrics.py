@@ -64,9 +64,18 @@ class FleetMetrics:
             ("model_name",),
             registry=self.registry,
         )
+        self._loans = Counter(
+            "disagg_prefix_loans",
+            "Prefixes that a worker was to pull from another one's cache",
+            ("model_name", "result"),
+            registry=self.registry,
+        )
 
     def request_moved(self, model: str) -> None:
         self._moves.labels(model).inc()
+
+    def prefix_asked(self, model: str, is_lent: bool) -> None:
+        self._loans.labels(model, "lent" if is_lent else "refused").inc()
 
     def worker(
         self,

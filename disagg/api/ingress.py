@@ -101,6 +101,7 @@ class IngressCore:
             rng=rng,
             ttft_slo_s=ttft_slo_s,
             moved=self._fleet_metrics.request_moved,
+            borrowed=self._fleet_metrics.prefix_asked,
             turns=self.turns,
             wakes=self._may_be_empty,
         )

@@ -13,12 +13,11 @@ Knows workers only as `Workers`; time and randomness are given.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import MappingProxyType
 from typing import Protocol
 
@@ -103,6 +102,7 @@ class Dispatcher:
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
         moved: told the model of each request that is routed again.
+        borrowed: told the model of each prefix that was to be borrowed, and whether it was.
         turns: who may go to the workers, and who waits; None: whoever comes goes.
         wakes: models whose pools may be empty: a request waits for a worker until its deadline,
             because its coming is what starts one.
@@ -123,6 +123,7 @@ class Dispatcher:
         max_num_decisions: int = 1024,
         ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
         moved: Callable[[str], None] = lambda model: None,
+        borrowed: Callable[[str, bool], None] = lambda model, is_lent: None,
         choose: ChooseRoute = choose_route,
         turns: Turns | None = None,
         wakes: Collection[str] = (),
@@ -137,6 +138,7 @@ class Dispatcher:
         self._max_num_decisions = max_num_decisions
         self._ttft_slo_s = ttft_slo_s
         self._moved = moved
+        self._borrowed = borrowed
         self._choose_route = choose
         self._turns = turns
         self._wakes = wakes
@@ -226,11 +228,12 @@ class Dispatcher:
         loan = self._workers.stream(
             lender, journey.loan(block_size), timeout_s=min(left_s, LOAN_PATIENCE_S), hand_over=True
         )
-        with contextlib.suppress(DisaggError):
+        with suppress(DisaggError):
             async with aclosing(loan):
                 async for delta in loan:
                     journey.ticket = delta.ticket  # None beside an error
                     break
+        self._borrowed(journey.model, journey.ticket is not None)
 
     def _learn_delay(self, journey: Journey, since: float, way: Candidate) -> None:
         """The first token came. Where nobody waits its time says nothing about queues."""

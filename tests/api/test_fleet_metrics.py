@@ -29,6 +29,8 @@ def test_the_series_of_a_worker_go_with_it() -> None:
         metrics.host_tier("m", "decode", worker_id, host)
     metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9)
     metrics.request_moved("m")
+    for is_lent in (True, False, False):
+        metrics.prefix_asked("m", is_lent)
     metrics.prefix_index(12345, 67)
     text = generate_latest(registry).decode()
     series = 'model_name="m",role="decode",worker_id="p1"'
@@ -53,6 +55,8 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text
     assert 'kv_transfer_latency_seconds{source_id="p1",worker_id="d1"} 0.001' in text
     assert 'disagg_request_moves_total{model_name="m"} 1.0' in text
+    assert 'disagg_prefix_loans_total{model_name="m",result="lent"} 1.0' in text
+    assert 'disagg_prefix_loans_total{model_name="m",result="refused"} 2.0' in text
     metrics.keep_only({"d1"})
     text = generate_latest(registry).decode()
     assert '"p1"' not in text and '"d1"' in text

@@ -34,8 +34,10 @@ def lending(request: GenerateRequest, *worker_ids: str) -> Fleet:
 async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
     request, workers = make_request(1600), ScriptedWorkers()
     fleet = lending(request)
-    dispatcher = make_dispatcher(workers, fleet)
+    asked: list[tuple[str, bool]] = []
+    dispatcher = make_dispatcher(workers, fleet, borrowed=lambda *each: asked.append(each))
     assert_complete(await collect(dispatcher, request), request)
+    assert asked == [("toy", True)]
     loan, visit = workers.calls
     assert (loan.worker_id, loan.hand_over, loan.ticket) == ("d1", True, None)
     assert loan.request.token_ids == ()
@@ -65,8 +67,12 @@ async def test_a_prefill_worker_borrows_from_a_decode_worker() -> None:
 async def test_without_a_loan_all_is_computed(then: str | DisaggError) -> None:
     request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then=then)]))
     fleet = lending(request)
-    dispatcher = make_dispatcher(workers, fleet, max_moves=0)
+    asked: list[tuple[str, bool]] = []
+    dispatcher = make_dispatcher(
+        workers, fleet, max_moves=0, borrowed=lambda *each: asked.append(each)
+    )
     assert_complete(await collect(dispatcher, request), request)
+    assert asked == [("toy", False)]
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d1", None), ("d0", None)]
     assert len(dispatcher.decision(request.request_id)) == 1
     assert_nothing_reserved(fleet)

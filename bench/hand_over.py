@@ -1,0 +1,65 @@
+"""What a hand-over adds to the second token of a long prompt: `python -m bench.hand_over [--tiny]`
+
+Two engines with equal random weights (bf16), one thread and one process each, connected by NIXL.
+Prompts are prefilled in the other process, their blocks are pulled here, and decoding goes on here;
+beside it, all of it here. In turns, medians of `--rounds`. The ticket comes with the first token:
+nothing moves before. `second token` is from the prompt to the token after the first one, without
+the way of the request; `pull of all here`: what the pull takes, of the time without a hand-over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import msgspec
+import torch
+
+from bench.gpu_transfer import READER, SOURCE, HandOvers, Side, serve
+from bench.report import finish, print_table
+from bench.shapes import SHAPES
+from disagg.kvtransfer.ticket import Peer
+
+CPU = torch.device("cpu")
+CPU_BLOCK_SIZE = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="160m")
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
+    parser.add_argument("--serve", metavar="NAME", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.shape, arguments.prompt, arguments.rounds = "tiny", 64, 1
+    torch.set_num_threads(1)
+    num_blocks = 2 * arguments.prompt // CPU_BLOCK_SIZE + 8  # one prompt, and what is being freed
+    if arguments.serve:
+        serve(Side(SOURCE, CPU, arguments.shape, num_blocks))
+        return
+    flags = ["--shape", arguments.shape, "--prompt", str(arguments.prompt), "--serve", SOURCE]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.hand_over", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        side = Side(READER, CPU, arguments.shape, num_blocks)
+        side.transport.add_peer(msgspec.json.decode(process.stdout.readline(), type=Peer))
+        row = HandOvers(side, process).row(arguments.prompt, arguments.rounds)
+        row["pull of all here"] = row["pull ms"] / row["all here instead ms"]
+        print_table([row])
+        finish("hand_over", [row], shape=arguments.shape)
+        side.transport.close()
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+if __name__ == "__main__":
+    main()
