@@ -247,3 +247,19 @@ def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
     door.fates.calm = True
     door.run()
     assert door.tier.counts().num_torn == 5 and not door.tier.hashes()
+
+
+def test_a_drain_takes_all_that_wait() -> None:
+    """One whose blocks are on their way, and one that waits for the same blocks."""
+    door = Door()
+    warm(door)
+    door.fates.calm = False
+    both = {door.admit(), door.admit()}
+    door.host.advance(door.now)
+    assert door.tier.num_under_way == 1 and door.host.num_arriving == 2
+    assert set(door.host.take_waiting()) == both
+    assert not door.host.num_arriving and not door.host.take_waiting()
+    door.fates.calm = True
+    door.run()
+    assert len(door.passed) == 1, "it was let in here all the same"
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
