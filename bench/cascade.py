@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--num-per-level", type=int, default=60)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     arguments = parser.parse_args()
-    rows, curves = asyncio.run(run(4 if arguments.tiny else arguments.num_per_level))
+    rows, curves = asyncio.run(run(2 if arguments.tiny else arguments.num_per_level))
     print_table(rows)
     print_table(curves)
     goal = {f"goal_{name}": value for name, value in GOAL.items()}

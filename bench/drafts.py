@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
     arguments = parser.parse_args()
-    rounds, num_questions = (1, 8) if arguments.tiny else (arguments.rounds, arguments.questions)
+    rounds, num_questions = (1, 3) if arguments.tiny else (arguments.rounds, arguments.questions)
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     engines = {name: Asked(drafts) for name, drafts in DRAFTS.items()}

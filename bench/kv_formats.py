@@ -129,7 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
     samples, rounds, batches = arguments.samples, arguments.rounds, [1, 8]
     if arguments.tiny:
-        samples, rounds, batches = 1, 1, [1]
+        arguments.model, samples, rounds, batches = "demo-small", 1, 1, [1]
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     directory = ASSETS / arguments.model

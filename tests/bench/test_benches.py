@@ -59,7 +59,7 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
     stored = {row["KV"]: row["bytes/token"] for row in results["kv_formats"]["rows"]}
-    assert stored["int8"] == stored["fp8"] < 0.55 * stored["bfloat16"]
+    assert stored["int8"] == stored["fp8"] < 0.57 * stored["bfloat16"]  # scales of 32 values
     assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
     cascade = results["cascade"]
