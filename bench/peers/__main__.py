@@ -14,6 +14,7 @@ near-ties are many.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import tempfile
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from bench.peers.contenders import ENGINES, OURS, Contender, start
 from bench.report import finish, print_table, take_turns
 from bench.shapes import SHAPES
 
+NUM_UNCOUNTED = 8  # tokens of each answer in the turn that does not count
 OF_OUR_ENVIRONMENT = [name for name, engine in ENGINES.items() if not engine.environment]
 
 Row = dict[str, Any]
@@ -57,12 +59,15 @@ class Turns:
         return sum(one == other for one, other in pairs) / len(self.first_tokens[OURS])
 
     def _run(self, name: str, contender: Contender) -> Callable[[], float]:
-        num_seqs, num_in, num_out = self._case
+        num_seqs, num_in, num_counted = self._case
         self.first_tokens[name] = []
         prompts_rng = random.Random(num_seqs)  # new prompts in each turn: no prefix is cached
+        turns = itertools.count()
 
         def run() -> float:
             """Raises `LeftOut`."""
+            is_counted = next(turns) > 0
+            num_out = num_counted if is_counted else min(num_counted, NUM_UNCOUNTED)
             prompts = [
                 [prompts_rng.randrange(1, self._vocab) for _ in range(num_in)]
                 for _ in range(num_seqs)

@@ -36,7 +36,7 @@ from bench.report import finish, print_table
 from bench.shapes import SHAPES
 from disagg.cli.ports import free_port
 
-NUM_PROMPTS, NUM_UNCOUNTED = 12, 3
+NUM_UNCOUNTED = 3  # prompts of a length
 NUM_NEW = 8
 NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT {FLAGS}"
 OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} --num-threads 1 --no-redis"
@@ -132,17 +132,17 @@ SYSTEMS: dict[str, Callable[[Path, Path], AbstractContextManager[Ask]]] = {
 }
 
 
-async def ask_all(ask: Ask, vocab: int, num_in: int) -> list[Stream]:
+async def ask_all(ask: Ask, vocab: int, num_in: int, num_prompts: int) -> list[Stream]:
     rng = random.Random(num_in)
     streams = [
         await ask([rng.randrange(1, vocab) for _ in range(num_in)])
-        for _ in range(NUM_UNCOUNTED + NUM_PROMPTS)
+        for _ in range(NUM_UNCOUNTED + num_prompts)
     ]
     return streams[NUM_UNCOUNTED:]
 
 
 def measure(
-    shape: str, names: list[str], rounds: int, scale: int
+    shape: str, names: list[str], rounds: int, num_prompts: int, scale: int
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each system and length; and who is absent, and why."""
     found: dict[tuple[int, str], list[Stream]] = {}
@@ -152,7 +152,7 @@ def measure(
 
         def ask_each(name: str, ask: Ask) -> None:
             for num_in in (512 // scale, 1024 // scale):
-                streams = asyncio.run(ask_all(ask, SHAPES[shape][0], num_in))
+                streams = asyncio.run(ask_all(ask, SHAPES[shape][0], num_in, num_prompts))
                 found.setdefault((num_in, name), []).extend(streams)
 
         absent = in_turns(systems, rounds, ask_each)
@@ -179,19 +179,21 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=12, help="of each length in a round")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
     arguments = parser.parse_args()
-    shapes, names, rounds, scale = arguments.shape, arguments.system, arguments.rounds, 1
+    shapes, names, scale = arguments.shape, arguments.system, 1
+    rounds, prompts = arguments.rounds, arguments.prompts
     if arguments.tiny:
-        shapes, names, rounds, scale = ["tiny"], ["disagg", "alone"], 1, 4
+        shapes, names, rounds, prompts, scale = ["tiny"], ["disagg", "alone"], 1, 2, 4
     rows: list[Row] = []
     absent: dict[str, str] = {}
     for shape in shapes:
-        of_shape, absent_of_shape = measure(shape, names, rounds, scale)
+        of_shape, absent_of_shape = measure(shape, names, rounds, prompts, scale)
         rows += of_shape
         absent |= absent_of_shape
     print_table(rows)
-    finish("peers.pair", rows, absent=absent, rounds=rounds, prompts=NUM_PROMPTS)
+    finish("peers.pair", rows, absent=absent, rounds=rounds, prompts=prompts)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def main() -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    ray.init(include_dashboard=False, num_cpus=8, log_to_driver=True)
+    ray.init("local", include_dashboard=False, num_cpus=8, log_to_driver=True)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     model = LLMConfig(
         model_loading_config={"model_id": MODEL, "model_source": checkpoint},

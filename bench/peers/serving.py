@@ -51,7 +51,7 @@ SERVERS = {
     ),
 }
 AT_ONCE = (1, 8, 32)
-NUM_WAVES = 3
+NUM_UNCOUNTED = 8  # tokens of each answer in the wave that does not count
 
 Row = dict[str, Any]
 Key = tuple[str, int]  # server, requests at once
@@ -88,24 +88,26 @@ class Figures:
         ]
 
 
-async def ask_all(running: Running, name: str, vocab: int, scale: int, figures: Figures) -> None:
+async def ask_all(
+    running: Running, name: str, vocab: int, waves: int, scale: int, figures: Figures
+) -> None:
     """All waves to one server; the first of each kind does not count."""
     rng = random.Random(0)
     for at_once in AT_ONCE:
-        for wave in range(NUM_WAVES + 1):
+        for number, num_new in enumerate((NUM_UNCOUNTED, *[128 // scale] * waves)):
             prompts = [
                 [rng.randrange(1, vocab) for _ in range(128 // scale)] for _ in range(at_once)
             ]
-            streams = await asyncio.gather(
-                *(complete(running.port, prompt, 128 // scale) for prompt in prompts)
+            wave = await asyncio.gather(
+                *(complete(running.port, prompt, num_new) for prompt in prompts)
             )
-            if wave:
-                figures.add((name, at_once), streams)
+            if number:
+                figures.add((name, at_once), wave)
     figures.resident_mb[name] = running.resident_mb()
 
 
 def measure(
-    shape: str, names: list[str], rounds: int, scale: int
+    shape: str, names: list[str], rounds: int, waves: int, scale: int
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each server and number of requests; and who is absent, and why."""
     figures = Figures()
@@ -114,7 +116,7 @@ def measure(
         systems = {name: partial(started, SERVERS[name], checkpoint, log) for name in names}
 
         def ask(name: str, running: Running) -> None:
-            asyncio.run(ask_all(running, name, SHAPES[shape][0], scale, figures))
+            asyncio.run(ask_all(running, name, SHAPES[shape][0], waves, scale, figures))
 
         absent = in_turns(systems, rounds, ask)
         if OURS in absent:
@@ -127,19 +129,21 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
     parser.add_argument("--server", nargs="+", choices=SERVERS, default=[*SERVERS])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--waves", type=int, default=3, help="in a round")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
     arguments = parser.parse_args()
-    shapes, names, rounds, scale = arguments.shape, arguments.server, arguments.rounds, 1
+    shapes, names, scale = arguments.shape, arguments.server, 1
+    rounds, waves = arguments.rounds, arguments.waves
     if arguments.tiny:
-        shapes, names, rounds, scale = ["tiny"], [OURS], 1, 8
+        shapes, names, rounds, waves, scale = ["tiny"], [OURS], 1, 1, 8
     rows: list[Row] = []
     absent: dict[str, str] = {}
     for shape in shapes:
-        of_shape, absent_of_shape = measure(shape, names, rounds, scale)
+        of_shape, absent_of_shape = measure(shape, names, rounds, waves, scale)
         rows += of_shape
         absent |= absent_of_shape
     print_table(rows)
-    finish("peers.serving", rows, absent=absent, rounds=rounds, waves=NUM_WAVES)
+    finish("peers.serving", rows, absent=absent, rounds=rounds, waves=waves)
 
 
 if __name__ == "__main__":

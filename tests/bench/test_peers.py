@@ -70,8 +70,8 @@ def test_a_case_begins_anew_without_a_contender_that_failed() -> None:
     assert contenders == {OURS: ours}
     assert failing.is_closed and not ours.is_closed
     assert turns.same_first(OURS) == 1.0
-    with pytest.raises(LeftOut, match=r"\[2\] tokens instead of 9"):  # ours must not fail
-        measure_case(Turns("tiny", (1, 2, 9)), contenders, absent, 2)
+    with pytest.raises(LeftOut, match=r"\[2\] tokens instead of 3"):  # ours must not fail
+        measure_case(Turns("tiny", (1, 2, 3)), contenders, absent, 2)
 
 
 def test_last_words_are_the_first_error(tmp_path: Path) -> None:
