@@ -75,7 +75,7 @@ class Paged:
         """Keys and values of one block, in all of them, times what differs from block to block."""
         values, scales = self.pages.values, self.pages.scales
         factor = 1 + torch.arange(len(values), device=device).view(-1, 1, 1, 1, 1) % 7 * 0.1
-        drawn = torch.randn(values.shape[1:], device=device)
+        drawn = torch.randn(*values.shape[1:5], self.heads.head_dim, device=device)
         if scales is None:
             values.copy_(drawn.to(values.dtype).expand_as(values))
             values *= factor.unsqueeze(-1)

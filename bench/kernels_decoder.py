@@ -98,7 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="15m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv-cache-dtype", choices=["bfloat16", "fp8", "int8"], default="bfloat16")
+    formats = ["bfloat16", "fp8", "int8", "int4"]
+    parser.add_argument("--kv-cache-dtype", choices=formats, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="store_true")
     parser.add_argument(

@@ -40,9 +40,11 @@ COMBINATIONS = [
     ("float32", "float32"),
     ("float32", "int8"),
     ("float32", "fp8"),
+    ("float32", "int4"),
     ("bfloat16", "bfloat16"),
     ("bfloat16", "int8"),
     ("bfloat16", "fp8"),
+    ("bfloat16", "int4"),
 ]
 PROMPT, OUTPUT = 512, 32
 

@@ -20,7 +20,7 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Fraction: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+KVCacheDType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine, on one device. Names follow vLLM's flags."""
 
     dtype: DType = "auto"
-    kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8 and int8 have scales beside the values
+    kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit

@@ -32,7 +32,7 @@ ENGINE = EngineConfig(
     dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
 )
 PROMPTS = ("a prompt with so many blocks that it is prefilled elsewhere: " * 4, "short", "x" * 96)
-FORMATS: tuple[Any, ...] = ("float32", "int8", "fp8")
+FORMATS: tuple[Any, ...] = ("float32", "int8", "int4", "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,7 @@ def test_formats_never_mix(model: Path) -> None:
         stamps = Stamps(kv_cache.num_blocks, f"worker-{worker_id}", 1)
         sides[name] = (slab, describe(f"worker-{worker_id}", 1, "local", slab, stamps))
     assert sides["int8"][0].block_nbytes == sides["fp8"][0].block_nbytes
+    assert sides["int4"][0].block_nbytes == 0.6 * sides["int8"][0].block_nbytes  # heads of 16
     for mine, theirs in permutations(FORMATS, 2):
         book = PullBook(sides[mine][0], "local")
         with pytest.raises(TransferFailed, match=f":{theirs}.*:{mine}"):
@@ -134,10 +135,10 @@ def test_poison_finds_what_was_never_written(
 @pytest.mark.parametrize(
     ("dtype", "kv_cache_dtype", "device", "capability", "possible"),
     [
-        ("float32", "bfloat16", "cpu", None, "auto, float32, int8, fp8"),
-        ("bfloat16", "float16", "cpu", None, "auto, bfloat16, int8, fp8"),
-        ("bfloat16", "fp8", "cuda", (8, 0), "auto, bfloat16, int8"),
-        ("float16", "bfloat16", "cuda", (9, 0), "auto, float16, int8, fp8"),
+        ("float32", "bfloat16", "cpu", None, "auto, float32, int8, int4, fp8"),
+        ("bfloat16", "float16", "cpu", None, "auto, bfloat16, int8, int4, fp8"),
+        ("bfloat16", "fp8", "cuda", (8, 0), "auto, bfloat16, int8, int4"),
+        ("float16", "bfloat16", "cuda", (9, 0), "auto, float16, int8, int4, fp8"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_what_does(
@@ -157,13 +158,17 @@ def test_what_does_not_go_together_is_refused_with_what_does(
         assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "percent"), [("int8", 0.1), ("fp8", 0.2)])
-def test_a_bundled_model_keeps_its_quality(kv_cache_dtype: str, percent: float) -> None:
-    """Perplexity, by how much at most: what docs/performance.md states."""
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "percent", "num_lost"), [("int8", 0.1, 1), ("fp8", 0.2, 1), ("int4", 2.0, 3)]
+)
+def test_a_bundled_model_keeps_its_quality(
+    kv_cache_dtype: str, percent: float, num_lost: int
+) -> None:
+    """Perplexity, by how much at most, and answers: what docs/performance.md states."""
     directory = ASSETS / "demo-large"
     rows = conversations(Tokenizer.from_file(str(directory / "tokenizer.json")), 2)
     exact, stored = (
         quality(Contender(directory, "float32", name), rows) for name in ("float32", kv_cache_dtype)
     )
     assert 0 < abs(stored[0] / exact[0] - 1) <= percent / 100
-    assert stored[1] >= exact[1] - 1 / len(rows), "answers right"
+    assert stored[1] >= exact[1] - num_lost / len(rows), "answers right"

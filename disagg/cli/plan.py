@@ -30,7 +30,7 @@ from disagg.planner.gpus import (
 )
 from disagg.planner.load import Load, Slo
 from disagg.planner.roofline import Placement, placements
-from disagg.planner.shapes import KV_NBYTES, NBYTES, SHAPES, ModelShape, read_shape
+from disagg.planner.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shape
 from disagg.planner.sizing import Prices
 from disagg.sim.trace import read_trace
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         dest="kv",
         type=lambda name: "bf16" if name == "bfloat16" else name,  # which `disagg serve` says
-        choices=list(KV_NBYTES),
+        choices=list(KV_BITS),
         default="bf16",
         help="of KV",
     )

@@ -104,7 +104,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-dtype",
         default="auto",
         help="how KV is stored: auto (as the model computes), float32, bfloat16, float16, fp8"
-        " (e4m3) or int8; the last two keep a scale for each token and head",
+        " (e4m3), int8 or int4; the last three keep a scale for each token and head, and int4 costs"
+        " quality (docs/performance.md)",
     )
     group.add_argument("--device", default="auto")
     group.add_argument("--block-size", type=int)

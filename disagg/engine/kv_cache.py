@@ -74,7 +74,7 @@ def choose_format(config: EngineConfig, dtype: torch.dtype, device: torch.device
     if config.kv_cache_dtype in ("auto", own.name):
         return own
     reason = f"values of a model in {own.name} are stored as they are, or with scales"
-    possible = [own.name, "int8"]
+    possible = [own.name, "int8", "int4"]
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability >= FP8_CAPABILITY:
         possible.append("fp8")

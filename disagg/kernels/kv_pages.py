@@ -1,14 +1,19 @@
 """How keys and values lie in memory: the formats, and one slab as the tensors that kernels index.
 
 A page is what one head of one layer has in one block, keys or values: `block_size` vectors. A
-format of one byte a value keeps a float32 scale for each vector at the end of its own page:
+format of one byte a value, or half of one, keeps a float32 scale for each vector at the end of its
+own page:
 
-    values  block_size * head_dim * 1 byte
+    values  block_size * head_dim * 1 byte, or half of that
     scales  block_size * 4 bytes
 
 each part filled up to 16 bytes, the widest load of a GPU, so that every page and its scales begin
 on such a boundary. So a block is one run of bytes, scales included, a page is one too, and whoever
 moves blocks need not know. Must not know who holds a block, or where the memory comes from.
+
+An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Neighbours share
+a byte, the first in its lower half: a shift and a mask make both, each an int8 number, and beside
+each other where they belong.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from torch import Tensor
 
 SCALE_NBYTES = 4
 ALIGNMENT = 16
+PACKED_STEP = 16  # from one packed number to the next
+PACKED_TOP = 7  # steps from 0 to the largest; to the smallest it is one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +34,34 @@ class KVFormat:
     """What one stored value is.
 
     Attributes:
-        largest: what the largest value of a vector becomes; 0.0 for a format without scales.
+        dtype: of a stored number.
+        largest: what the largest value of a vector becomes; 0.0 for a format without scales. Below
+            0, a value of either sign becomes that: of numbers that reach one step further below 0
+            than above it, none is left unused. The scale then has the sign.
+        packed: how many neighbouring values share a stored number, 1 or 2. Heads have even sizes
+            (`models.model_config` refuses others).
     """
 
     name: str
     dtype: torch.dtype
     largest: float = 0.0
+    packed: int = 1
 
     @property
     def has_scales(self) -> bool:
-        return self.largest > 0.0
+        return self.largest != 0.0
 
     def scales_offset(self, block_size: int, head_dim: int) -> int:
         """Of a page's first scale, in bytes."""
-        return _aligned(block_size * head_dim * self.dtype.itemsize)
+        return _aligned(self._values_nbytes(block_size, head_dim))
 
     def page_nbytes(self, block_size: int, head_dim: int) -> int:
         if not self.has_scales:
-            return block_size * head_dim * self.dtype.itemsize
+            return self._values_nbytes(block_size, head_dim)
         return _aligned(self.scales_offset(block_size, head_dim) + block_size * SCALE_NBYTES)
+
+    def _values_nbytes(self, block_size: int, head_dim: int) -> int:
+        return block_size * (head_dim // self.packed) * self.dtype.itemsize
 
 
 FORMATS = {
@@ -56,6 +72,7 @@ FORMATS = {
         KVFormat("float16", torch.float16),
         KVFormat("fp8", torch.float8_e4m3fn, 448.0),
         KVFormat("int8", torch.int8, 127.0),
+        KVFormat("int4", torch.int8, -128.0, packed=2),
     )
 }
 
@@ -70,8 +87,8 @@ class KVPages:
     """Views of one slab.
 
     Attributes:
-        values: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; with scales, the
-            pages do not touch.
+        values: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or packed half as
+            many stored numbers; with scales, the pages do not touch.
         scales: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None. A value
             stands for itself times the scale of its vector.
         rows: one row a page, [num_blocks * num_layers * 2 * num_kv_heads, *]: values, or with
@@ -85,6 +102,10 @@ class KVPages:
     rows: Tensor
     blocks: Tensor
 
+    @property
+    def head_dim(self) -> int:
+        return self.values.shape[5] * self.format.packed
+
 
 def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
@@ -97,18 +118,19 @@ def pages_of(
     """
     pages_per_block = num_layers * 2 * num_kv_heads
     dims = (-1, num_layers, 2, num_kv_heads)
+    width = head_dim // format.packed
     page_nbytes = format.page_nbytes(block_size, head_dim)
     if not format.has_scales:
         rows = memory.view(format.dtype).view(-1, block_size * head_dim)
         values = rows.view(*dims, block_size, head_dim)
         return KVPages(format, values, None, rows, rows.view(-1, pages_per_block * rows.shape[1]))
     rows = memory.view(-1, page_nbytes)
-    values = rows[:, : block_size * head_dim].view(format.dtype)
+    values = rows[:, : block_size * width].view(format.dtype)
     begin = format.scales_offset(block_size, head_dim)
     scales = rows[:, begin : begin + block_size * SCALE_NBYTES].view(torch.float32)
     return KVPages(
         format,
-        values.view(*dims, block_size, head_dim),
+        values.view(*dims, block_size, width),
         scales.view(*dims, block_size),
         rows,
         rows.view(-1, pages_per_block * page_nbytes),

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
+from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
 
 _SMALLEST_PEAK = tl.constexpr(1.0e-30)  # a vector of zeros has a scale too
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to even
+_STEP, _TOP = tl.constexpr(float(PACKED_STEP)), tl.constexpr(float(PACKED_TOP))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a part of one upload a step
@@ -36,6 +37,7 @@ def _kv_write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LARGEST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)  # int64: a slab is larger than 2^31 values
@@ -46,21 +48,33 @@ def _kv_write_kernel(
     inside = is_page[:, None] & (column < HEAD_DIM)[None, :]
     source = token * token_stride + NUM_QUERY_VALUES + page[:, None] * HEAD_DIM + column[None, :]
     loaded = tl.load(qkv_ptr + source, mask=inside, other=0.0)
-    target = block * block_stride + page[:, None] * PAGE_STRIDE
-    target += offset * HEAD_DIM + column[None, :]
-    if LARGEST > 0.0:
+    if LARGEST != 0.0:
         wide = loaded.to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(wide), axis=1), _SMALLEST_PEAK) / LARGEST
+        peak = tl.maximum(tl.max(tl.abs(wide), axis=1), _SMALLEST_PEAK)
+        if LARGEST < 0.0:
+            peak = tl.where(tl.min(wide, axis=1) <= -peak, -peak, peak)
+        scale = peak / LARGEST
         total = tl.sum(wide, axis=1)
         scale = tl.where(total == total, scale, total)  # NaN: rounded values could not show it
-        scaled = wide / scale[:, None]
-        if pages_ptr.dtype.element_ty == tl.int8:
-            scaled = (scaled + _ROUND) - _ROUND
-        tl.store(pages_ptr + target, scaled.to(pages_ptr.dtype.element_ty), mask=inside)
         scale_target = block * scale_block_stride + page * SCALE_PAGE_STRIDE + offset
         tl.store(scales_ptr + scale_target, scale, mask=is_page)
+        scaled = wide / scale[:, None]
+        if PACKED == 2:
+            rounded = (scaled / _STEP + _ROUND) - _ROUND
+            number = tl.minimum(rounded, _TOP).to(tl.int8)
+            low, high = tl.split(tl.reshape(number, [PAGES, BLOCK_D // 2, 2]))
+            stored = (low & 15) | (high << 4)
+        elif pages_ptr.dtype.element_ty == tl.int8:
+            stored = ((scaled + _ROUND) - _ROUND).to(tl.int8)
+        else:
+            stored = scaled.to(pages_ptr.dtype.element_ty)
     else:
-        tl.store(pages_ptr + target, loaded, mask=inside)
+        stored = loaded
+    column = tl.arange(0, BLOCK_D // PACKED)
+    inside = is_page[:, None] & (column < HEAD_DIM // PACKED)[None, :]
+    target = block * block_stride + page[:, None] * PAGE_STRIDE
+    target += offset * (HEAD_DIM // PACKED) + column[None, :]
+    tl.store(pages_ptr + target, stored, mask=inside)
 
 
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
@@ -70,8 +84,8 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
         slots: int64 [num_tokens]: block_id * block_size + offset; below 0: written nowhere.
     """
-    values = kv_cache.values
-    num_kv_heads, block_size, head_dim = values.shape[3:]
+    values, head_dim = kv_cache.values, kv_cache.head_dim
+    num_kv_heads, block_size = values.shape[3:5]
     num_pages = 2 * num_kv_heads
     if qkv.shape[0]:
         scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
@@ -92,5 +106,6 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
             LARGEST=kv_cache.format.largest,
+            PACKED=kv_cache.format.packed,
             num_warps=4,
         )

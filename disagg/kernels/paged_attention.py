@@ -58,6 +58,7 @@ def _paged_attention_kernel(
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,32 +104,32 @@ def _paged_attention_kernel(
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     page_ptr = pages_ptr + head * PAGE_STRIDE
-    if LARGEST > 0.0:
+    if LARGEST != 0.0:
         scales_ptr += head * SCALE_PAGE_STRIDE
     if WINDOW > 0:
         for start in range(first_key, tl.minimum(full_start, end_key), TILE):
             acc, total, peak = attend_tile(
                 q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
                 scale, block_stride, scales_ptr, scale_block_stride,
-                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
                 TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
         )  # fmt: skip
 
-    if LARGEST > 0.0:
+    if LARGEST != 0.0:
         acc /= LARGEST
     acc /= tl.where(total > 0.0, total, 1.0)[:, None]
     if partial < 0:
@@ -284,9 +285,8 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads * head_dim].
     """
-    num_kv_heads, _, head_dim = kv_cache.values.shape[3:]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    out = torch.empty(qkv.shape[0], num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    num_heads = qkv.shape[1] - 2 * kv_cache.values.shape[3]
+    out = torch.empty(qkv.shape[0], num_heads * qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     step = (block_tables, query_start, context_lens)
     for launch in work.launches:
         _run(launch, qkv, kv_cache, layer, step, work.window, out)
@@ -303,9 +303,9 @@ def _run(
     out: Tensor,
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
-    values = kv_cache.values
+    values, head_dim = kv_cache.values, kv_cache.head_dim
     scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
-    num_kv_heads, block_size, head_dim = values.shape[3:]
+    num_kv_heads, block_size, stored_dim = values.shape[3:]
     block_tables, query_start, _ = step
     block_d = max(16, triton.next_power_of_2(head_dim))
     sizes = {
@@ -336,9 +336,10 @@ def _run(
         PAGE_STRIDE=values.stride(3),
         SCALE_PAGE_STRIDE=values.stride(3) // SCALE_NBYTES,
         LARGEST=kv_cache.format.largest,
+        PACKED=kv_cache.format.packed,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
-        **launch_options(launch.rows, head_dim * values.element_size()),
+        **launch_options(launch.rows, stored_dim * values.element_size()),
         **sizes,
     )
     if launch.num_partials:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.kv_pages import KVFormat, KVPages
+from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 
 SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
 
@@ -49,20 +49,39 @@ def norm_rope(heads: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: 
 
 
 def quantize(vectors: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
-    """Return values of `format.dtype`, and a float32 scale for each vector (the last dimension).
+    """Return what is stored of vectors, and a float32 scale for each (the last dimension).
 
     The largest value becomes `format.largest`; the others are rounded to the nearest, to even.
     """
     wide = vectors.float()
-    scales = wide.abs().amax(-1).clamp(min=SMALLEST_PEAK) / format.largest
+    peaks = wide.abs().amax(-1).clamp(min=SMALLEST_PEAK)
+    if format.largest < 0.0:
+        peaks = torch.where(wide.amin(-1) <= -peaks, -peaks, peaks)
+    scales = peaks / format.largest
     scaled = wide / scales.unsqueeze(-1)
+    if format.packed == 2:
+        halves = (scaled / PACKED_STEP).round().clamp(max=PACKED_TOP).to(format.dtype)
+        return (halves[..., 0::2] & 15) | (halves[..., 1::2] << 4), scales
     return (scaled if format.dtype.is_floating_point else scaled.round()).to(format.dtype), scales
+
+
+def widen(stored: Tensor, format: KVFormat) -> Tensor:
+    """The float32 numbers that are stored, [..., head_dim], without their scales."""
+    if format.packed == 2:
+        return torch.stack((stored << 4, stored & -PACKED_STEP), -1).flatten(-2).float()
+    return stored.float()
+
+
+def numbers(kv_cache: KVPages) -> Tensor:
+    """What all stored values stand for: float32, the shape of `values` unpacked."""
+    wide = widen(kv_cache.values, kv_cache.format)
+    return wide if kv_cache.scales is None else wide * kv_cache.scales.unsqueeze(-1)
 
 
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store the keys and values of `qkv` at `slots`; shapes as in `kernels.kv_write`."""
-    num_kv_heads, block_size, head_dim = kv_cache.values.shape[3:]
-    vectors = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, head_dim)
+    num_kv_heads, block_size = kv_cache.values.shape[3:5]
+    vectors = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, kv_cache.head_dim)
     for row, slot in enumerate(slots.tolist()):
         block_id, offset = divmod(slot, block_size)
         if kv_cache.scales is None:
@@ -100,7 +119,7 @@ def paged_attention(
     for row, own in enumerate(torch.split(q.float(), list(query_lens))):
         length = context_lens[row]
         block_ids = block_tables[row].long()
-        blocks = kv_cache.values[block_ids, layer].float()
+        blocks = widen(kv_cache.values[block_ids, layer], kv_cache.format)
         if kv_cache.scales is not None:
             blocks = blocks * kv_cache.scales[block_ids, layer].unsqueeze(-1)
         dense = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]

@@ -92,8 +92,8 @@ def paged_attention(
     qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TorchPaging
 ) -> Tensor:
     """Write this step's keys and values, then attend. See `Ops.attention`."""
-    num_kv_heads, block_size, head_dim = kv_cache.values.shape[3:]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    num_kv_heads, block_size = kv_cache.values.shape[3:5]
+    num_heads, head_dim = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]
     first_page = layer * 2 * num_kv_heads
     if kv_cache.scales is None:
         vectors = kv_cache.rows.view(-1, head_dim)[first_page * block_size :]
@@ -120,7 +120,7 @@ class _Attend:
 
     def __init__(self, kv_cache: KVPages, first_page: int, scratch: Tensor) -> None:
         self._kv_cache = kv_cache
-        self._num_kv_heads, _, self._head_dim = kv_cache.values.shape[3:]
+        self._num_kv_heads, self._head_dim = kv_cache.values.shape[3], kv_cache.head_dim
         self._pages = kv_cache.rows[first_page:]
         self._scratch = scratch
 

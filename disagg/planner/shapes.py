@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
 # Of one value of KV, and of the scale that a vector of them has (`kernels.kv_pages`).
-KV_NBYTES = {"bf16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
+KV_BITS = {"bf16": (16, 0), "fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
         """Keys and values of all layers, with their scales."""
-        value_nbytes, scale_nbytes = KV_NBYTES[dtype]
-        vector_nbytes = self.head_dim * value_nbytes + scale_nbytes
+        value_bits, scale_bits = KV_BITS[dtype]
+        vector_nbytes = (self.head_dim * value_bits + scale_bits) // 8
         return 2 * self.num_layers * self.num_kv_heads * vector_nbytes
 
 

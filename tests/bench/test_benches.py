@@ -60,6 +60,7 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
     stored = {row["KV"]: row["bytes/token"] for row in results["kv_formats"]["rows"]}
     assert stored["int8"] == stored["fp8"] < 0.57 * stored["bfloat16"]  # scales of 32 values
+    assert stored["int4"] < 0.57 * stored["int8"]
     assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
     cascade = results["cascade"]
@@ -100,6 +101,10 @@ def test_gpu_kernels_equal_their_references(tmp_path: Path) -> None:
     found = rehearse("bench.gpu_kernels", *arguments, TRITON_INTERPRET="1")
     assert found["parity"] and all(row["equal"] for row in found["parity"])
     stored = {(row["kernel"].split(",")[0], row["KV"]) for row in found["parity"]}
-    assert stored >= {("paged_attention", "fp8"), ("paged_attention", "int8"), ("kv_write", "int8")}
-    assert {row["KV"] for row in found["decode"]} == {"bfloat16", "fp8", "int8"}
+    assert stored >= {
+        (kernel, name)
+        for kernel in ("paged_attention", "kv_write")
+        for name in ("fp8", "int8", "int4")
+    }
+    assert {row["KV"] for row in found["decode"]} == {"bfloat16", "fp8", "int8", "int4"}
     assert found["prompt"]

@@ -41,7 +41,7 @@ async def comes_back(
     return num_cached
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8", "int4", "fp8"])
 async def test_an_evicted_prefix_comes_back_from_host_memory(
     kv_cache_dtype: Any, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_blocks_move_as_bytes() -> None:
         {"format": FORMATS["float16"]},
         {"format": FORMATS["int8"]},
         {"format": FORMATS["fp8"]},
+        {"format": FORMATS["int4"]},
         {"fingerprint": "other"},
     ],
 )

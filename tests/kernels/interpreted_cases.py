@@ -20,6 +20,7 @@ from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, pag
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
 CPU = torch.device("cpu")
+WITH_SCALES = ["int8", "int4", "fp8"]
 HALF, SINGLE = 2e-3, 2e-5  # tolerances, absolute and relative
 
 # Single tokens, exact multiples of blocks and tiles, a verified draft, prompts with and without
@@ -87,7 +88,7 @@ def test_paged_attention_in_half_precision() -> None:
     _assert_close(out, expected, HALF)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", WITH_SCALES)
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size", "window"),
     [(1, 64, 16, None), (3, 80, 64, None), (7, 20, 5, 50), (2, 16, 1, None), (4, 128, 128, 50)],
@@ -100,7 +101,7 @@ def test_paged_attention_with_scales(
     _assert_close(out, expected, SINGLE)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", WITH_SCALES)
 def test_paged_attention_with_scales_in_half_precision(name: str) -> None:
     lens = [(1, 65), (3, 70), (35, 99)]
     out, expected = _attend(lens, None, 2, group=4, dtype=torch.float16, format=FORMATS[name])
@@ -162,7 +163,7 @@ def test_silu_mul(size: int) -> None:
     _assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), SINGLE)
 
 
-@pytest.mark.parametrize("name", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["float32", *WITH_SCALES])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (80, 16), (64, 64), (20, 3)])
 def test_kv_write_touches_its_slots_and_nothing_else(
     head_dim: int, block_size: int, name: str
@@ -184,7 +185,7 @@ def test_kv_write_touches_its_slots_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of the interpreter
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", WITH_SCALES)
 def test_a_nan_reaches_the_scale(name: str) -> None:
     inputs = paged_inputs([(1, 1)], format=FORMATS[name])
     inputs.qkv[0, -1, 3] = torch.nan

@@ -59,21 +59,14 @@ class PagedInputs:
 
 
 def copy_of(pages: KVPages) -> KVPages:
-    _, num_layers, _, *heads = pages.values.shape
+    _, num_layers, _, num_kv_heads, block_size, _ = pages.values.shape
     memory = pages.blocks.view(torch.uint8).flatten().clone()
-    return pages_of(memory, pages.format, num_layers, *heads)
-
-
-def numbers(pages: KVPages) -> Tensor:
-    """What the stored values stand for."""
-    wide = pages.values.float()
-    return wide if pages.scales is None else wide * pages.scales.unsqueeze(-1)
+    return pages_of(memory, pages.format, num_layers, num_kv_heads, block_size, pages.head_dim)
 
 
 def on_grid(vectors: Tensor, format: KVFormat) -> Tensor:
     """Vectors near to these that the format stores as they are: the scale of each is 1 / 64."""
-    values, _ = reference.quantize(vectors, format)
-    wide = values.float()
+    wide = reference.widen(reference.quantize(vectors, format)[0], format)
     wide[..., 0] = format.largest
     return (wide / 64).to(vectors.dtype)
 

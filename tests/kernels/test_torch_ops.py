@@ -14,6 +14,7 @@ from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
+WITH_SCALES = ["int8", "int4", "fp8"]
 
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -102,7 +103,7 @@ def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", WITH_SCALES)
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (20, 3), (64, 1), (128, 8)])
 def test_what_is_stored_with_scales_is_the_references(
     head_dim: int, block_size: int, name: str, dtype: torch.dtype
@@ -126,8 +127,22 @@ def test_what_is_stored_with_scales_is_the_references(
     assert torch.equal(inputs.kv_cache.blocks, expected.blocks)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_bytes_of_int4(sign: float) -> None:
+    """Whichever sign the largest value has, it is -8 steps: the scale has the other one."""
+    format = FORMATS["int4"]
+    vector = sign * torch.arange(-8.0, 8.0) / 4
+    stored, scale = reference.quantize(vector, format)
+    assert stored.view(torch.uint8).numpy().tobytes().hex() == "98badcfe10325476"
+    assert float(scale) == sign / 64
+    assert torch.equal(reference.widen(stored, format) * scale, vector)
+    # As far from 0 on the other side there is no number, only the next one.
+    both, scale = reference.quantize(torch.tensor([-2.0, 2.0]), format)
+    assert (reference.widen(both, format) * scale).tolist() == [-2.0, 1.75]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", WITH_SCALES)
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (3, 20, 5), (7, 64, 1)])
 def test_attention_with_scales(
@@ -149,7 +164,7 @@ def test_attention_with_scales(
     _assert_close(out, expected)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int8", 0.01), ("fp8", 0.04)])
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.16)])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("window", [None, 33])
 def test_attention_with_scales_stays_near_to_exact_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,11 @@ def test_every_known_model_has_the_published_number_of_parameters() -> None:
 def test_kv_of_the_textbooks() -> None:
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token() == 320 * 1024
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token("fp8") == (160 + 5) * 1024
-    for shape in SHAPES.values():  # as an engine stores it, on a GPU
-        page_nbytes = FORMATS["int8"].page_nbytes(64, shape.head_dim)
+    assert SHAPES["llama-3-70b"].kv_nbytes_per_token("int4") == (80 + 5) * 1024
+    for shape, name in product(SHAPES.values(), ("int8", "int4")):
+        page_nbytes = FORMATS[name].page_nbytes(64, shape.head_dim)  # of an engine, on a GPU
         num_pages = 2 * shape.num_layers * shape.num_kv_heads
-        assert 64 * shape.kv_nbytes_per_token("int8") == num_pages * page_nbytes
+        assert 64 * shape.kv_nbytes_per_token(name) == num_pages * page_nbytes
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
     assert SHAPES["llama-3-8b"].kv_nbytes_per_token() == 128 * 1024
 
