@@ -44,12 +44,17 @@ def _sequences(contexts: list[int]) -> list[Tokens]:
     return found
 
 
-def _steps(decoder: Decoder, groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
-    """Logits of one step for each group of sequences, and the cache at the end."""
+def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
+    """Logits of one step for each group of sequences, and the cache at the end.
+
+    Prompts are computed without the kernels, which take seconds for them under the interpreter.
+    """
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    decoder, prefiller = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     sequences = _sequences([9, 1, 22, 13, 5])
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
-        decoder.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
+        prefiller.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
     captured = DecodeGraphs(decoder, slab, 5, 32, fake_record) if graphs else None
     logits = []
@@ -66,11 +71,9 @@ def _steps(decoder: Decoder, groups: list[list[int]], graphs: bool) -> tuple[lis
 
 def test_graphs_equal_plain_steps() -> None:
     """Fewer sequences than before, others in their rows, and every size that was captured."""
-    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     groups = [[0, 1, 2, 3, 4], [0, 1, 2, 3], [3, 2, 0], [4]]
-    plain, plain_slab = _steps(decoder, groups, graphs=False)
-    captured, captured_slab = _steps(decoder, groups, graphs=True)
+    plain, plain_slab = _steps(groups, graphs=False)
+    captured, captured_slab = _steps(groups, graphs=True)
     for ours, theirs in zip(captured, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
     torch.testing.assert_close(
