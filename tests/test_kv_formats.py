@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.kv_formats import Contender, conversations, quality
+from bench.kv_formats import Contender, Row, conversations, quality
 from disagg import local
 from disagg.config import ASSETS, EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.engine.engine import Engine
@@ -158,17 +158,30 @@ def test_what_does_not_go_together_is_refused_with_what_does(
         assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
 
 
+DEMO = ASSETS / "demo-large"
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[Row]:
+    return conversations(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 2)
+
+
+@pytest.fixture(scope="module")
+def exact(held_out: list[Row]) -> tuple[float, float]:
+    return quality(Contender(DEMO, "float32", "float32"), held_out)
+
+
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "percent", "num_lost"), [("int8", 0.1, 1), ("fp8", 0.2, 1), ("int4", 2.0, 3)]
 )
 def test_a_bundled_model_keeps_its_quality(
-    kv_cache_dtype: str, percent: float, num_lost: int
+    held_out: list[Row],
+    exact: tuple[float, float],
+    kv_cache_dtype: str,
+    percent: float,
+    num_lost: int,
 ) -> None:
     """Perplexity, by how much at most, and answers: what docs/performance.md states."""
-    directory = ASSETS / "demo-large"
-    rows = conversations(Tokenizer.from_file(str(directory / "tokenizer.json")), 2)
-    exact, stored = (
-        quality(Contender(directory, "float32", name), rows) for name in ("float32", kv_cache_dtype)
-    )
+    stored = quality(Contender(DEMO, "float32", kv_cache_dtype), held_out)
     assert 0 < abs(stored[0] / exact[0] - 1) <= percent / 100
-    assert stored[1] >= exact[1] - num_lost / len(rows), "answers right"
+    assert stored[1] >= exact[1] - num_lost / len(held_out), "answers right"
