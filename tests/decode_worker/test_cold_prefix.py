@@ -8,25 +8,18 @@ from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.engine.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Unavailable
 from disagg.store.memory_store import MemoryStore
+from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.engine.fake_runner import expected_tokens
-from tests.engine.workload import new_engine, new_sequence
-from tests.worker.fates import Fates
+from tests.engine.workload import new_sequence
 from tests.worker.members import new_tier
 
-BLOCK_SIZE = 4
-PROMPT = tuple(range(4, 22))  # four full blocks and a half
-SLOW_S = 5.0  # to compute one token
 
-
-class Door:
+class Door(Rig):
     """An engine with a store behind it. The store answers while `fates.calm`."""
 
     def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S) -> None:
-        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
-        self.fates = Fates(b"\x01")  # when not calm, the store never answers
-        self.fates.calm = True
+        super().__init__(num_blocks)
         self.store = MemoryStore(1 << 20)
-        self.now = 0.0
         self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
         self.cold = ColdPrefixes(
             self.engine,
@@ -49,18 +42,8 @@ class Door:
             self.engine.check()
 
     def evict_all(self) -> None:
-        """Give every block to somebody else, who writes over it and leaves."""
-        blocks = self.engine.reserve(self.engine.pool.num_blocks)
-        assert blocks is not None
-        for block_id in blocks:
-            self.kv.write_block(block_id, b"\xdd" * self.kv.block_nbytes)
-        self.engine.pool.release(blocks)
+        super().evict_all()
         self.tier.poll()
-
-    @property
-    def num_computed(self) -> int:
-        count: int = self.engine.runner.num_computed  # type: ignore[attr-defined]
-        return count
 
 
 def warm(door: Door) -> None:
@@ -69,7 +52,7 @@ def warm(door: Door) -> None:
     door.run()
     door.evict_all()
     assert door.store.nbytes == 5 * door.kv.block_nbytes, "four of the prompt, one of the answer"
-    door.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+    door.forget_num_computed()
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:

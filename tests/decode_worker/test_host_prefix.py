@@ -8,23 +8,17 @@ from disagg.decode_worker.host_prefix import HostPrefixes
 from disagg.engine.sequence import Sequence
 from disagg.errors import ContextLengthExceeded
 from disagg.store.host_tier import HostTier
+from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.engine.fake_runner import expected_tokens
-from tests.engine.workload import new_engine, new_sequence
-from tests.worker.fates import Fates, SteppedCopier
-
-BLOCK_SIZE = 4
-PROMPT = tuple(range(4, 22))  # four full blocks and a half
-SLOW_S = 5.0  # to compute one token
+from tests.engine.workload import new_sequence
+from tests.worker.fates import SteppedCopier
 
 
-class Door:
+class Door(Rig):
     """An engine with host memory behind it. Copies end while `fates.calm`."""
 
     def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S, num_slots: int = 16) -> None:
-        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
-        self.fates = Fates(b"\x01")  # when not calm, no copy ends
-        self.fates.calm = True
-        self.now = 0.0
+        super().__init__(num_blocks)
         copier = SteppedCopier(self.fates, self.kv, num_slots)
         generations = self.engine.pool.generations
         self.tier = HostTier(copier, num_slots, self.kv.block_nbytes, generations)
@@ -65,19 +59,6 @@ class Door:
         self.host.check()
         self.engine.check(self.host.holders())
 
-    def evict_all(self) -> None:
-        """Give every block to somebody else, who writes over it and leaves."""
-        blocks = self.engine.reserve(self.engine.pool.num_blocks)
-        assert blocks is not None
-        for block_id in blocks:
-            self.kv.write_block(block_id, b"\xdd" * self.kv.block_nbytes)
-        self.engine.pool.release(blocks)
-
-    @property
-    def num_computed(self) -> int:
-        count: int = self.engine.runner.num_computed  # type: ignore[attr-defined]
-        return count
-
 
 def warm(door: Door) -> None:
     """Let the prompt be computed, copied to the host, and evicted."""
@@ -86,7 +67,7 @@ def warm(door: Door) -> None:
     door.evict_all()
     assert len(door.tier.hashes()) == 5, "four of the prompt, one of the answer"
     assert not door.gone, "all of it is in host memory"
-    door.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+    door.forget_num_computed()
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
