@@ -3,8 +3,8 @@
 Prefill workers are preferred for prefill and decode workers for decode, but that is all a role
 means. A prompt is prefilled elsewhere only where that is predicted to be cheaper than doing it on
 the decode worker, transfer included; and when no decode worker is left, prefill workers decode.
-Whoever prefills may first pull what another worker has cached of the prompt, where that is cheaper
-than computing it, or than waiting for the worker that has it.
+Who prefills for itself may first pull what another worker has cached of the prompt, where that is
+cheaper than computing it, or than waiting for the worker that has it.
 
 Pairs are not all looked at: a pair's cost is its prefill side, its decode side and the transfer,
 so the cheapest few of each side are enough.
@@ -16,7 +16,6 @@ import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import nsmallest
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -204,23 +203,6 @@ def _prefill_costs(
     ]
 
 
-def _with_loan(cost: PrefillCost, prompt: _Prompt, pool: _Pool) -> PrefillCost | None:
-    """None if it is no cheaper."""
-    lender, num_lent = prompt.lender, prompt.num_lent
-    if lender is None:
-        return None
-    lent = with_loan(
-        cost,
-        lender,
-        prompt.num_tokens,
-        num_lent,
-        pool.num_behind,
-        pool.spares_decodes,
-        prompt.now,
-    )
-    return lent if lent.total_s < cost.total_s else None
-
-
 def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
     costs = _prefill_costs((goal.worker for goal in goals), prompt, pool)
     ways = [_local(cost, goal) for cost, goal in zip(costs, goals, strict=True)]
@@ -228,8 +210,16 @@ def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> li
         return ways
     wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
     for number in nsmallest(NUM_BORROWERS, wanting, key=lambda n: ways[n].total_s):
-        lent = _with_loan(costs[number], prompt, pool)
-        if lent is not None:
+        lent = with_loan(
+            costs[number],
+            prompt.lender,
+            prompt.num_tokens,
+            prompt.num_lent,
+            pool.num_behind,
+            pool.spares_decodes,
+            prompt.now,
+        )
+        if lent.total_s < costs[number].total_s:
             ways.append(_local(lent, goals[number]))
     return ways
 
@@ -237,16 +227,9 @@ def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> li
 def _remote_ways(
     prefills: Sequence[WorkerView], goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool
 ) -> list[Candidate]:
-    sources = sorted(_prefill_costs(prefills, prompt, pool), key=_total_s)
-    wanting = (cost for cost in sources if cost.num_cached_tokens < prompt.num_lent)
-    lent = [_with_loan(cost, prompt, pool) for cost in islice(wanting, NUM_BORROWERS)]
-    sources += [cost for cost in lent if cost is not None]
+    sources = nsmallest(NUM_PER_SIDE, _prefill_costs(prefills, prompt, pool), key=_total_s)
     best_goals = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
-    pairs = (
-        _remote(source, goal, prompt.num_tokens)
-        for source in nsmallest(NUM_PER_SIDE, sources, key=_total_s)
-        for goal in best_goals
-    )
+    pairs = (_remote(source, goal, prompt.num_tokens) for source in sources for goal in best_goals)
     return [pair for pair in pairs if math.isfinite(pair.total_s)]
 
 
@@ -321,7 +304,6 @@ def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate
         first_token_s,
         max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s,
         source.num_cached_tokens,
-        source.lender,
     )
 
 

@@ -18,7 +18,6 @@ from tests.router.scripted_workers import (
     assert_complete,
     assert_nothing_reserved,
     collect,
-    keep_busy,
     loan_of,
     make_dispatcher,
 )
@@ -51,16 +50,14 @@ async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
     assert_nothing_reserved(fleet)
 
 
-async def test_a_prefill_worker_borrows_from_a_decode_worker() -> None:
-    request, workers = make_request(2000), ScriptedWorkers()
-    fleet = keep_busy(lending(request, "p0"), "d0")
-    fleet.worker_stepped("d0", (), make_status(num_running=16, num_uncomputed_tokens=20_000))
+async def test_a_decode_worker_borrows_from_a_prefill_worker() -> None:
+    request, workers = make_request(1600), ScriptedWorkers()
+    fleet = make_fleet("p0", "d0", held={"p0": list(request.block_hashes)})
+    fleet.worker_stepped("p0", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    loan, prefill, decode = workers.calls
-    assert [call.worker_id for call in (loan, prefill)] == ["d1", "p0"]
-    assert prefill.hand_over and prefill.ticket == loan_of(loan).ticket
-    assert decode.ticket is not None and decode.ticket.source_id == "p0"
-    assert workers.released == []
+    loan, visit = workers.calls
+    assert (loan.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
+    assert visit.ticket == loan_of(loan).ticket
 
 
 @pytest.mark.parametrize("then", [Unavailable("Evicted."), "lost", "vanish"])

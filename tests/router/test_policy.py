@@ -124,20 +124,28 @@ def test_a_prefix_that_is_in_demand_spreads() -> None:
 
 def test_a_prefix_is_lent_when_the_queue_before_it_is_longer() -> None:
     request = make_request(2000)
-    held = {"p1": list(request.block_hashes[:100])}
-    for layout, lender in (("toy/bs16", "p1"), ("another", None)):
-        fleet = make_fleet(make_record("p0", layout=layout), "p1", "d0", held=held)
-        busy(fleet, "d0", num_running=32, num_context_tokens=32_000)
+    held = {"d1": list(request.block_hashes[:100])}
+    for layout, lender in (("toy/bs16", "d1"), ("another", None)):
+        fleet = make_fleet(make_record("d0", layout=layout), "d1", held=held)
         assert choose(fleet, request).lender is None  # who has it is free
-        busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
-        busy(fleet, "d0", num_running=32, num_context_tokens=32_000, num_uncomputed_tokens=8000)
+        busy(fleet, "d1", num_waiting=8, num_uncomputed_tokens=8000)
         route = choose(fleet, request)
-        assert (route.prefill, route.lender) == ("p0" if lender else "p1", lender)
-        assert route.num_cached_tokens == 1600
+        assert (route.prefill, route.lender) == (None, lender)
+        assert (route.decode, route.num_cached_tokens) == ("d0" if lender else "d1", 1600)
         assert route.chosen.lender == lender
 
 
-def test_decode_workers_lend_too_and_the_last_token_is_computed_in_any_case() -> None:
+def test_only_who_prefills_for_itself_borrows() -> None:
+    """Else what is borrowed moves twice, and waits for long steps where all is prefill."""
+    request = make_request(2000)
+    fleet = make_fleet("p0", "p1", "d0", held={"p1": list(request.block_hashes[:100])})
+    busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
+    ways = choose(fleet, request).candidates
+    assert {way.lender for way in ways if way.prefill is None} >= {"p1"}
+    assert {way.lender for way in ways if way.prefill is not None} == {None}
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
     request = make_request(1600)
     fleet = make_fleet("d0", "d1", held={"d1": list(request.block_hashes)})
     busy(fleet, "d1", num_waiting=8, num_uncomputed_tokens=8000)
