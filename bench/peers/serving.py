@@ -16,6 +16,7 @@ import asyncio
 import random
 import statistics
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 from bench.peers.checkpoint import kept
 from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import FLAGS, MODEL
-from bench.peers.servers import Running, Server, in_turns, started
+from bench.peers.servers import VLLM, Running, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import finish, print_table
 from bench.shapes import SHAPES
@@ -39,7 +40,7 @@ SERVERS = {
     ),
     "vllm": Server(
         "vllm",
-        f"-m vllm.entrypoints.openai.api_server --model CHECKPOINT {LIMITS}",
+        f"{VLLM} {LIMITS}",
         ("/v1/models", MODEL.encode()),
         VLLM_VARIABLES,
     ),
@@ -50,11 +51,23 @@ SERVERS = {
         VLLM_VARIABLES,
     ),
 }
-AT_ONCE = (1, 8, 32)
 NUM_UNCOUNTED = 8  # tokens of each answer in the wave that does not count
 
 Row = dict[str, Any]
 Key = tuple[str, int]  # server, requests at once
+
+
+@dataclass(frozen=True)
+class Waves:
+    """What is asked of each server in a round: `waves` of each of `at_once` requests.
+
+    Args:
+        num_tokens: of a prompt, and of an answer.
+    """
+
+    at_once: tuple[int, ...] = (1, 8, 32)
+    waves: int = 3
+    num_tokens: int = 128
 
 
 class Figures:
@@ -88,15 +101,13 @@ class Figures:
         ]
 
 
-async def ask_all(
-    running: Running, name: str, vocab: int, waves: int, scale: int, figures: Figures
-) -> None:
+async def ask_all(running: Running, name: str, vocab: int, asked: Waves, figures: Figures) -> None:
     """All waves to one server; the first of each kind does not count."""
     rng = random.Random(0)
-    for at_once in AT_ONCE:
-        for number, num_new in enumerate((NUM_UNCOUNTED, *[128 // scale] * waves)):
+    for at_once in asked.at_once:
+        for number, num_new in enumerate((NUM_UNCOUNTED, *[asked.num_tokens] * asked.waves)):
             prompts = [
-                [rng.randrange(1, vocab) for _ in range(128 // scale)] for _ in range(at_once)
+                [rng.randrange(1, vocab) for _ in range(asked.num_tokens)] for _ in range(at_once)
             ]
             wave = await asyncio.gather(
                 *(complete(running.port, prompt, num_new) for prompt in prompts)
@@ -107,7 +118,7 @@ async def ask_all(
 
 
 def measure(
-    shape: str, names: list[str], rounds: int, waves: int, scale: int
+    shape: str, names: list[str], rounds: int, asked: Waves
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each server and number of requests; and who is absent, and why."""
     figures = Figures()
@@ -116,7 +127,7 @@ def measure(
         systems = {name: partial(started, SERVERS[name], checkpoint, log) for name in names}
 
         def ask(name: str, running: Running) -> None:
-            asyncio.run(ask_all(running, name, SHAPES[shape][0], waves, scale, figures))
+            asyncio.run(ask_all(running, name, SHAPES[shape][0], asked, figures))
 
         absent = in_turns(systems, rounds, ask)
         if OURS in absent:
@@ -128,22 +139,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.serving", description=__doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
     parser.add_argument("--server", nargs="+", choices=SERVERS, default=[*SERVERS])
+    parser.add_argument("--at-once", nargs="+", type=int, default=Waves.at_once)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--waves", type=int, default=3, help="in a round")
+    parser.add_argument("--waves", type=int, default=Waves.waves, help="in a round")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
     arguments = parser.parse_args()
-    shapes, names, scale = arguments.shape, arguments.server, 1
-    rounds, waves = arguments.rounds, arguments.waves
+    shapes, names, rounds = arguments.shape, arguments.server, arguments.rounds
+    asked = Waves(tuple(arguments.at_once), arguments.waves)
     if arguments.tiny:
-        shapes, names, rounds, waves, scale = ["tiny"], [OURS], 1, 1, 8
+        shapes, names, rounds, asked = ["tiny"], [OURS], 1, Waves(waves=1, num_tokens=16)
     rows: list[Row] = []
     absent: dict[str, str] = {}
     for shape in shapes:
-        of_shape, absent_of_shape = measure(shape, names, rounds, waves, scale)
+        of_shape, absent_of_shape = measure(shape, names, rounds, asked)
         rows += of_shape
         absent |= absent_of_shape
     print_table(rows)
-    finish("peers.serving", rows, absent=absent, rounds=rounds, waves=waves)
+    finish("peers.serving", rows, absent=absent, rounds=rounds, waves=asked.waves)
 
 
 if __name__ == "__main__":
