@@ -126,7 +126,9 @@ class _Attend:
 
     def group(self, q: Tensor, cached: CachedKeys) -> Tensor:
         """One query each: [num_seqs, num_heads, head_dim] in, heads flat out."""
-        return self._attend(q.unsqueeze(2), cached).reshape(q.shape[0], -1)
+        # Heads that share keys become queries of one head: else torch reads the keys once for each.
+        packed = q.view(q.shape[0], self._num_kv_heads, -1, self._head_dim)
+        return self._attend(packed, cached).reshape(q.shape[0], -1)
 
     def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
         """Queries of one sequence: [num_queries, all heads, head_dim] in, heads flat out."""

@@ -70,7 +70,7 @@ class TorchOps:
         if norm is not None:
             heads.copy_(self.rms_norm(heads, norm, eps))
         cos, sin = rope_rows.unsqueeze(2).unbind(1)
-        swapped = heads.view(*heads.shape[:-1], 2, -1).flip(-2).flatten(-2)
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
         heads.mul_(cos).addcmul_(swapped, sin)
 
     def plan(
