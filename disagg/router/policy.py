@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from heapq import nsmallest
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -209,7 +208,7 @@ def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> li
     if prompt.lender is None:
         return ways
     wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
-    for number in nsmallest(NUM_BORROWERS, wanting, key=lambda n: ways[n].total_s):
+    for number in sorted(wanting, key=lambda n: ways[n].total_s)[:NUM_BORROWERS]:
         lent = with_loan(
             costs[number],
             prompt.lender,
@@ -227,8 +226,8 @@ def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> li
 def _remote_ways(
     prefills: Sequence[WorkerView], goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool
 ) -> list[Candidate]:
-    sources = nsmallest(NUM_PER_SIDE, _prefill_costs(prefills, prompt, pool), key=_total_s)
-    best_goals = nsmallest(NUM_PER_SIDE, goals, key=_arrival_s)
+    sources = sorted(_prefill_costs(prefills, prompt, pool), key=_total_s)[:NUM_PER_SIDE]
+    best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
     pairs = (_remote(source, goal, prompt.num_tokens) for source in sources for goal in best_goals)
     return [pair for pair in pairs if math.isfinite(pair.total_s)]
 
