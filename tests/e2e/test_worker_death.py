@@ -19,7 +19,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 8
 MAX_TOKENS = 200
-PROMPT = "stream number {0} of a server whose workers die, and its prompt has many blocks " * 2
+# Who takes a stream over computes its KV in another order. In none of these answers do the two most
+# likely tokens lie closer than 4e-4; with another text it was 1e-5, which rounding decides.
+PROMPT = 2 * (
+    "whoever reads stream {0} does not notice that a worker has died,"
+    " for its text goes on as it was "
+)
 
 
 @pytest.fixture(scope="module")
