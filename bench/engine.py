@@ -24,7 +24,7 @@ import torch
 from bench.report import finish, print_table, take_turns
 from bench.shapes import SHAPES, transformers_config
 from disagg.blocks import hash_blocks
-from disagg.config import EngineConfig
+from disagg.config import DType, EngineConfig
 from disagg.engine.runner import build_engine
 from disagg.engine.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
@@ -52,9 +52,9 @@ def write_checkpoint(shape: str, directory: Path) -> Path:
 class Ours:
     """The engine of a worker, without the worker."""
 
-    def __init__(self, directory: Path, threads: int) -> None:
+    def __init__(self, directory: Path, threads: int, dtype: DType = "bfloat16") -> None:
         config = EngineConfig(
-            dtype="bfloat16",
+            dtype=dtype,
             device="cpu",
             num_threads=threads,
             kv_cache_memory_bytes=CACHE_NBYTES,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
 
 # A line of a traceback that says what was raised, also where vLLM's log puts words before it.
 _RAISED = re.compile(

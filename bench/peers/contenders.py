@@ -34,6 +34,7 @@ class Engine:
 OURS = "disagg"
 ENGINES = {
     OURS: Engine("disagg"),
+    "disagg auto": Engine("disagg", ("auto",)),
     "openvino": Engine("openvino", environment="openvino"),
     "vllm": Engine("vllm", environment="vllm", variables=VLLM_VARIABLES),
     "llama.cpp": Engine("llama_cpp", environment="llama-cpp"),

@@ -1,4 +1,7 @@
-"""Our engine: `python -m bench.peers.disagg CHECKPOINT THREADS`."""
+"""Our engine: `python -m bench.peers.disagg CHECKPOINT THREADS [auto]`.
+
+In bf16 like the others; with `auto` in what the machine multiplies well.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from bench.peers.turns import Generate, answer
 
 
 def load() -> Generate:
-    checkpoint, threads = sys.argv[1:]
+    checkpoint, threads, *auto = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    return Ours(Path(checkpoint), int(threads))
+    return Ours(Path(checkpoint), int(threads), "auto" if auto else "bfloat16")
 
 
 if __name__ == "__main__":

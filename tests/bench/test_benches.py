@@ -70,7 +70,7 @@ def test_named_benches_run_one_after_another() -> None:
     assert scaled["smallest"]["in time %"] >= 95.0
     assert all(row["worker hours"] > 0 == row["failed"] for row in scaled["rows"])
     beside = results["peers"]
-    ours_and_transformers = {"disagg", "generate", "continuous"}
+    ours_and_transformers = {"disagg", "disagg auto", "generate", "continuous"}
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers
     assert all(row["RSS MB"] > 0 and row["absent"] is None for row in beside["engines"])
     assert all(min(row[name] for name in ours_and_transformers) > 0 for row in beside["rows"])
