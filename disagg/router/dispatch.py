@@ -224,13 +224,12 @@ class Dispatcher:
         block_size = self._block_size(journey.model)
         if block_size is None:
             return
-        left_s = journey.deadline_unix_s - self._now()
-        loan = self._workers.stream(
-            lender, journey.loan(block_size), timeout_s=min(left_s, LOAN_PATIENCE_S), hand_over=True
-        )
-        with suppress(DisaggError):
-            async with aclosing(loan):
-                async for delta in loan:
+        loan = journey.loan(block_size)
+        timeout_s = min(journey.deadline_unix_s - self._now(), LOAN_PATIENCE_S)
+        with suppress(DisaggError):  # of a lender that has left, too: it is heard of at once
+            stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
+            async with aclosing(stream):
+                async for delta in stream:
                     journey.ticket = delta.ticket  # None beside an error
                     break
         self._borrowed(journey.model, journey.ticket is not None)

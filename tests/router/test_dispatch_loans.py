@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
-from disagg.errors import DisaggError, Overloaded, Unavailable
+from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.messages import GenerateRequest
 from disagg.router import dispatch
 from disagg.router.fleet import Fleet
@@ -73,6 +74,22 @@ async def test_without_a_loan_all_is_computed(then: str | DisaggError) -> None:
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d1", None), ("d0", None)]
     assert len(dispatcher.decision(request.request_id)) == 1
     assert_nothing_reserved(fleet)
+
+
+async def test_a_lender_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links say so before there is a stream."""
+    request, workers = make_request(1600), ScriptedWorkers()
+    stream = workers.stream
+
+    def stream_of_those_left(worker_id: str, *args: Any, **kwargs: Any) -> Any:
+        if worker_id == "d1":
+            raise WorkerLost("Worker d1 has left the fleet.")
+        return stream(worker_id, *args, **kwargs)
+
+    monkeypatch.setattr(workers, "stream", stream_of_those_left)
+    dispatcher = make_dispatcher(workers, lending(request), max_moves=0)
+    assert_complete(await collect(dispatcher, request), request)
+    assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d0", None)]
 
 
 async def test_nobody_waits_long_for_a_lender(monkeypatch: pytest.MonkeyPatch) -> None:
