@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from bench.peers.__main__ import LeftOut, Turns, measure_case
 from bench.peers.checkpoint import write
@@ -19,8 +18,8 @@ from bench.peers.limits import MODEL
 from bench.peers.pair import was_moved
 from bench.peers.servers import Server, in_turns, started
 from bench.peers.streams import complete
-from disagg import local
-from disagg.config import parse_config
+from disagg.config import ServeConfig, parse_config
+from tests.behind_uvicorn import served_port
 
 
 def test_an_environment_is_made_once_and_a_failure_says_why(tmp_path: Path) -> None:
@@ -116,10 +115,9 @@ def test_who_does_not_run_is_left_out_of_the_turns() -> None:
     assert measured == [("runs", 7)] * 2
 
 
-@asynccontextmanager
-async def served_port(checkpoint: Path) -> AsyncIterator[int]:
-    """A worker of ours behind uvicorn, without Ray."""
-    config = parse_config(
+def config_of(checkpoint: Path) -> ServeConfig:
+    """One worker of ours that does both."""
+    return parse_config(
         {
             "tiers": [
                 {
@@ -135,21 +133,10 @@ async def served_port(checkpoint: Path) -> AsyncIterator[int]:
             "link_host": "127.0.0.1",
         }
     )
-    async with local.running(config) as cluster:
-        server = uvicorn.Server(uvicorn.Config(cluster.ingress.app, port=0, log_level="error"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        try:
-            port: int = server.servers[0].sockets[0].getsockname()[1]
-            yield port
-        finally:
-            server.should_exit = True
-            await serving
 
 
 async def test_streams_of_a_random_checkpoint_have_every_token(tmp_path: Path) -> None:
-    async with served_port(write("tiny", tmp_path)) as port:
+    async with served_port(config_of(write("tiny", tmp_path))) as port:
         prompt = list(range(200))
         stream = await complete(port, prompt, 8)
         assert len(stream.token_s) == 8

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 
 from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
 from bench.serving_path import PROMPT, WAYS
 from bench.sse_clients import Clients
-from disagg import local
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepFeatures
+from tests.behind_uvicorn import served_port
 
 REQUEST = GenerateRequest(
     request_id="r",
@@ -44,26 +41,10 @@ def test_steps_come_on_a_beat_and_late_ones_are_not_made_up_for() -> None:
     assert slept == pytest.approx([0.0, STEP_S - 0.005, 0.0, STEP_S])
 
 
-@asynccontextmanager
-async def served_port() -> AsyncIterator[int]:
-    """The application of the bench without Ray, with its paced worker, behind uvicorn."""
-    async with local.running(config_for(port=0), build=paced_parts) as cluster:
-        server = uvicorn.Server(uvicorn.Config(cluster.ingress.app, port=0, log_level="error"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        try:
-            port: int = server.servers[0].sockets[0].getsockname()[1]
-            yield port
-        finally:
-            server.should_exit = True
-            await serving
-
-
 async def test_clients_count_every_token_of_one_request_after_another() -> None:
     way = WAYS[0]
     body = {**way.body, "prompt": PROMPT, "max_tokens": 5, "stream": True}
-    async with served_port() as port:
+    async with served_port(config_for(port=0), paced_parts) as port:
         clients = Clients(port, way.path, body, MARKER)
         await clients.start(3, over_s=0.0)
         await clients.wait_first_tokens(10)
@@ -78,7 +59,7 @@ async def test_clients_count_every_token_of_one_request_after_another() -> None:
 
 async def test_clients_tell_why_a_request_was_refused() -> None:
     body = {"model": "nobody", "prompt": PROMPT, "max_tokens": 5, "stream": True}
-    async with served_port() as port:
+    async with served_port(config_for(port=0), paced_parts) as port:
         clients = Clients(port, WAYS[0].path, body, MARKER)
         await clients.start(1, over_s=0.0)
         with pytest.raises(SystemExit, match="nobody"):
