@@ -21,6 +21,7 @@ BENCHES = (
     "drafts",
     "engine",
     "grammar",
+    "hand_over",
     "kv_formats",
     "kv_pull",
     "prefix_index",

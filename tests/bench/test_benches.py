@@ -39,11 +39,13 @@ def test_named_benches_run_one_after_another() -> None:
         "drafts",
         "engine",
         "grammar",
+        "hand_over",
         "kv_formats",
         "prefix_index",
         "routing",
         "scheduler",
         "sim",
+        "tiers",
         "time_model",
         "worker_memory",
         "peers",
@@ -69,6 +71,9 @@ def test_named_benches_run_one_after_another() -> None:
     scaled = results["autoscale"]
     assert scaled["smallest"]["in time %"] >= 95.0
     assert all(row["worker hours"] > 0 == row["failed"] for row in scaled["rows"])
+    assert [row["same tokens"] for row in results["hand_over"]["rows"]] == ["1/1"]
+    lent = {row["KV from"]: row["cached tokens, least"] for row in results["tiers"]["rows"]}
+    assert lent["another worker"] == 64, "all blocks of 80 tokens but the last"
     beside = results["peers"]
     ours_and_transformers = {"disagg", "disagg auto", "generate", "continuous"}
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers
