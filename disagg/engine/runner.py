@@ -88,7 +88,10 @@ class ModelRunner:
         if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
             return [*self._sample(logits, plan.sequences)]
         ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
-        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)]) if any(ends) else ())
+        if not any(ends):  # nobody reads a token, which would wait for all of the step
+            _synchronize(self.decoder.device)
+            return [None] * len(ends)
+        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)]))
         return [next(tokens) if is_end else None for is_end in ends]
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -142,6 +145,13 @@ class ModelRunner:
         max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
         pages, record = self.kv_cache.pages, record_cuda_graph()
         self.graphs = DecodeGraphs(self.decoder, pages, max_num_seqs, max_num_blocks, record)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until what was launched is over: from then on other workers may read the blocks, by
+    ways that the device's queue of work knows nothing of, and freed ones may be written."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _reader(token_ids: Tensor) -> Results:

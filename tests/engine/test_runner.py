@@ -247,6 +247,20 @@ def test_kv_of_a_block_can_be_copied_to_another_engine(
     assert arriving.tokens[len(prompt) :] == reference(model, prompt, 16)
 
 
+def test_a_step_that_reads_no_token_is_waited_for(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its KV would still be on the way when other workers are told of it."""
+    engine, _, _ = build_engine(config(max_num_batched_tokens=8), checkpoint[1])
+    waits: list[torch.device] = []
+    monkeypatch.setattr(runner_module, "_synchronize", waits.append)
+    engine.submit(new_sequence("long", [*range(1, 21)], max_tokens=2))
+    for num_waits, num_tokens in ((1, 0), (2, 0), (2, 1), (2, 1)):  # three chunks, a decode
+        events = engine.step()
+        assert (len(waits), sum(len(each.token_ids) for each in events)) == (num_waits, num_tokens)
+    assert not engine.has_work
+
+
 def test_settings_reach_the_engine(
     checkpoint: tuple[transformers.PreTrainedModel, Path],
 ) -> None:
