@@ -38,12 +38,13 @@ def new_engine(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
     enable_prefix_caching: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
     new_generations: Callable[[int], MutableSequence[int]] = lambda n: array("Q", bytes(8 * n)),
 ) -> tuple[Engine, KVCache]:
     """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
-    decoder = random_decoder(config, torch.bfloat16, device)
+    decoder = random_decoder(config, dtype, device)
     block_size = 64 if device.type == "cuda" else 16
-    shape = KVShape.of(config, block_size, format_of(torch.bfloat16))
+    shape = KVShape.of(config, block_size, format_of(dtype))
     kv_cache = KVCache(shape, num_blocks, device)
     runner = ModelRunner(decoder, kv_cache)
     runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)

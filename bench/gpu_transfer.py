@@ -61,7 +61,14 @@ class Prefilled(msgspec.Struct):
 class Side:
     """An engine of one process, its slab and its transport."""
 
-    def __init__(self, name: str, device: torch.device, shape: str, num_blocks: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        shape: str,
+        num_blocks: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.device = device
         made: list[Stamps] = []
 
@@ -76,6 +83,7 @@ class Side:
             num_blocks,
             max_num_seqs=8,
             enable_prefix_caching=False,
+            dtype=dtype,
             new_generations=new_generations,
         )
         cache = self.kv_cache
@@ -109,7 +117,7 @@ def pattern(side: Side, block_id: int) -> torch.Tensor:
     """What a block of the source holds before the first hand-over."""
     generator = torch.Generator(side.device).manual_seed(block_id)
     shape = side.kv_cache.slab.shape[1:]
-    return torch.randn(shape, generator=generator, device=side.device).to(torch.bfloat16)
+    return torch.randn(shape, generator=generator, device=side.device).to(side.kv_cache.slab.dtype)
 
 
 # The source's process.

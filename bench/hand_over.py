@@ -1,6 +1,6 @@
 """What a hand-over adds to the second token of a long prompt: `python -m bench.hand_over [--tiny]`
 
-Two engines with equal random weights (bf16), one thread and one process each, connected by NIXL.
+Two engines with equal random weights, one thread and one process each, connected by NIXL.
 Prompts are prefilled in the other process, their blocks are pulled here, and decoding goes on here;
 beside it, all of it here. In turns, medians of `--rounds`. The ticket comes with the first token:
 nothing moves before. `second token` is from the prompt to the token after the first one, without
@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="160m")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
     parser.add_argument("--serve", metavar="NAME", help=argparse.SUPPRESS)
@@ -36,11 +37,13 @@ def main() -> None:
     if arguments.tiny:
         arguments.shape, arguments.prompt, arguments.rounds = "tiny", 64, 1
     torch.set_num_threads(1)
+    dtype = torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32
     num_blocks = 2 * arguments.prompt // CPU_BLOCK_SIZE + 8  # one prompt, and what is being freed
     if arguments.serve:
-        serve(Side(SOURCE, CPU, arguments.shape, num_blocks))
+        serve(Side(SOURCE, CPU, arguments.shape, num_blocks, dtype))
         return
-    flags = ["--shape", arguments.shape, "--prompt", str(arguments.prompt), "--serve", SOURCE]
+    flags = ["--shape", arguments.shape, "--prompt", str(arguments.prompt)]
+    flags += ["--dtype", arguments.dtype, "--serve", SOURCE]
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.hand_over", *flags],
         stdin=subprocess.PIPE,
@@ -49,12 +52,12 @@ def main() -> None:
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        side = Side(READER, CPU, arguments.shape, num_blocks)
+        side = Side(READER, CPU, arguments.shape, num_blocks, dtype)
         side.transport.add_peer(msgspec.json.decode(process.stdout.readline(), type=Peer))
         row = HandOvers(side, process).row(arguments.prompt, arguments.rounds)
         row["pull of all here"] = row["pull ms"] / row["all here instead ms"]
         print_table([row])
-        finish("hand_over", [row], shape=arguments.shape)
+        finish("hand_over", [row], shape=arguments.shape, dtype=arguments.dtype)
         side.transport.close()
     finally:
         process.stdin.close()
