@@ -1,4 +1,7 @@
-"""One running system for all fault tests: starting Ray is the most expensive part of them."""
+"""One running system for all fault tests: starting Ray is the most expensive part of them.
+
+It ends with the last of them, before anybody else starts a cluster.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ CREW = Pool(
 LONE = Pool("lone", num_prefill=0, num_decode=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_system() -> Iterator[System]:
     with running_system(CREW, LONE) as system:
         yield system
