@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.linear import PackedLinear, PlainLinear, linear
+from disagg.kernels.linear import Linear, linear
 from disagg.kernels.ops import PagedBatch
 from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
 
-_Linear = PlainLinear | PackedLinear
 _FEW_ROWS = 16
 
 
@@ -30,23 +29,23 @@ class TorchOps:
         }
         self._scratch = torch.empty(0, 0)
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> _Linear:
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return linear(weight, bias)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> tuple[_Linear, _Linear]:
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> tuple[Linear, Linear]:
         gate, up = weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return linear(gate, gate_bias), linear(up, up_bias)
 
-    def project(self, x: Tensor, weight: _Linear) -> Tensor:
+    def project(self, x: Tensor, weight: Linear) -> Tensor:
         return weight(x)
 
-    def project_gated(self, x: Tensor, weight: tuple[_Linear, _Linear]) -> Tensor:
+    def project_gated(self, x: Tensor, weight: tuple[Linear, Linear]) -> Tensor:
         gate, up = weight
         return up.times(x, gate.silu(x))
 
     def project_add_norm(
-        self, x: Tensor, weight: _Linear, residual: Tensor, norm: Tensor, eps: float
+        self, x: Tensor, weight: Linear, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         total = weight.plus(x, residual)
         return total, self.rms_norm(total, norm, eps)

@@ -6,6 +6,7 @@ it is given; where tokens come from and what becomes of the logits is the engine
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +143,9 @@ def load_model(
     Raises:
         ModelError: the weights do not fit `config`, or are damaged.
     """
-    return Decoder(config, load_weights(Path(directory), config, dtype, device, progress))
+    decoder = Decoder(config, load_weights(Path(directory), config, dtype, device, progress))
+    _give_back_freed_memory()
+    return decoder
 
 
 def random_decoder(
@@ -150,3 +153,10 @@ def random_decoder(
 ) -> Decoder:
     """Build a decoder with random weights, for measurements that need no checkpoint."""
     return Decoder(config, random_weights(config, dtype, device, seed))
+
+
+def _give_back_freed_memory() -> None:
+    """Else glibc keeps what was freed between packed weights: 100 MB of a 160M model's 730."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

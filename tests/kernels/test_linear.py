@@ -1,4 +1,4 @@
-"""Packed products equal plain ones, and see few different numbers of rows."""
+"""Packed products equal plain ones, see few different numbers of rows, and fit their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels.linear import ROWS_AT_ONCE, PackedLinear, PlainLinear
+from disagg.kernels.linear import (
+    ROWS_AT_ONCE,
+    HalfLinear,
+    Linear,
+    PackedLinear,
+    PlainLinear,
+    fits_half,
+    linear,
+)
 
 IN, OUT = 24, 40
 
@@ -53,3 +61,88 @@ def test_prompts_of_all_lengths_need_few_programs(
             packed.plus(torch.zeros(num_rows, IN), torch.zeros(num_rows, OUT)).shape[0] == num_rows
         )
     assert seen == set(range(ROWS_AT_ONCE, 1025, ROWS_AT_ONCE))
+
+
+def _drawn(num_rows: int, num_columns: int, deviation: float = 0.02) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num_rows, num_columns, generator=generator) * deviation
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 64, 121])
+@pytest.mark.parametrize(("num_in", "num_out"), [(24, 40), (1, 1), (7, 3), (513, 17)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_half_equals_plain(num_in: int, num_out: int, with_bias: bool, num_rows: int) -> None:
+    weight = _drawn(num_out, num_in, num_in**-0.5).half().float()
+    bias = torch.randn(num_out) if with_bias else None
+    plain, half = PlainLinear(weight, bias), HalfLinear(weight, bias)
+    x, other = torch.randn(num_rows, num_in), torch.randn(num_rows, num_out)
+    strided = torch.randn(num_in, num_rows).t()
+    for found, expected in (
+        (half(x), plain(x)),
+        (half(strided), plain(strided)),
+        (half.silu(x), plain.silu(x)),
+        (half.times(x, other), plain.times(x, other)),
+        (half.plus(x, other), plain.plus(x, other)),
+    ):
+        assert found.shape == expected.shape and found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_half_keeps_every_finite_number_of_float16() -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
+    numbers = numbers[torch.isfinite(numbers)]
+    half = HalfLinear(numbers[:, None].contiguous(), None)
+    for num_rows in (1, 2, 9):
+        assert torch.equal(half(torch.ones(num_rows, 1)), numbers.expand(num_rows, -1))
+
+
+@pytest.mark.parametrize("part", [slice(0, 24), slice(24, 48)])
+def test_half_takes_a_part_of_a_larger_weight_and_leaves_it(part: slice) -> None:
+    """Gate and up are parts of one matrix."""
+    both = _drawn(48, 16).half().float()
+    before, x = both.clone(), torch.randn(2, 16)
+    torch.testing.assert_close(HalfLinear(both[part], None)(x), x @ before[part].T)
+    assert torch.equal(both, before)
+
+
+@pytest.mark.parametrize("deviation", [1.0, 0.02, 0.003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_fit(dtype: torch.dtype, deviation: float) -> None:
+    weight = _drawn(1500, 64, deviation).to(dtype).float()
+    assert fits_half(weight)
+    assert isinstance(linear(weight, None), HalfLinear)
+    assert not isinstance(linear(weight.to(dtype), None), HalfLinear)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        _drawn(1500, 4096),  # float32's digits
+        _drawn(8, 64, 1e-9).bfloat16().float(),  # all below float16's smallest
+        torch.full((4, 8), 65520.0),  # above its largest
+        torch.full((4, 8), torch.finfo(torch.float32).max),
+    ],
+)
+def test_weights_that_would_lose_do_not_fit(weight: Tensor) -> None:
+    before = weight.clone()
+    assert not fits_half(weight)
+    assert isinstance(linear(weight, None), PackedLinear)
+    assert torch.equal(weight, before)
+
+
+def test_zeros_fit() -> None:
+    assert fits_half(torch.zeros(4, 8))
+
+
+def test_bfloat16_weights_as_halves_are_off_by_what_float32_sums_are() -> None:
+    """So small that many of them become subnormal numbers."""
+    weight = _drawn(256, 768, 0.003).bfloat16().float()
+    assert fits_half(weight)
+    assert not torch.equal(weight.half().float(), weight)
+    x = torch.randn(64, 768, generator=torch.Generator().manual_seed(3))
+    exact = x.double() @ weight.double().T
+
+    def error(product: Linear) -> float:
+        return float((product(x) - exact).norm() / exact.norm())
+
+    assert error(HalfLinear(weight, None)) < 2 * error(PackedLinear(weight, None)) < 2e-6

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,29 @@ from torch import Tensor
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import DecoderWeights, load_weights, random_weights
+from disagg.models.weights import (
+    DecoderWeights,
+    LayerWeights,
+    Progress,
+    load_weights,
+    random_weights,
+)
 from tests.models.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 
 
-def _load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
-    return load_weights(directory, ModelConfig.from_directory(directory), dtype, CPU)
+@dataclass(frozen=True)
+class _Loaded(DecoderWeights):
+    layers: Sequence[LayerWeights]
+
+
+def _load(
+    directory: Path, dtype: torch.dtype = torch.float32, progress: Progress | None = None
+) -> _Loaded:
+    config = ModelConfig.from_directory(directory)
+    weights = load_weights(directory, config, dtype, CPU, progress)
+    return _Loaded(weights.embedding, [*weights.layers], weights.norm, weights.lm_head)
 
 
 def _edit(directory: Path, changes: dict[str, Tensor | None]) -> None:
@@ -69,10 +86,7 @@ def test_casts_and_ties(tmp_path: Path) -> None:
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama-tied-biased-llama3")
     calls: list[tuple[int, int]] = []
-    config = ModelConfig.from_directory(tmp_path)
-    load_weights(
-        tmp_path, config, torch.bfloat16, CPU, lambda done, total: calls.append((done, total))
-    )
+    _load(tmp_path, torch.bfloat16, lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
     assert done == sorted(done)
     assert calls[-1][0] == calls[-1][1] > 0
