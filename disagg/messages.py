@@ -4,7 +4,7 @@ Frozen `msgspec` structs over msgpack; unknown fields are refused, so a version 
 an error and never as a silently dropped option. Hot messages are arrays on the wire. What comes
 from outside (HTTP) has structs of its own in `api/openai.py`.
 
-    ingress -> worker   Hello, then Start | Cancel | Release | Peers | Resync
+    ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync
     worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
     worker -> command line, while it starts   StartStep
 """
@@ -124,6 +124,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0  # prompt tokens that were not computed here; in the first delta
     ticket: KVTicket | None = None
     error: WireError | None = None
+    early_ticket: KVTicket | None = None  # full blocks of a prompt whose rest is being computed
 
     @property
     def is_last(self) -> bool:
@@ -278,6 +279,16 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
         return self.hand_over and not self.request.token_ids
 
 
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", array_like=True):
+    """Pull what an early ticket names into the cache, if there is room: its request will come.
+
+    block_hashes: names of the ticket's blocks, and perhaps of more after them.
+    """
+
+    ticket: KVTicket
+    block_hashes: tuple[BlockHash, ...]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
     stream_id: int
 
@@ -316,12 +327,12 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     host_block_hashes: tuple[BlockHash, ...] = ()
 
 
-ToWorker: TypeAlias = Hello | Start | Cancel | Release | Peers | Resync
+ToWorker: TypeAlias = Hello | Start | Prefetch | Cancel | Release | Peers | Resync
 ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
-    Hello | Start | Cancel | Release | Peers | Resync
+    Hello | Start | Prefetch | Cancel | Release | Peers | Resync
 )
 _to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
     Challenge | Welcome | Refused | StepFrame | Snapshot

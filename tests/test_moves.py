@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.blocks import BlockHash
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
@@ -101,6 +102,9 @@ class TroubledWorkers:
 
     def release(self, ticket: KVTicket) -> None:
         self._links.release(ticket)
+
+    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+        self._links.prefetch(worker_id, ticket, names)
 
     def _next(self, request_id: str, door: str, ticket: KVTicket | None) -> Trouble | None:
         """The first one left for this request that can happen here."""

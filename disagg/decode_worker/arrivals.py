@@ -30,6 +30,11 @@ PULL_FACTOR = 4.0
 TransferTimes = Callable[[str, int], float]
 
 
+def patience_s(predicted_s: float) -> float:
+    """How long a pull may take that should take so long."""
+    return PULL_PATIENCE_S + PULL_FACTOR * predicted_s
+
+
 @dataclass(slots=True, eq=False)
 class _Arrival:
     sequence: Sequence
@@ -138,9 +143,7 @@ class Arrivals:
             return False
         arrival.held, arrival.pulled = held, pulled
         predicted_s = self._transfer_times(ticket.source_id, num_missing)
-        arrival.patient_until_s = min(
-            sequence.deadline_unix_s, now + PULL_PATIENCE_S + PULL_FACTOR * predicted_s
-        )
+        arrival.patient_until_s = min(sequence.deadline_unix_s, now + patience_s(predicted_s))
         if not pulled:
             self._transport.release(ticket)
             self._join(arrival)

@@ -31,6 +31,7 @@ from disagg.messages import (
     Hello,
     KVEvent,
     Peers,
+    Prefetch,
     Refused,
     Release,
     Resync,
@@ -139,6 +140,12 @@ class Link:
         """Tell the worker that nobody comes for its ticket. Lost messages cost memory only."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Release(ticket.ticket_id))
+
+    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...]) -> None:
+        """Have the worker pull blocks that a request to come will need. A lost message only means
+        that it pulls them then."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.send(Prefetch(ticket, block_hashes))
 
     async def stream(
         self,

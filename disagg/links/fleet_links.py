@@ -115,6 +115,12 @@ class FleetLinks:
         if link is not None and link.record.epoch == ticket.epoch:
             link.release(ticket)
 
+    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+        """`Link.prefetch` of that worker, unless it has left."""
+        link = self._links.get(worker_id)
+        if link is not None:
+            link.prefetch(ticket, names)
+
     async def close(self) -> None:
         self._leaving.clear()
         for link in list(self._links.values()):

@@ -43,6 +43,7 @@ from disagg.messages import (
     Hello,
     KVEvent,
     Peers,
+    Prefetch,
     Refused,
     Release,
     Resync,
@@ -69,7 +70,7 @@ class LinkClosed:
     reason: str
 
 
-Received: TypeAlias = Start | Cancel | Release | Peers | Resync | LinkClosed
+Received: TypeAlias = Start | Prefetch | Cancel | Release | Peers | Resync | LinkClosed
 
 
 class LinkServer:

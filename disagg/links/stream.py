@@ -66,7 +66,8 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         finish_reason=last.finish_reason,
         logprobs=logprobs,
-        num_cached_tokens=first.num_cached_tokens,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),  # only one says it
         ticket=last.ticket,
         error=last.error,
+        early_ticket=last.early_ticket,
     )

@@ -56,6 +56,23 @@ class Leaving:
         until_s, num_tokens = sequence.deadline_unix_s, sequence.num_computed
         return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
 
+    def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
+        """For the full blocks so far of a sequence that will leave; None if there are none.
+
+        Nothing is held for it. Should the sequence end before it leaves, whoever reads its blocks
+        finds other stamps once they are used again.
+        """
+        num_full = sequence.num_computed // self._engine.pool.block_size
+        if not num_full:
+            return None
+        return issue_ticket(
+            self._peer,
+            self._generations,
+            ticket_id=f"{sequence.request_id}+{num_full}",
+            num_tokens=num_full * self._engine.pool.block_size,
+            block_ids=sequence.block_ids[:num_full],
+        )
+
     def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
         """A ticket for what is cached under the request's block hashes.
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 
 from disagg import telemetry
+from disagg.blocks import BlockHash
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
@@ -61,6 +62,10 @@ class Workers(Protocol):
 
     def release(self, ticket: KVTicket) -> None:
         """Nobody will use `ticket`."""
+        ...
+
+    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+        """A request with blocks of these names will come: pull those of `ticket` meanwhile."""
         ...
 
 
@@ -205,6 +210,8 @@ class Dispatcher:
                     if is_silent:
                         is_silent = False
                         self._fleet.release(reservation)  # its own reports show it from here on
+                    if delta.early_ticket is not None:
+                        self._prefetch(journey, delta.early_ticket)
                     if journey.awaited is not None and delta.token_ids:
                         self._learn_delay(journey, *journey.awaited)
                     shown = journey.take(delta)
@@ -217,6 +224,12 @@ class Dispatcher:
         finally:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
+
+    def _prefetch(self, journey: Journey, ticket: KVTicket) -> None:
+        """Let who goes on with the request pull what is ready while the rest is computed."""
+        if journey.visits:
+            next_id = journey.visits[0].reservation.worker_id
+            self._workers.prefetch(next_id, ticket, journey.early_hashes(ticket))
 
     async def _borrow(self, journey: Journey, lender: str) -> None:
         """Get a ticket for what the lender has cached. Without one, all of it is computed."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.blocks import hash_block
+from disagg.blocks import BlockHash, hash_block
 from disagg.errors import DisaggError, EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
@@ -84,6 +84,10 @@ class Journey:
             draft_token_ids=(),
             block_hashes=request.block_hashes[:num_blocks],
         )
+
+    def early_hashes(self, ticket: KVTicket) -> tuple[BlockHash, ...]:
+        """Names of the blocks of an early ticket."""
+        return self._request.block_hashes[: len(ticket.block_ids)]
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """Note what a worker said. Returns what the client gets of it."""

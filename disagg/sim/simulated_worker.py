@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
+from disagg.blocks import BlockHash
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import STALLED_WAIT_S, StepResult
@@ -163,6 +164,10 @@ class SimulatedWorker:
     def release(self, ticket_id: str) -> None:
         """Nobody will use a ticket of this worker."""
         self._post(lambda now: self._doors.release(ticket_id))
+
+    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...]) -> None:
+        """See `router.dispatch.Workers`."""
+        self._post(lambda now: self._doors.prefetch(ticket, block_hashes, now))
 
     @property
     def is_idle(self) -> bool:

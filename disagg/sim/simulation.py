@@ -171,6 +171,11 @@ class _Simulation:
         if worker is not None:
             worker.release(ticket.ticket_id)
 
+    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.prefetch(ticket, names)
+
     async def _ask(self, number: int, each: TraceRequest) -> None:
         """One client, from question to answer."""
         request = request_of(number, each, self._config.block_size)

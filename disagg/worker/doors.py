@@ -16,6 +16,7 @@ from disagg.blocks import BlockHash
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.decode_worker.host_prefix import HostPrefixes
+from disagg.decode_worker.prefetches import Prefetches
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.limits import check_room
 from disagg.engine.sequence import Sequence
@@ -49,6 +50,7 @@ class Doors:
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
         self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)
+        self._prefetches = Prefetches(parts.engine, parts.transport, self._transfer_s)
         self._cold: ColdPrefixes | None = None
         self._host: HostPrefixes | None = None
         if parts.cold_tier is not None:
@@ -98,6 +100,11 @@ class Doors:
         except DisaggError as error:
             return TokenDelta(start.stream_id, (), error=WireError.of(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)
+
+    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...], now: float) -> None:
+        """Pull what is ready of a prompt that is half computed elsewhere, and will come here."""
+        if self.accepting:
+            self._prefetches.begin(ticket, block_hashes, now)
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""
@@ -151,6 +158,7 @@ class Doors:
             self._leaving.break_oldest()  # two workers must not wait for each other's blocks
         if self._draining is not None:
             self._draining.advance(now)
+        is_moving |= self._prefetches.is_pulling
         return is_moving or is_loading or bool(self._unready)
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
@@ -169,6 +177,7 @@ class Doors:
             now,
             result.seconds,
         )
+        self._add_early(deltas)
         if result.failure is not None:  # nothing may wait for an engine that is broken
             self.accepting = False
             for link_id, last in self._streams.fail_all(result.failure).items():
@@ -202,6 +211,7 @@ class Doors:
     def check(self) -> None:
         """Recount every block and hold. Raises `AssertionError`."""
         holders = [*self._leaving.holders(), *self._arrivals.holders()]
+        holders += self._prefetches.holders()
         if self._host is not None:
             self._host.check()
             holders += self._host.holders()
@@ -219,8 +229,10 @@ class Doors:
         return self._transfer_times.transfer_s(source_id, num_blocks * self._block_nbytes)
 
     def _enter(self, sequence: Sequence, ticket: KVTicket | None, now: float) -> None:
-        """Let a sequence in by its door, once no step would wait for its grammar."""
-        if not self._engine.is_ready(sequence):
+        """Let a sequence in by its door, once no step would wait for its grammar, and an early
+        pull of its blocks is over: else they would be pulled twice."""
+        is_coming = ticket is not None and self._prefetches.is_coming(sequence.block_hashes, now)
+        if is_coming or not self._engine.is_ready(sequence):
             self._unready[sequence.request_id] = (sequence, ticket)
         elif ticket is not None:
             self._arrivals.admit(sequence, ticket)
@@ -267,10 +279,28 @@ class Doors:
         if not is_arriving and self._engine.abort(name) is None:
             self._leaving.release(name)  # it has left: the ticket will not be used
 
+    def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
+        """Tickets for what is ready of prompts that will leave, to be pulled meanwhile."""
+        plan = self._engine.last_plan
+        for sequence in plan.sequences[plan.num_decodes :]:
+            if not sequence.hand_over or not self._streams.is_open(sequence):
+                continue  # it stays, or has left
+            try:
+                ticket = self._leaving.early_ticket(sequence)
+            except Exception:  # then all of it is pulled at the end
+                log.exception("No early ticket for %s.", sequence.request_id)
+                continue
+            if ticket is not None:
+                link_id, delta = self._streams.early_delta(sequence, ticket)
+                deltas.setdefault(link_id, []).append(delta)
+
     def _pull_ended(self, done: PullDone, now: float) -> None:
-        sequence, ticket = self._arrivals.finish(done)
-        record_pull(self._streams.traceparent(sequence), done, now)
+        ticket, what = self._prefetches.finish(done), "pulled later"
+        if ticket is None:
+            sequence, ticket = self._arrivals.finish(done)
+            record_pull(self._streams.traceparent(sequence), done, now)
+            what = "computed here"
         if done.error is None:
             self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds)
         else:
-            log.warning("KV of %s is computed here: %s", ticket.ticket_id, done.error)
+            log.warning("KV of %s is %s: %s", ticket.ticket_id, what, done.error)

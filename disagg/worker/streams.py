@@ -85,6 +85,9 @@ class Streams:
             self.nbytes -= stream.nbytes
         self._queued.pop(name, None)
 
+    def is_open(self, sequence: Sequence) -> bool:
+        return sequence.request_id in self._by_sequence
+
     def of_link(self, link_id: LinkId) -> list[str]:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
@@ -126,6 +129,11 @@ class Streams:
             if is_last:
                 self.close(event.sequence.request_id)
         return deltas
+
+    def early_delta(self, sequence: Sequence, ticket: KVTicket) -> tuple[LinkId, TokenDelta]:
+        """What its stream, which is open, hears of KV that is ready before the rest."""
+        stream = self._by_sequence[sequence.request_id]
+        return stream.link_id, TokenDelta(stream.stream_id, (), early_ticket=ticket)
 
     def fail_all(self, error: DisaggError) -> dict[LinkId, list[TokenDelta]]:
         """The last delta of every open stream, wherever its sequence is."""

@@ -21,7 +21,7 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import EngineThread, StepResult
 from disagg.errors import EngineFailed
 from disagg.links.server import LinkClosed, LinkServer, Received
-from disagg.messages import Cancel, Peers, Release, Resync, Role, Start, WorkerRecord
+from disagg.messages import Cancel, Peers, Prefetch, Release, Resync, Role, Start, WorkerRecord
 from disagg.time_model import StepTimeModel
 from disagg.worker.doors import Doors
 from disagg.worker.liveness import LOOK_S, Liveness
@@ -206,6 +206,8 @@ class Worker:
                 post(lambda: self._lend(link_id, message))
             case Start():
                 post(lambda: doors.start(link_id, message, self._clock()))
+            case Prefetch(ticket=ticket, block_hashes=block_hashes):
+                post(lambda: doors.prefetch(ticket, block_hashes, self._clock()))
             case Cancel(stream_id=stream_id):
                 post(lambda: doors.cancel(link_id, stream_id))
             case Release(ticket_id=ticket_id):

@@ -18,6 +18,7 @@ from disagg.messages import (
     Cancel,
     KVEvent,
     Peers,
+    Prefetch,
     Release,
     Resync,
     Start,
@@ -184,6 +185,26 @@ def test_merge_loses_nothing(parts: list[tuple[tuple[int, ...], bool]], end: str
     assert merged.error == deltas[-1].error
     expected = tuple(TokenLogprobs(-float(i)) for i in tokens) if with_logprobs else None
     assert merged.logprobs == expected
+
+
+def test_an_early_ticket_that_was_overtaken_hides_nothing() -> None:
+    early, last = (KVTicket(name, "p", 1, "toy", 16, (0,), (0,)) for name in ("1+1", "1"))
+    deltas = [
+        TokenDelta(5, (), early_ticket=early),
+        TokenDelta(5, (7,), num_cached_tokens=3, ticket=last),
+    ]
+    assert merge(deltas) == deltas[1]
+    assert merge([TokenDelta(5, ()), deltas[0]]).early_ticket == early
+
+
+async def test_prefetches_reach_a_worker_whose_link_is_up() -> None:
+    ticket = KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,))
+    async with pair() as (worker, link, _):
+        link.prefetch(ticket, (b"name",))
+        await until(lambda: worker.of_type(Prefetch))
+        assert worker.of_type(Prefetch) == [Prefetch(ticket, (b"name",))]
+        link.close()
+        link.prefetch(ticket, (b"name",))  # nobody is there, and nothing is raised
 
 
 async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:

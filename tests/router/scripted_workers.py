@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.blocks import BlockHash
 from disagg.errors import (
     DeadlineExceeded,
     DisaggError,
@@ -48,6 +49,7 @@ class Script:
     then: str | DisaggError = "lost"
     tokens_per_delta: int = 1
     with_last_tokens: bool = False  # the error comes in the delta of the last tokens
+    num_early: int = 0  # tickets for parts of the prompt, if it is to be handed over
 
 
 @dataclass
@@ -57,6 +59,7 @@ class ScriptedWorkers:
     scripts: deque[Script] = field(default_factory=deque)
     calls: list[Call] = field(default_factory=list)
     released: list[KVTicket] = field(default_factory=list)
+    prefetched: list[tuple[str, KVTicket, tuple[BlockHash, ...]]] = field(default_factory=list)
     on_failure: Callable[[str], None] | None = None
     stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
@@ -85,6 +88,9 @@ class ScriptedWorkers:
     def release(self, ticket: KVTicket) -> None:
         self.released.append(ticket)
 
+    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+        self.prefetched.append((worker_id, ticket, names))
+
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
         if call.hand_over and not request.token_ids:
@@ -95,6 +101,9 @@ class ScriptedWorkers:
         end = request.num_prompt_tokens + request.sampling.max_tokens
         stop = min(end, position + 1) if call.hand_over else end
         num_left = script.after
+        for num_blocks in range(1, 1 + script.num_early * call.hand_over):
+            await asyncio.sleep(0)
+            yield TokenDelta(1, (), early_ticket=early_ticket_of(call, num_blocks))
         while position < stop:
             await asyncio.sleep(0)
             if num_left <= 0:
@@ -133,6 +142,11 @@ class ScriptedWorkers:
 def ticket_of(worker_id: str, request: GenerateRequest) -> KVTicket:
     num_tokens = len(request.token_ids)
     return KVTicket(request.request_id, worker_id, 1, "toy/bs16", num_tokens, (0,), (0,))
+
+
+def early_ticket_of(call: Call, num_blocks: int) -> KVTicket:
+    name, some = f"{call.request.request_id}+{num_blocks}", tuple(range(num_blocks))
+    return KVTicket(name, call.worker_id, 1, "toy/bs16", BLOCK_SIZE * num_blocks, some, some)
 
 
 def loan_of(call: Call) -> TokenDelta:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +30,7 @@ from tests.router.scripted_workers import (
     assert_complete,
     assert_nothing_reserved,
     collect,
+    early_ticket_of,
     keep_busy,
     make_dispatcher,
     ticket_of,
@@ -58,6 +61,39 @@ async def test_prefill_hands_its_first_token_and_ticket_to_decode() -> None:
     assert second.request.token_ids == (*request.token_ids, token_at(2000))
     assert second.request.num_prompt_tokens == 2000
     assert_nothing_reserved(fleet)
+
+
+async def test_what_is_ready_early_goes_to_where_the_request_will_go() -> None:
+    workers = ScriptedWorkers(deque([Script(num_early=2)]))
+    fleet, request = keep_busy(make_fleet("p0", "d0"), "d0"), make_request(2000)
+    deltas = await collect(make_dispatcher(workers, fleet), request)
+    assert_complete(deltas, request)
+    assert deltas[0].num_cached_tokens == 7 and deltas[0].early_ticket is None
+    first, second = workers.calls
+    assert workers.prefetched == [
+        ("d0", early_ticket_of(first, n), request.block_hashes[:n]) for n in (1, 2)
+    ]
+    assert second.ticket == ticket_of("p0", request)
+    assert_nothing_reserved(fleet)
+
+
+async def test_a_prompt_that_stays_sends_nothing_ahead() -> None:
+    """As when a worker that stops lets go of a prompt that it has half computed."""
+    workers, fleet, request = ScriptedWorkers(), make_fleet("d0"), make_request(100)
+    dispatcher = make_dispatcher(workers, fleet)
+    stream = workers.stream
+
+    def with_an_early_ticket(*args: Any, **kwargs: Any) -> AsyncGenerator[TokenDelta, None]:
+        async def deltas() -> AsyncGenerator[TokenDelta, None]:
+            yield TokenDelta(1, (), early_ticket=ticket_of("d0", request))
+            async for delta in stream(*args, **kwargs):
+                yield delta
+
+        return deltas()
+
+    workers.stream = with_an_early_ticket  # type: ignore[method-assign]
+    assert_complete(await collect(dispatcher, request), request)
+    assert workers.prefetched == []
 
 
 async def test_an_answer_of_one_token_ends_at_prefill() -> None:

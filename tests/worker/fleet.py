@@ -18,6 +18,7 @@ from disagg.engine.sequence import Sequence
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
+    Prefetch,
     Start,
     TokenDelta,
     WireError,
@@ -190,6 +191,8 @@ class Fleet:
         output.extend(delta.token_ids)
         if output != expected[: len(output)]:
             raise WrongTokens(f"{output} instead of {expected[: len(output)]}")
+        if delta.early_ticket is not None:
+            self._prefetch(journey, delta.early_ticket)
         assert 0 <= delta.num_cached_tokens < len(journey.trip.prompt) + len(output)
         if delta.ticket is None and delta.token_ids:
             journey.ticket = None
@@ -208,6 +211,21 @@ class Fleet:
             assert delta.ticket is not None
             journey.ticket = delta.ticket
             self._hand_on(journey, delta.ticket)
+
+    def _prefetch(self, journey: Journey, ticket: KVTicket) -> None:
+        """What is ready goes ahead, to where the request will go, unless it is lost on the way."""
+        trip = journey.trip
+        if trip.ticket == "spoil":
+            ticket = spoiled(ticket, trip.seed + len(trip.prompt))
+        elif trip.ticket == "lose":
+            return
+        self.met["prefetched"] += 1
+        names = journey.request.block_hashes[: len(ticket.block_ids)]
+        message = decode_to_worker(encode(Prefetch(ticket, names)))
+        assert isinstance(message, Prefetch)
+        member = self.members[trip.second]
+        member.doors.prefetch(message.ticket, message.block_hashes, self.world.now)
+        member.doors.check()
 
     def _take_error(self, journey: Journey, error: WireError) -> None:
         """Too late is too late; whatever else a worker says, another one may not."""

@@ -15,6 +15,7 @@ LEAST_PER_100_000_STEPS = {
     "pulled": 500,
     "pull torn": 50,
     "lent": 300,
+    "prefetched": 300,
     "wire broke": 50,
     "source gone": 50,
     "pull hung": 50,

@@ -16,6 +16,7 @@ from disagg.messages import (
     Cancel,
     GenerateRequest,
     Peers,
+    Prefetch,
     Release,
     Start,
     ToWorker,
@@ -72,6 +73,7 @@ class Pair:
             Start(next_id, request),
             Cancel(self.last_stream_id),
             Release(f"{self.link_id}/{self.last_stream_id}"),
+            Prefetch(ticket, request.block_hashes),
             Peers((self._source.transport.peer,)),
         ]
         return rng.choice(messages)
@@ -86,6 +88,8 @@ class Pair:
                     self.link_id += 1
                 self.last_stream_id = stream_id
                 doors.start(self.link_id, message, self._world.now)
+            case Prefetch():
+                doors.prefetch(message.ticket, message.block_hashes, self._world.now)
             case Cancel(stream_id=stream_id):
                 doors.cancel(self.link_id, stream_id)
             case Release(ticket_id=ticket_id):

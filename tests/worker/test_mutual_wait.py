@@ -19,7 +19,7 @@ async def leave(r: Rig, worker_id: Role, number: int) -> tuple[GenerateRequest, 
     """A request whose prompt was computed on `worker_id`, which holds its seven blocks."""
     first = 30 * number + (100 if worker_id == "decode" else 0)
     request = make_request(12, prompt=tuple(4 + (first + i) % 200 for i in range(26)))
-    (delta,) = await r.all(worker_id, request, hand_over=True)
+    *_, delta = await r.all(worker_id, request, hand_over=True)
     return request, delta
 
 

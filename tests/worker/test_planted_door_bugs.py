@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from disagg.blocks import BlockHash, hash_block
 from disagg.decode_worker import arrivals, cold_prefix, entering
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.decode_worker.prefetches import Prefetches
 from disagg.engine import ownership, scheduler
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
@@ -46,6 +48,8 @@ _publish = ownership.publish
 _begin = PullBook.begin
 _leave = Leaving.leave
 _lend = Leaving.lend
+_early_ticket = Leaving.early_ticket
+_finish_early = Prefetches.finish
 _collect = Holds.collect
 _join = Arrivals._join
 _finish = Arrivals.finish
@@ -281,7 +285,48 @@ def _loans_never_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holds, "_expire", lambda holds, now: None)
 
 
+def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    """The one that is being filled."""
+
+    def early_ticket(door: Leaving, sequence: EngineSequence) -> KVTicket | None:
+        more = copy(sequence)
+        size = door._engine.pool.block_size
+        more.num_computed = min(sequence.num_computed + size, len(sequence.tokens) - 1)
+        return _early_ticket(door, more)
+
+    patch.setattr(Leaving, "early_ticket", early_ticket)
+
+
+def _errors_of_early_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+        return _finish_early(early, replace(done, error=None))
+
+    patch.setattr(Prefetches, "finish", finish)
+
+
+def _early_blocks_are_named_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+        if done.pull_id in early._pulling:
+            early._pulling[done.pull_id].pulled.reverse()
+        return _finish_early(early, done)
+
+    patch.setattr(Prefetches, "finish", finish)
+
+
+def _blocks_of_an_early_pull_that_failed_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+        if done.error is not None and done.pull_id in early._pulling:
+            return early._pulling.pop(done.pull_id).ticket
+        return _finish_early(early, done)
+
+    patch.setattr(Prefetches, "finish", finish)
+
+
 IN_TROUBLE: list[Plant] = [
+    _an_early_ticket_names_one_block_too_many,
+    _errors_of_early_pulls_are_ignored,
+    _early_blocks_are_named_in_another_order,
+    _blocks_of_an_early_pull_that_failed_are_lost,
     _other_blocks_are_lent,
     _lent_blocks_are_not_held,
     _loans_never_end,

@@ -51,21 +51,36 @@ async def test_a_request_that_breaks_on_entering_the_engine(
         await others_go_on(r, unlucky)
 
 
-async def test_blocks_that_get_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_once(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
+    """The next ticket, early or last, cannot be issued."""
     breaks_now = [True]
 
     def breaks(*arguments: Any, **named: Any) -> object:
-        if breaks_now:
+        if breaks_now and ("+" in named["ticket_id"]) == is_early:
             breaks_now.pop()
             raise RuntimeError("planted")
         return issue_ticket(*arguments, **named)
 
     monkeypatch.setattr(leaving, "issue_ticket", breaks)
+
+
+async def test_an_early_ticket_that_cannot_be_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_once(monkeypatch, is_early=True)
+    async with rig() as r:
+        await r.start("prefill")
+        (delta,) = await r.all("prefill", make_request(), hand_over=True)
+        assert delta.ticket is not None
+        r.links["prefill"].release(delta.ticket)
+        await r.until_empty("prefill")
+
+
+async def test_blocks_that_get_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_once(monkeypatch, is_early=False)
     async with rig() as r:
         await r.start("decode")
         request = make_request(prompt=UNLUCKY)
         await others_go_on(r, asyncio.create_task(r.all("decode", request, hand_over=True)))
-        (first,) = await r.all("decode", make_request(), hand_over=True)
+        *_, first = await r.all("decode", make_request(), hand_over=True)
         assert first.ticket is not None and first.ticket.num_tokens == len(PROMPT)
         r.links["decode"].release(first.ticket)
         await r.until_empty("decode")

@@ -42,9 +42,9 @@ async def test_a_worker_may_restart_again_and_again() -> None:
         await r.start("decode")
         for epoch in range(2, 22):
             request = make_request(prompt=tuple(range(epoch, epoch + 21)))
-            (stale,) = await r.all("source", request, hand_over=True)
+            *_, stale = await r.all("source", request, hand_over=True)
             await restart(r, "source", epoch)
-            (fresh,) = await r.all("source", request, hand_over=True)
+            *_, fresh = await r.all("source", request, hand_over=True)
             moved = grown(request, list(fresh.token_ids), BLOCK_SIZE)
             for ticket in (stale.ticket, fresh.ticket):
                 deltas = await r.all("decode", moved, ticket=ticket)

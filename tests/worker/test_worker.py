@@ -42,7 +42,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 async def prefilled(rig: Rig, request: GenerateRequest) -> tuple[GenerateRequest, TokenDelta]:
     """The request with its first token, and the delta that has its ticket."""
-    (delta,) = await rig.all("prefill", request, hand_over=True)
+    *_, delta = await rig.all("prefill", request, hand_over=True)
     assert delta.ticket is not None and len(delta.token_ids) == 1
     return grown(request, list(delta.token_ids), BLOCK_SIZE), delta
 
@@ -65,9 +65,62 @@ async def test_a_request_goes_over_both_workers() -> None:
 async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
     """The answer to a request for a loan of the prompt's full blocks."""
     loan = msgspec.structs.replace(request, token_ids=())
-    (delta,) = await rig.all("prefill", loan, hand_over=True)
+    *_, delta = await rig.all("prefill", loan, hand_over=True)
     assert delta.token_ids == ()
     return delta
+
+
+async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
+    """Two chunks: the first one's blocks go ahead, and the ticket brings only the others."""
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        request = make_request()
+        early, last = await r.all("prefill", request, hand_over=True)
+        assert early.early_ticket is not None and not early.is_last and not early.token_ids
+        assert early.early_ticket.num_tokens == 16
+        names = request.block_hashes[:4]
+        r.links["decode"].prefetch(early.early_ticket, names)
+        await until(lambda: r.observer.held["decode"] >= set(names))
+        moved = grown(request, list(last.token_ids), BLOCK_SIZE)
+        deltas = await r.all("decode", moved, ticket=last.ticket)
+        assert [*last.token_ids, *tokens(deltas)] == answer_to(request)
+        assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
+        for worker_id in ("prefill", "decode"):
+            await r.until_empty(worker_id)
+
+
+async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        request = make_request()
+        early, last = await r.all("prefill", request, hand_over=True)
+        assert early.early_ticket is not None
+        transport, doors = r.transports["decode"], r.workers["decode"]._doors
+        transport.hangs = True
+        r.links["decode"].prefetch(early.early_ticket, request.block_hashes[:4])
+        await until(lambda: doors._prefetches.is_pulling)
+        moved = grown(request, list(last.token_ids), BLOCK_SIZE)
+        answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
+        await until(lambda: bool(doors._unready))
+        transport.hangs = False
+        assert [*last.token_ids, *tokens(await answer)] == answer_to(request)
+        assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
+        await r.until_empty("decode")
+
+
+async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode", worker_id="leaver")
+        request = make_request()
+        early, last = await r.all("prefill", request, hand_over=True)
+        assert early.early_ticket is not None and last.ticket is not None
+        doors = r.workers["leaver"]._doors
+        doors.accepting = False
+        doors.prefetch(early.early_ticket, request.block_hashes[:4], 0.0)
+        assert not doors._prefetches.is_pulling
 
 
 async def test_a_prefix_is_lent_and_only_the_rest_is_computed() -> None:
@@ -112,7 +165,7 @@ async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: 
         await r.start("decode")
         draft = draft_of(PROMPT, 4, num_wrong)
         request = msgspec.structs.replace(make_request(max_tokens=9), draft_token_ids=draft)
-        (first,) = await r.all("prefill", request, hand_over=True)
+        *_, first = await r.all("prefill", request, hand_over=True)
         assert list(first.token_ids) == answer_to(request)[:5] and first.ticket is not None
         assert first.ticket.num_tokens == len(PROMPT) + 4, "all but the last token have KV"
         moved = grown(request, list(first.token_ids), BLOCK_SIZE)
