@@ -10,3 +10,4 @@ ENGINE = {  # of vLLM's
     "kv_cache_memory_bytes": CACHE_NBYTES,
 }
 FLAGS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ENGINE.items())
+AUTO_FLAGS = FLAGS.replace("--dtype bfloat16", "--dtype auto")  # what the machine multiplies well

@@ -3,7 +3,8 @@
     python -m bench.peers.pair [--shape 15m 160m] [--system NAME...] [--rounds 2] [--tiny]
 
 One prompt at a time, never seen before, of 512 and of 1,024 tokens. `disagg`: our pair. `alone`:
-one worker of ours, a core. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this
+one worker of ours, a core; with `auto` both compute in what the machine multiplies well, and else
+in bf16. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this
 client as by vLLM's own proxy: the prompt to one for a single token, then to the other with what
 the first said of its KV; the first token is the first that the second one streams. Milliseconds
 from asking, medians; systems take turns in every round. `moved`: the share of our requests that
@@ -29,7 +30,7 @@ from typing import Any
 
 from bench.peers.checkpoint import WORD, kept
 from bench.peers.environments import VLLM_VARIABLES
-from bench.peers.limits import FLAGS, MODEL
+from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import finish, print_table
@@ -38,7 +39,7 @@ from disagg.cli.ports import free_port
 
 NUM_UNCOUNTED = 3  # prompts of a length
 NUM_NEW = 8
-NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT {FLAGS}"
+NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
 OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} --num-threads 1 --no-redis"
 CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
@@ -47,10 +48,10 @@ Ask = Callable[[list[int]], Awaitable[Stream]]
 
 
 @contextmanager
-def ours(checkpoint: Path, scratch: Path, num_prefill: int) -> Iterator[Ask]:
+def ours(checkpoint: Path, scratch: Path, num_prefill: int, flags: str = FLAGS) -> Iterator[Ask]:
     pools = f"--prefill {num_prefill} --decode 1"
     ready = f'"num_prefill":{num_prefill},"num_decode":1'.encode()
-    server = Server("", f"{OURS} {pools}", ("/ready", ready))
+    server = Server("", f"{OURS} {flags} {pools}", ("/ready", ready))
     with started(server, checkpoint, scratch / "log") as running:
 
         async def ask(prompt: list[int]) -> Stream:
@@ -77,7 +78,7 @@ def vllm(checkpoint: Path, scratch: Path) -> Iterator[Ask]:
         for core in (0, 1):
             server = Server(
                 "vllm",
-                f"{VLLM} {NAMED} --kv-transfer-config {CONNECTOR}",
+                f"{VLLM} {NAMED} {FLAGS} --kv-transfer-config {CONNECTOR}",
                 ("/v1/models", MODEL.encode()),
                 {
                     **VLLM_VARIABLES,
@@ -127,6 +128,8 @@ def _prefilled(port: int, prompt: list[int]) -> dict[str, Any]:
 SYSTEMS: dict[str, Callable[[Path, Path], AbstractContextManager[Ask]]] = {
     "disagg": partial(ours, num_prefill=1),
     "alone": partial(ours, num_prefill=0),
+    "disagg auto": partial(ours, num_prefill=1, flags=AUTO_FLAGS),
+    "alone auto": partial(ours, num_prefill=0, flags=AUTO_FLAGS),
     "vllm": vllm,
 }
 

@@ -3,10 +3,11 @@
     python -m bench.peers.serving [--shape 15m 160m] [--server NAME...] [--rounds 2] [--tiny]
 
 Streaming completions of 128 tokens for prompts of 128, so many asked for at once; when the last
-has ended, the next wave. Random Llama checkpoints in bf16, greedy. Servers take turns in every
-round, and all of the machine's two cores are theirs and the client's. Tokens/s are those of a
-wave, median of all waves; TTFT and TPOT are medians of all requests. `RSS MB` is that of all
-processes of a server, after its first waves.
+has ended, the next wave. Random Llama checkpoints in bf16, greedy; `disagg auto` computes in what
+the machine multiplies well, the others in bf16. Servers take turns in every round, and all of the
+machine's two cores are theirs and the client's. Tokens/s are those of a wave, median of all waves;
+TTFT and TPOT are medians of all requests. `RSS MB` is that of all processes of a server, after its
+first waves.
 """
 
 from __future__ import annotations
@@ -23,24 +24,28 @@ from typing import Any
 
 from bench.peers.checkpoint import kept
 from bench.peers.environments import VLLM_VARIABLES
-from bench.peers.limits import FLAGS, MODEL
+from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Running, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import finish, print_table
 from bench.shapes import SHAPES
 
 OURS = "disagg"
-LIMITS = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT {FLAGS}"
+NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
+
+
+def ours(flags: str) -> Server:
+    pools = "--prefill 0 --decode 1 --num-threads 2 --no-redis"
+    command = f"-m disagg.cli.main serve CHECKPOINT {NAMED} {flags} {pools}"
+    return Server("", command, ("/ready", b'"num_decode":1'))
+
+
 SERVERS = {
-    OURS: Server(
-        "",
-        f"-m disagg.cli.main serve CHECKPOINT {LIMITS} --prefill 0 --decode 1 --num-threads 2"
-        " --no-redis",
-        ("/ready", b'"num_decode":1'),
-    ),
+    OURS: ours(FLAGS),
+    "disagg auto": ours(AUTO_FLAGS),
     "vllm": Server(
         "vllm",
-        f"{VLLM} {LIMITS}",
+        f"{VLLM} {NAMED} {FLAGS}",
         ("/v1/models", MODEL.encode()),
         VLLM_VARIABLES,
     ),
