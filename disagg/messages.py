@@ -287,6 +287,7 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", array_like=True):
 
     ticket: KVTicket
     block_hashes: tuple[BlockHash, ...]
+    traceparent: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):

@@ -19,11 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.blocks import BlockHash
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, TokenDelta, WireError
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.prefill_worker import leaving
 from tests.test_local import LONG, cluster, until_empty
 from tests.tiny_model import write_tiny_model
@@ -103,8 +102,8 @@ class TroubledWorkers:
     def release(self, ticket: KVTicket) -> None:
         self._links.release(ticket)
 
-    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
-        self._links.prefetch(worker_id, ticket, names)
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        self._links.prefetch(worker_id, asked)
 
     def _next(self, request_id: str, door: str, ticket: KVTicket | None) -> Trouble | None:
         """The first one left for this request that can happen here."""

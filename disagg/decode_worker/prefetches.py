@@ -16,16 +16,16 @@ from disagg.blocks import BlockHash
 from disagg.decode_worker.arrivals import TransferTimes, patience_s
 from disagg.engine.engine import Engine
 from disagg.errors import TransferFailed
-from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
+from disagg.messages import Prefetch
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Prefetch:
-    ticket: KVTicket
-    block_hashes: tuple[BlockHash, ...]  # of the blocks of the ticket
+class _Pull:
+    asked: Prefetch
+    names: Sequence[BlockHash]  # of the ticket's blocks
     held: list[int]  # leading blocks that were here already
     pulled: list[int]  # blocks that the transport fills
     patient_until_s: float
@@ -42,20 +42,21 @@ class Prefetches:
         self._engine = engine
         self._transport = transport
         self._transfer_times = transfer_times
-        self._pulling: dict[int, _Prefetch] = {}  # by pull id
+        self._pulling: dict[int, _Pull] = {}  # by pull id
 
     @property
     def is_pulling(self) -> bool:
         return bool(self._pulling)
 
-    def begin(self, ticket: KVTicket, block_hashes: Sequence[BlockHash], now: float) -> None:
-        """Pull what is not here of the blocks that `block_hashes` name, if there is room.
+    def begin(self, asked: Prefetch, now: float) -> None:
+        """Pull what is not here of a ticket's blocks, if there is room.
 
         Tickets of a prompt name all of its blocks so far: one that comes while the pull of an
         earlier one is under way can be left out.
         """
-        pool, num_blocks = self._engine.pool, len(ticket.block_ids)
-        names = tuple(block_hashes[:num_blocks])
+        pool, ticket = self._engine.pool, asked.ticket
+        num_blocks = len(ticket.block_ids)
+        names = asked.block_hashes[:num_blocks]
         is_sound = (
             0 < num_blocks == len(names) and ticket.num_tokens == num_blocks * pool.block_size
         )
@@ -78,29 +79,26 @@ class Prefetches:
             pool.release([*held, *pulled])
             return
         until_s = now + patience_s(self._transfer_times(ticket.source_id, len(pulled)))
-        self._pulling[pull_id] = _Prefetch(ticket, names, held, pulled, until_s)
+        self._pulling[pull_id] = _Pull(asked, names, held, pulled, until_s)
 
-    def finish(self, done: PullDone) -> KVTicket | None:
+    def finish(self, done: PullDone) -> Prefetch | None:
         """A pull ended: its blocks can be found from here on. None: it was not one of these."""
-        prefetch = self._pulling.pop(done.pull_id, None)
-        if prefetch is None:
+        pull = self._pulling.pop(done.pull_id, None)
+        if pull is None:
             return None
         pool = self._engine.pool
         if done.error is None:
-            names = prefetch.block_hashes[len(prefetch.held) :]
-            for block_id, name in zip(prefetch.pulled, names, strict=True):
+            for block_id, name in zip(pull.pulled, pull.names[len(pull.held) :], strict=True):
                 pool.publish(block_id, name)
-        pool.release([*prefetch.held, *prefetch.pulled])
-        return prefetch.ticket
+        pool.release([*pull.held, *pull.pulled])
+        return pull.asked
 
     def is_coming(self, block_hashes: Sequence[BlockHash], now: float) -> bool:
         """Whether blocks of a prompt with these names are being pulled, and soon here."""
-        for each in self._pulling.values():
-            last = len(each.block_hashes) - 1  # whose name stands for all before it
-            if (
-                now < each.patient_until_s
-                and tuple(block_hashes[last : last + 1]) == each.block_hashes[-1:]
-            ):
+        for pull in self._pulling.values():
+            last = len(pull.names) - 1  # whose name stands for all before it
+            is_of_prompt = last < len(block_hashes) and block_hashes[last] == pull.names[last]
+            if is_of_prompt and now < pull.patient_until_s:
                 return True
         return False
 

@@ -141,11 +141,11 @@ class Link:
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Release(ticket.ticket_id))
 
-    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...]) -> None:
+    def prefetch(self, asked: Prefetch) -> None:
         """Have the worker pull blocks that a request to come will need. A lost message only means
         that it pulls them then."""
         if self._connection is not None and self._connection.is_up:
-            self._connection.send(Prefetch(ticket, block_hashes))
+            self._connection.send(asked)
 
     async def stream(
         self,

@@ -23,7 +23,14 @@ from disagg.blocks import BlockHash
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
-from disagg.messages import GenerateRequest, KVEvent, TokenDelta, WorkerRecord, WorkerStatus
+from disagg.messages import (
+    GenerateRequest,
+    KVEvent,
+    Prefetch,
+    TokenDelta,
+    WorkerRecord,
+    WorkerStatus,
+)
 
 
 class FleetLinks:
@@ -115,11 +122,11 @@ class FleetLinks:
         if link is not None and link.record.epoch == ticket.epoch:
             link.release(ticket)
 
-    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         """`Link.prefetch` of that worker, unless it has left."""
         link = self._links.get(worker_id)
         if link is not None:
-            link.prefetch(ticket, names)
+            link.prefetch(asked)
 
     async def close(self) -> None:
         self._leaving.clear()

@@ -24,10 +24,9 @@ from typing import Protocol
 import msgspec
 
 from disagg import telemetry
-from disagg.blocks import BlockHash
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, TokenDelta
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, Load
 from disagg.router.journey import Journey, Visit
@@ -64,8 +63,8 @@ class Workers(Protocol):
         """Nobody will use `ticket`."""
         ...
 
-    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
-        """A request with blocks of these names will come: pull those of `ticket` meanwhile."""
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        """A request will come: have the worker pull what is ready of it."""
         ...
 
 
@@ -229,7 +228,7 @@ class Dispatcher:
         """Let who goes on with the request pull what is ready while the rest is computed."""
         if journey.visits:
             next_id = journey.visits[0].reservation.worker_id
-            self._workers.prefetch(next_id, ticket, journey.early_hashes(ticket))
+            self._workers.prefetch(next_id, journey.prefetch(ticket))
 
     async def _borrow(self, journey: Journey, lender: str) -> None:
         """Get a ticket for what the lender has cached. Without one, all of it is computed."""

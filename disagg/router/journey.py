@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.blocks import BlockHash, hash_block
+from disagg.blocks import hash_block
 from disagg.errors import DisaggError, EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, TokenDelta
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.fleet import Reservation
 from disagg.router.route import Candidate
 from disagg.router.turns import Charge
@@ -85,9 +85,10 @@ class Journey:
             block_hashes=request.block_hashes[:num_blocks],
         )
 
-    def early_hashes(self, ticket: KVTicket) -> tuple[BlockHash, ...]:
-        """Names of the blocks of an early ticket."""
-        return self._request.block_hashes[: len(ticket.block_ids)]
+    def prefetch(self, ticket: KVTicket) -> Prefetch:
+        """What to ask the next worker, with an early ticket of the one where it is."""
+        names = self._request.block_hashes[: len(ticket.block_ids)]
+        return Prefetch(ticket, names, self._request.traceparent)
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
         """Note what a worker said. Returns what the client gets of it."""

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from disagg.blocks import BlockHash
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import STALLED_WAIT_S, StepResult
@@ -27,6 +26,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
     KVEvent,
+    Prefetch,
     Role,
     Start,
     TokenDelta,
@@ -165,9 +165,9 @@ class SimulatedWorker:
         """Nobody will use a ticket of this worker."""
         self._post(lambda now: self._doors.release(ticket_id))
 
-    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...]) -> None:
+    def prefetch(self, asked: Prefetch) -> None:
         """See `router.dispatch.Workers`."""
-        self._post(lambda now: self._doors.prefetch(ticket, block_hashes, now))
+        self._post(lambda now: self._doors.prefetch(asked, now))
 
     @property
     def is_idle(self) -> bool:

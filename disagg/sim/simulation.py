@@ -19,6 +19,7 @@ from disagg.errors import DisaggError, RequestError, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
+    Prefetch,
     SamplingParams,
     TokenDelta,
     WorkerRecord,
@@ -171,10 +172,10 @@ class _Simulation:
         if worker is not None:
             worker.release(ticket.ticket_id)
 
-    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.prefetch(ticket, names)
+            worker.prefetch(asked)
 
     async def _ask(self, number: int, each: TraceRequest) -> None:
         """One client, from question to answer."""

@@ -23,7 +23,7 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.messages import KVEvent, Start, TokenDelta, WireError, WorkerStatus
+from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
 from disagg.prefill_worker.leaving import Leaving
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, Lobby, refusal
@@ -101,10 +101,10 @@ class Doors:
             return TokenDelta(start.stream_id, (), error=WireError.of(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)
 
-    def prefetch(self, ticket: KVTicket, block_hashes: tuple[BlockHash, ...], now: float) -> None:
+    def prefetch(self, asked: Prefetch, now: float) -> None:
         """Pull what is ready of a prompt that is half computed elsewhere, and will come here."""
         if self.accepting:
-            self._prefetches.begin(ticket, block_hashes, now)
+            self._prefetches.begin(asked, now)
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""
@@ -295,12 +295,14 @@ class Doors:
                 deltas.setdefault(link_id, []).append(delta)
 
     def _pull_ended(self, done: PullDone, now: float) -> None:
-        ticket, what = self._prefetches.finish(done), "pulled later"
-        if ticket is None:
+        early = self._prefetches.finish(done)
+        if early is not None:
+            ticket, traceparent, then = early.ticket, early.traceparent, "pulled later"
+        else:
             sequence, ticket = self._arrivals.finish(done)
-            record_pull(self._streams.traceparent(sequence), done, now)
-            what = "computed here"
+            traceparent, then = self._streams.traceparent(sequence), "computed here"
+        record_pull(traceparent, done, now)
         if done.error is None:
             self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds)
         else:
-            log.warning("KV of %s is %s: %s", ticket.ticket_id, what, done.error)
+            log.warning("KV of %s is %s: %s", ticket.ticket_id, then, done.error)

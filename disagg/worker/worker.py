@@ -206,8 +206,8 @@ class Worker:
                 post(lambda: self._lend(link_id, message))
             case Start():
                 post(lambda: doors.start(link_id, message, self._clock()))
-            case Prefetch(ticket=ticket, block_hashes=block_hashes):
-                post(lambda: doors.prefetch(ticket, block_hashes, self._clock()))
+            case Prefetch():
+                post(lambda: doors.prefetch(message, self._clock()))
             case Cancel(stream_id=stream_id):
                 post(lambda: doors.cancel(link_id, stream_id))
             case Release(ticket_id=ticket_id):

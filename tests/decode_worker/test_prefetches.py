@@ -12,6 +12,7 @@ from disagg.decode_worker.prefetches import Prefetches
 from disagg.engine.sequence import Sequence
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
+from disagg.messages import Prefetch
 from tests.decode_worker.test_arrivals import BLOCK_SIZE, PROMPT, Door
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
@@ -32,13 +33,14 @@ class EarlyDoor(Door):
         ticket = self.ticket(sequence, num_blocks * BLOCK_SIZE)
         if names is None:
             names = tuple(sequence.block_hashes)
-        self.prefetches.begin(ticket, names, self.now)
+        self.prefetches.begin(Prefetch(ticket, names), self.now)
         self.check()
         return ticket
 
     def end_early_pull(self, pull_id: int, error: str | None = None) -> None:
         self.fill(pull_id)
-        assert self.prefetches.finish(PullDone(pull_id, error, 1, 32, 0.01)) is not None
+        asked = self.prefetches.finish(PullDone(pull_id, error, 1, 32, 0.01))
+        assert asked is not None and asked.ticket is self.transport.pulls[pull_id][0]
         self.check()
 
     def fill(self, pull_id: int) -> None:
@@ -154,7 +156,7 @@ def test_a_ticket_whose_last_block_is_not_full_is_ignored() -> None:
     door = EarlyDoor()
     sequence = new_sequence(PROMPT, BLOCK_SIZE)
     ticket = replace(door.ticket(sequence, 8), num_tokens=7)
-    door.prefetches.begin(ticket, tuple(sequence.block_hashes), door.now)
+    door.prefetches.begin(Prefetch(ticket, tuple(sequence.block_hashes)), door.now)
     assert not door.transport.pulls and door.is_empty
 
 

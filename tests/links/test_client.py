@@ -198,13 +198,13 @@ def test_an_early_ticket_that_was_overtaken_hides_nothing() -> None:
 
 
 async def test_prefetches_reach_a_worker_whose_link_is_up() -> None:
-    ticket = KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,))
+    asked = Prefetch(KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,)), (b"name",), "trace")
     async with pair() as (worker, link, _):
-        link.prefetch(ticket, (b"name",))
+        link.prefetch(asked)
         await until(lambda: worker.of_type(Prefetch))
-        assert worker.of_type(Prefetch) == [Prefetch(ticket, (b"name",))]
+        assert worker.of_type(Prefetch) == [asked]
         link.close()
-        link.prefetch(ticket, (b"name",))  # nobody is there, and nothing is raised
+        link.prefetch(asked)  # nobody is there, and nothing is raised
 
 
 async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:

@@ -9,14 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.blocks import BlockHash
 from disagg.errors import (
     DeadlineExceeded,
     DisaggError,
     WorkerLost,
 )
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, TokenDelta, WireError
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet, Load
 from tests.router.fakes import BLOCK_SIZE, make_status
@@ -59,7 +58,7 @@ class ScriptedWorkers:
     scripts: deque[Script] = field(default_factory=deque)
     calls: list[Call] = field(default_factory=list)
     released: list[KVTicket] = field(default_factory=list)
-    prefetched: list[tuple[str, KVTicket, tuple[BlockHash, ...]]] = field(default_factory=list)
+    prefetched: list[tuple[str, Prefetch]] = field(default_factory=list)
     on_failure: Callable[[str], None] | None = None
     stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
@@ -88,8 +87,8 @@ class ScriptedWorkers:
     def release(self, ticket: KVTicket) -> None:
         self.released.append(ticket)
 
-    def prefetch(self, worker_id: str, ticket: KVTicket, names: tuple[BlockHash, ...]) -> None:
-        self.prefetched.append((worker_id, ticket, names))
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        self.prefetched.append((worker_id, asked))
 
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request

@@ -21,7 +21,7 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
-from disagg.messages import TokenDelta
+from disagg.messages import Prefetch, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
@@ -71,7 +71,8 @@ async def test_what_is_ready_early_goes_to_where_the_request_will_go() -> None:
     assert deltas[0].num_cached_tokens == 7 and deltas[0].early_ticket is None
     first, second = workers.calls
     assert workers.prefetched == [
-        ("d0", early_ticket_of(first, n), request.block_hashes[:n]) for n in (1, 2)
+        ("d0", Prefetch(early_ticket_of(first, n), request.block_hashes[:n], request.traceparent))
+        for n in (1, 2)
     ]
     assert second.ticket == ticket_of("p0", request)
     assert_nothing_reserved(fleet)

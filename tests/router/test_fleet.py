@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.messages import KVEvent, StepCosts
-from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Load, WorkerView
+from disagg.router.fleet import (
+    NUM_STATUSES_UNTIL_SEEN,
+    Fleet,
+    Load,
+    Reservation,
+    WorkerView,
+)
 from disagg.time_model import StepTimeModel
 from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
 
@@ -34,6 +45,59 @@ def test_a_view_does_not_change_under_a_decision() -> None:
     assert "d1" in before.workers
     assert fleet.view().workers["d0"].num_decoding == 5
     assert fleet.view() is fleet.view()
+
+
+def test_workers_are_in_the_order_in_which_they_came() -> None:
+    """Where ties are decided by it, a simulation that is run again decides them as before."""
+    names = [f"d{number}" for number in range(40)]
+    fleet = make_fleet(*names)
+    for name in reversed(names):
+        fleet.worker_stepped(name, (), make_status(num_running=1))
+    assert list(fleet.view().workers) == names
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["speak", "reserve", "sent", "release"]), st.integers(0, 5)),
+        max_size=30,
+    )
+)
+def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, int]]) -> None:
+    names = ["p0", "d0"]
+    fleet = make_fleet(*names)
+    statuses = {name: make_status() for name in names}
+    num_heard = Counter[str]()
+    coming: list[tuple[str, Reservation]] = []
+    counts_until: dict[Reservation, int] = {}  # so many reports of its worker
+    for what, number in happened:
+        name = names[number % 2]
+        if what == "speak":
+            statuses[name] = make_status(num_running=number, num_context_tokens=10 * number)
+            fleet.worker_stepped(name, (), statuses[name])
+            num_heard[name] += 1
+            coming = [
+                (goal, each)
+                for goal, each in coming
+                if num_heard[goal] < counts_until.get(each, math.inf)
+            ]
+        elif what == "reserve":
+            coming.append((name, fleet.reserve(name, Load(100 * number, 1, 150 * number))))
+        elif coming and what == "sent":
+            goal, each = coming[number % len(coming)]
+            fleet.sent(each)
+            counts_until[each] = num_heard[goal] + NUM_STATUSES_UNTIL_SEEN
+        elif coming:
+            fleet.release(coming.pop(number % len(coming))[1])
+        for name, seen in fleet.view().workers.items():
+            loads = [each.load for goal, each in coming if goal == name]
+            load = Load(
+                sum(each.num_uncomputed_tokens for each in loads),
+                len(loads),
+                sum(each.num_context_tokens for each in loads),
+            )
+            times = StepTimeModel.of(COSTS)
+            assert seen == WorkerView.of(make_record(name), statuses[name], load, times)
 
 
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:

@@ -224,7 +224,7 @@ class Fleet:
         message = decode_to_worker(encode(Prefetch(ticket, names)))
         assert isinstance(message, Prefetch)
         member = self.members[trip.second]
-        member.doors.prefetch(message.ticket, message.block_hashes, self.world.now)
+        member.doors.prefetch(message, self.world.now)
         member.doors.check()
 
     def _take_error(self, journey: Journey, error: WireError) -> None:

@@ -89,7 +89,7 @@ class Pair:
                 self.last_stream_id = stream_id
                 doors.start(self.link_id, message, self._world.now)
             case Prefetch():
-                doors.prefetch(message.ticket, message.block_hashes, self._world.now)
+                doors.prefetch(message, self._world.now)
             case Cancel(stream_id=stream_id):
                 doors.cancel(self.link_id, stream_id)
             case Release(ticket_id=ticket_id):

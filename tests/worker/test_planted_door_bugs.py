@@ -24,7 +24,7 @@ from disagg.kvtransfer import pulls
 from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest
+from disagg.messages import GenerateRequest, Prefetch
 from disagg.prefill_worker.leaving import Leaving
 from disagg.router import journey
 from disagg.store.memory_store import MemoryStore
@@ -298,14 +298,14 @@ def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None
 
 
 def _errors_of_early_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+    def finish(early: Prefetches, done: Any) -> Prefetch | None:
         return _finish_early(early, replace(done, error=None))
 
     patch.setattr(Prefetches, "finish", finish)
 
 
 def _early_blocks_are_named_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+    def finish(early: Prefetches, done: Any) -> Prefetch | None:
         if done.pull_id in early._pulling:
             early._pulling[done.pull_id].pulled.reverse()
         return _finish_early(early, done)
@@ -314,9 +314,9 @@ def _early_blocks_are_named_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _blocks_of_an_early_pull_that_failed_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> KVTicket | None:
+    def finish(early: Prefetches, done: Any) -> Prefetch | None:
         if done.error is not None and done.pull_id in early._pulling:
-            return early._pulling.pop(done.pull_id).ticket
+            return early._pulling.pop(done.pull_id).asked
         return _finish_early(early, done)
 
     patch.setattr(Prefetches, "finish", finish)

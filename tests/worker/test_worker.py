@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from disagg.errors import EngineFailed, StartupError, WorkerLost
-from disagg.messages import GenerateRequest, TokenDelta
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.journey import grown
 from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
@@ -70,17 +71,30 @@ async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
     return delta
 
 
+async def prefilled_in_two(r: Rig, request: GenerateRequest) -> tuple[KVTicket, TokenDelta]:
+    """The early ticket after the first of two chunks, and what comes after the second."""
+    runner = r.runners["prefill"]
+    runner.num_runs_left = 1
+    async with aclosing(r.links["prefill"].stream(request, timeout_s=60, hand_over=True)) as stream:
+        early = await anext(stream)
+        assert early.early_ticket is not None and not early.is_last and not early.token_ids
+        await until(lambda: runner.is_waiting)
+        runner.gate.set()
+        last = await anext(stream)
+    assert last.ticket is not None and last.early_ticket is None
+    return early.early_ticket, last
+
+
 async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
     """Two chunks: the first one's blocks go ahead, and the ticket brings only the others."""
     async with rig() as r:
         await r.start("prefill")
         await r.start("decode")
         request = make_request()
-        early, last = await r.all("prefill", request, hand_over=True)
-        assert early.early_ticket is not None and not early.is_last and not early.token_ids
-        assert early.early_ticket.num_tokens == 16
+        early, last = await prefilled_in_two(r, request)
+        assert early.num_tokens == 16
         names = request.block_hashes[:4]
-        r.links["decode"].prefetch(early.early_ticket, names)
+        r.links["decode"].prefetch(Prefetch(early, names))
         await until(lambda: r.observer.held["decode"] >= set(names))
         moved = grown(request, list(last.token_ids), BLOCK_SIZE)
         deltas = await r.all("decode", moved, ticket=last.ticket)
@@ -95,11 +109,10 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         await r.start("prefill")
         await r.start("decode")
         request = make_request()
-        early, last = await r.all("prefill", request, hand_over=True)
-        assert early.early_ticket is not None
+        early, last = await prefilled_in_two(r, request)
         transport, doors = r.transports["decode"], r.workers["decode"]._doors
         transport.hangs = True
-        r.links["decode"].prefetch(early.early_ticket, request.block_hashes[:4])
+        r.links["decode"].prefetch(Prefetch(early, request.block_hashes[:4]))
         await until(lambda: doors._prefetches.is_pulling)
         moved = grown(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
@@ -115,11 +128,10 @@ async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
         await r.start("prefill")
         await r.start("decode", worker_id="leaver")
         request = make_request()
-        early, last = await r.all("prefill", request, hand_over=True)
-        assert early.early_ticket is not None and last.ticket is not None
+        early, _ = await prefilled_in_two(r, request)
         doors = r.workers["leaver"]._doors
         doors.accepting = False
-        doors.prefetch(early.early_ticket, request.block_hashes[:4], 0.0)
+        doors.prefetch(Prefetch(early, request.block_hashes[:4]), 0.0)
         assert not doors._prefetches.is_pulling
 
 
