@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 BIN = Path(sys.executable).parent
 READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 2.0  # Ray's own processes wait for each other, some of them for ever
 
 
 class RayNodes:
@@ -37,7 +38,12 @@ class RayNodes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.gcs_port, self.dashboard_port = free_port(), free_port()
-        self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        self._environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",  # as `disagg serve` does
+            "OMP_NUM_THREADS": "1",
+        }
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def start_head(self) -> None:
@@ -104,11 +110,12 @@ class RayNodes:
             ]
         ]
         for process in family:
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):  # they end each other meanwhile
                 process.terminate()
-        _, left = psutil.wait_procs(family, timeout=10)
+        _, left = psutil.wait_procs(family, STOP_TIMEOUT_S)
         for process in left:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for node in self._nodes:
             node.wait(10)
 
