@@ -5,7 +5,8 @@ which at a few rows costs as much as the product. Packing once makes decode step
 fast, and lets the activation or the residual sum happen while a result tile is still in cache.
 
 Weights that were stored in half precision and are computed with in float32 stay in half precision,
-which FBGEMM widens in registers: a decode step reads half the bytes.
+which FBGEMM widens in registers: a decode step reads half the bytes. A CPU without instructions for
+half precision computes so whatever the type of activations is.
 """
 
 from __future__ import annotations
@@ -81,43 +82,49 @@ class PackedLinear:
 
 
 class HalfLinear:
-    """The same float32 products from a weight kept as float16, in FBGEMM's layout.
+    """The same products in float32 from a weight kept as float16, in FBGEMM's layout.
 
-    The weight must pass `fits_half`: larger numbers than float16 has would be cut, in `weight` too.
+    The weight must pass `fits_half`: larger numbers than float16 has would be cut. Results are of
+    the type of `x`, rounded once.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+        wide_bias = None if bias is None else bias.float()
+        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), wide_bias)
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Else torch looks for a __torch_function__ of the weight: 10 us, as much as a product.
-        with torch._C.DisableTorchFunctionSubclass():
-            result: Tensor = self._product(x, self._weight)
-        return result
+        return self._wide(x).to(x.dtype)
 
     def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(self(x), inplace=True)
+        return functional.silu(self._wide(x), inplace=True).to(x.dtype)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        return self(x).mul_(factor)
+        return self._wide(x).mul_(factor).to(x.dtype)
 
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
-        return self(x).add_(summand)
+        return self._wide(x).add_(summand).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        # Else torch looks for a __torch_function__ of the weight: 10 us, as much as a product.
+        with torch._C.DisableTorchFunctionSubclass():
+            result: Tensor = self._product(x.float(), self._weight)
+        return result
 
 
 Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether float16 loses no more of float32 `weight` than adding up products in float32 does.
+    """Whether float16 loses no more of `weight` than adding up products in float32 does.
 
     Sums of 768 products are off by 5e-7, or 2^-21, of the result. bf16 weights of usual sizes are
     off by less: only those below 2^-17 become subnormal numbers with too few digits. Weights that
     use the digits of float32 are off by 2^-12.
     """
     lost = kept = 0.0
-    for rows in torch.split(weight, _ROWS_COMPARED):
+    for some in torch.split(weight, _ROWS_COMPARED):
+        rows = some.float()
         lost += float((rows.half().float() - rows).square_().sum())
         kept += float(rows.square().sum())
     return lost <= kept * _MOST_LOST**2 and lost < math.inf
@@ -135,11 +142,16 @@ def _filled(x: Tensor) -> Tensor:
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Choose by the weight's dtype, its values, and what this CPU can do."""
     if weight.device.type == "cpu":
-        if weight.dtype == torch.float32 and _has_fbgemm() and fits_half(weight):
+        if _prefers_float32(weight.dtype) and _has_fbgemm() and fits_half(weight):
             return HalfLinear(weight, bias)
         if torch._C._has_mkldnn and _onednn_packs(weight.dtype):
             return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def _prefers_float32(dtype: torch.dtype) -> bool:
+    """Half precision too, on a CPU that has no instructions to multiply it."""
+    return dtype == torch.float32 or torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _has_fbgemm() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.linear import (
@@ -111,7 +112,40 @@ def test_weights_of_half_precision_fit(dtype: torch.dtype, deviation: float) -> 
     weight = _drawn(1500, 64, deviation).to(dtype).float()
     assert fits_half(weight)
     assert isinstance(linear(weight, None), HalfLinear)
-    assert not isinstance(linear(weight.to(dtype), None), HalfLinear)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "as_half"),
+    [
+        ("AVX2", torch.bfloat16, True),
+        ("AVX2", torch.float16, True),
+        ("AVX512", torch.bfloat16, False),
+        ("AVX512", torch.float32, True),
+    ],
+)
+def test_half_precision_is_computed_with_as_the_cpu_can(
+    capability: str, dtype: torch.dtype, as_half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    chosen = linear(_drawn(16, 8).bfloat16().to(dtype), None)
+    assert isinstance(chosen, HalfLinear) == as_half
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_rounds_once_to_the_type_of_its_input(dtype: torch.dtype) -> None:
+    weight, bias = _drawn(40, 24).to(dtype), _drawn(1, 40)[0].to(dtype)
+    half = HalfLinear(weight, bias)
+    x, other = torch.randn(5, 24).to(dtype), torch.randn(5, 40).to(dtype)
+    wide = x.float() @ weight.float().T + bias.float()
+    for found, expected in (
+        (half(x), wide),
+        (half.silu(x), functional.silu(wide)),
+        (half.times(x, other), wide * other),
+        (half.plus(x, other), wide + other),
+    ):
+        assert found.dtype == dtype
+        least = torch.finfo(dtype).eps / 2  # what one rounding is off by
+        torch.testing.assert_close(found.float(), expected, rtol=1.01 * least, atol=1e-6)
 
 
 @pytest.mark.parametrize(
