@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import linear, reference
+from disagg.kernels import linear, reference, torch_attention
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.torch_ops import TorchOps
@@ -99,6 +99,25 @@ def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> 
     expected = inputs.expected(window)
     ops = TorchOps()
     paging = ops.plan(inputs, inputs.kv_cache, [window])
+    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20])
+def test_decodes_too_many_for_the_processors_cache_are_attended_in_parts(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens = [(1, 40), (1, 33), (1, 70), (1, 5), (1, 40)]
+    inputs = paged_inputs(lens, group=2, dtype=dtype, begun_blocks_are_clean=True)
+    rows, num_kv_heads = inputs.kv_cache.rows, inputs.kv_cache.values.shape[3]
+    of_a_block = 2 * num_kv_heads * rows.shape[1] * rows.itemsize
+    monkeypatch.setattr(torch_attention, "_MAX_GATHERED_NBYTES", 5 * of_a_block)
+    expected, ops = inputs.expected(window), TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    groups = paging.groups[window]
+    parts = [group.queries for group in groups if group.queries is not None]
+    assert sorted(map(len, parts)) == ([1, 2, 2] if window is None else [1, 4])
+    assert sorted(torch.cat(parts).tolist()) == [*range(5)]
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
 
 
