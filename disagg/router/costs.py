@@ -95,8 +95,13 @@ def prefill_cost(
     work_s = times.prompts_s(num_new, num_cached)
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
     alone_s = work_s + num_steps * times.coefficients[0]
-    _, wait_s, steps_s = _steps_s(worker, num_new, now)
-    own_s = load_s + work_s + steps_s
+    backlog = worker.backlog
+    num_own = -(-num_new // backlog.num_at_once)
+    own_s = load_s + work_s + num_own * backlog.step_s
+    wait_s = _rest_s(worker, now) + backlog.later_s
+    if backlog.num_later:
+        num_more = -(-(backlog.num_later + num_new) // backlog.num_at_once) - num_own
+        wait_s += num_more * backlog.step_s
     queue_s = harm_s = 0.0
     if worker.num_uncomputed_tokens:
         queue_s = wait_s
@@ -110,8 +115,8 @@ def prefill_cost(
     harm_s += num_behind * alone_s
     num_shared, num_held_anywhere = num_held_once
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
-        num_copied = num_held_anywhere - max(num_shared, num_cached)
-        harm_s += NUM_COMPUTED_AGAIN * alone_s * min(1.0, num_copied / num_new)
+        num_before = num_shared if num_shared > num_cached else num_cached
+        harm_s += NUM_COMPUTED_AGAIN * alone_s * ((num_held_anywhere - num_before) / num_new)
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
@@ -133,8 +138,8 @@ def with_loan(
     rest = prefill_cost(
         worker, num_tokens, num_lent_tokens, num_behind, spares_decodes=spares_decodes, now=now
     )
-    ask_s, _, _ = _steps_s(lender, 0, now)
-    pull_s = ask_s + transfer_s(lender, worker, num_lent_tokens - cost.num_cached_tokens)
+    num_pulled = num_lent_tokens - cost.num_cached_tokens
+    pull_s = _rest_s(lender, now) + transfer_s(lender, worker, num_pulled)
     own_s = rest.own_s + max(0.0, pull_s - rest.queue_s)
     total_s = own_s + rest.queue_s + rest.harm_s
     return PrefillCost(
@@ -148,33 +153,12 @@ def with_loan(
     )
 
 
-def _steps_s(worker: WorkerView, num_new: int, now: float) -> tuple[float, float, float]:
-    """The rest of the step under way, all that `num_new` tokens wait for, and what their own steps
-    take but for computing them.
-
-    Each step gives a token to every sequence that decodes, and fills the rest with prompts in the
-    order in which they came: what is queued last shares a step with what comes next. The step
-    under way took its share when it began.
-    """
-    times, num_decoding = worker.times, worker.num_decoding
-    num_queued = worker.num_uncomputed_tokens
-    step_s, _, _, per_sequence_s, per_context_s = times.coefficients
-    if num_decoding:
-        step_s += per_sequence_s * num_decoding + per_context_s * worker.num_context_tokens
-    num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
-    num_own = -(-num_new // num_at_once)
-    if not num_queued and not num_decoding:
-        return 0.0, 0.0, num_own * step_s
-    under_way_s, later_s, num_more = step_s, 0.0, 0
-    if num_queued:
-        queued_s = times.prompts_s(num_queued, 0, worker.num_waiting)
-        num_later = num_queued - num_at_once if num_queued > num_at_once else 0
-        later_s = queued_s * num_later / num_queued
-        under_way_s += queued_s - later_s
-        num_more = -(-(num_later + num_new) // num_at_once) - num_own
+def _rest_s(worker: WorkerView, now: float) -> float:
+    """What is left of the step under way."""
+    rest_s = worker.backlog.under_way_s
     if now > worker.began_s:
-        under_way_s = max(0.0, under_way_s - (now - worker.began_s))
-    return under_way_s, under_way_s + later_s + num_more * step_s, num_own * step_s
+        rest_s -= now - worker.began_s
+    return rest_s if rest_s > 0.0 else 0.0
 
 
 def _with_host(
@@ -195,7 +179,7 @@ def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:
     Args:
         num_held: requests for each worker that wait in the ingress.
     """
-    num_queued = sum(each.num_waiting + (each.num_uncomputed_tokens > 0) for each in pool)
+    num_queued = sum(each.backlog.num_prompts for each in pool)
     return NUM_BEHIND_PER_QUEUED * (num_queued / len(pool) + num_held)
 
 
@@ -236,12 +220,15 @@ def _ends_before_place(
     num_decoding, num_waiting = worker.num_decoding, worker.num_waiting
     block_size = worker.record.block_size
     num_freed = worker.num_context_tokens / num_decoding - 0.5 * usual_output_tokens
-    num_freed = max(float(block_size), num_freed)
+    if num_freed < block_size:
+        num_freed = block_size
     num_room = (worker.num_free_blocks - num_decoding) * block_size  # as `Scheduler` keeps it
     num_ends = (num_missing_tokens + num_waiting * num_freed - num_room) / num_freed
     num_places = worker.record.max_num_seqs
     if num_places:
-        num_ends = max(num_ends, num_decoding + num_waiting + 1 - num_places)
+        num_late = num_decoding + num_waiting + 1 - num_places
+        if num_late > num_ends:
+            num_ends = num_late
     return num_ends
 
 

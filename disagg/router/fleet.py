@@ -26,6 +26,7 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
+from disagg.router.backlog import Backlog
 from disagg.router.experience import AnswerLengths, Delays
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
@@ -57,6 +58,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_decoding: int
     num_context_tokens: int
     num_free_blocks: int
+    backlog: Backlog
     accepting: bool
     transfers: tuple[TransferFigure, ...]  # what pulling from each source took
     host: HostCounts | None = None  # what loading from its host memory takes; None: it has none
@@ -72,15 +74,20 @@ class WorkerView(msgspec.Struct, frozen=True):
         began_s: float = math.inf,
     ) -> WorkerView:
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
+        num_waiting = status.num_waiting + (coming.num_uncomputed_tokens > 0)
+        num_uncomputed = status.num_uncomputed_tokens + coming.num_uncomputed_tokens
+        num_decoding = status.num_running + coming.num_sequences
+        num_context = status.num_context_tokens + coming.num_context_tokens
         return cls(
             record.worker_id,
             record,
             times,
-            status.num_waiting + (coming.num_uncomputed_tokens > 0),
-            status.num_uncomputed_tokens + coming.num_uncomputed_tokens,
-            status.num_running + coming.num_sequences,
-            status.num_context_tokens + coming.num_context_tokens,
+            num_waiting,
+            num_uncomputed,
+            num_decoding,
+            num_context,
             status.num_free_blocks - blocks_coming,
+            Backlog.of(times, num_waiting, num_uncomputed, num_decoding, num_context),
             status.accepting,
             status.transfers,
             status.host,
@@ -228,8 +235,8 @@ class Fleet:
         self._times = PoolTimes()
         self._records: dict[str, WorkerRecord] = {}
         self._statuses: dict[str, WorkerStatus] = {}
-        self._views: dict[str, WorkerView] = {}
-        self._changed: set[str] = set()
+        self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
+        self._has_changed = False  # since the last `view`
         self.answers = AnswerLengths()
         self.delays = Delays()
         self.queued: dict[str, int] = {}  # kept by `turns`
@@ -237,15 +244,9 @@ class Fleet:
 
     def view(self) -> FleetView:
         """The fleet now."""
-        if self._changed:
-            for worker_id in self._changed:
-                record, status = self._records[worker_id], self._statuses[worker_id]
-                times = self._times.of(record, status.step_costs)
-                coming = self._ledger.coming_to(worker_id)
-                began_s = self._began_s[worker_id]
-                self._views[worker_id] = WorkerView.of(record, status, coming, times, began_s)
-            self._changed.clear()
+        if self._has_changed:
             self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
+            self._has_changed = False
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -258,8 +259,9 @@ class Fleet:
         is_idle = not status.num_running and not status.num_uncomputed_tokens
         if is_idle and self._ledger.coming_to(worker_id) is _NOTHING:
             self._began_s[worker_id] = self._now()  # with this request
-        self._changed.add(worker_id)
-        return self._ledger.reserve(worker_id, load)
+        reservation = self._ledger.reserve(worker_id, load)
+        self._look_at(worker_id)
+        return reservation
 
     def sent(self, reservation: Reservation) -> None:
         self._ledger.sent(reservation)
@@ -267,7 +269,7 @@ class Fleet:
     def release(self, reservation: Reservation) -> None:
         """Stop counting it. May be repeated."""
         if self._ledger.release(reservation):
-            self._changed.add(reservation.worker_id)
+            self._look_at(reservation.worker_id)
 
     # links.client.LinkObserver
 
@@ -280,8 +282,8 @@ class Fleet:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
-        self._changed.update(self._times.heard(record, status.step_costs))
-        self._changed.add(record.worker_id)
+        for name in (record.worker_id, *self._times.heard(record, status.step_costs)):
+            self._look_at(name)
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
@@ -294,9 +296,9 @@ class Fleet:
             return
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it speaks between two steps
-        self._changed.update(self._times.heard(record, status.step_costs))
-        self._changed.add(worker_id)
         self._ledger.heard(worker_id)
+        for name in (worker_id, *self._times.heard(record, status.step_costs)):
+            self._look_at(name)
         if kv_events:
             self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
         if status.host is not None and kv_events:
@@ -308,9 +310,17 @@ class Fleet:
             return
         del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
-        self._changed.discard(worker_id)
         self._times.drop(worker_id)
-        self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
+        self._has_changed = True
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
+
+    def _look_at(self, worker_id: str) -> None:
+        """Something of the worker has changed."""
+        record, status = self._records[worker_id], self._statuses[worker_id]
+        times = self._times.of(record, status.step_costs)
+        coming = self._ledger.coming_to(worker_id)
+        began_s = self._began_s[worker_id]
+        self._views[worker_id] = WorkerView.of(record, status, coming, times, began_s)
+        self._has_changed = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ _total_s = attrgetter("total_s")
 
 
 class _Prompt(NamedTuple):
-    """What costs depend on. held: leading tokens by worker. num_lent: those that `lender` has."""
+    """What costs depend on. num_lent: leading tokens that `lender` has."""
 
     num_tokens: int
     held: Mapping[str, int]
@@ -54,8 +54,10 @@ class _Prompt(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """Arguments of `costs.prefill_cost` that are the same for all workers of a pool."""
+    """Workers that may compute a prompt. From `num_behind` on: as in `costs.prefill_cost`."""
 
+    workers: Sequence[WorkerView]
+    num_held: Sequence[int]  # leading tokens of the prompt, by worker
     num_behind: float
     num_held_once: tuple[int, int]
     spares_decodes: bool
@@ -87,23 +89,27 @@ def choose_route(
     prefills = _rotated(prefills, rng)
     decodes = _rotated(decodes, rng)
     held = held_tokens(index, request, decodes)
+    by_prefill = [held.get(worker.worker_id, 0) for worker in prefills]
+    by_decode = [held.get(worker.worker_id, 0) for worker in decodes]
     num_tokens = len(request.token_ids)
-    prompt = _Prompt(num_tokens, held, *_lender([*prefills, *decodes], held, num_tokens), now)
+    lender = _lender([*prefills, *decodes], [*by_prefill, *by_decode], num_tokens)
+    prompt = _Prompt(num_tokens, held, *lender, now)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     goals = [
-        decode_cost(worker, num_tokens, held.get(worker.worker_id, 0), num_output, usual)
-        for worker in decodes
+        decode_cost(worker, num_tokens, num_held, num_output, usual)
+        for worker, num_held in zip(decodes, by_decode, strict=True)
     ]
     num_queued = fleet.queued.get(request.model, 0) / (len(prefills) + len(decodes))
     behind = requests_behind(decodes, num_queued)
     # Where others prefill, decode workers hold what they decode, copies or not.
-    once = (0, 0) if prefills else _held_once(decodes, held)
-    candidates = _local_ways(goals, prompt, _Pool(behind, once, bool(prefills)))
+    once = (0, 0) if prefills else _held_once(by_decode)
+    pool = _Pool(decodes, by_decode, behind, once, bool(prefills))
+    candidates = _local_ways(goals, prompt, pool)
     if prefills:
         behind = requests_behind(prefills, num_queued)
-        pool = _Pool(behind, _held_once(prefills, held), True)
-        candidates += _remote_ways(prefills, goals, prompt, pool)
+        pool = _Pool(prefills, by_prefill, behind, _held_once(by_prefill), True)
+        candidates += _remote_ways(goals, prompt, pool)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
     delay = fleet.delays.factor(request.model)
@@ -172,38 +178,37 @@ def eligible(
 
 
 def _lender(
-    workers: Sequence[WorkerView], held: Mapping[str, int], num_tokens: int
+    workers: Sequence[WorkerView], num_held: Sequence[int], num_tokens: int
 ) -> tuple[WorkerView | None, int]:
     """Who has most of a prompt in its cache, and how much of that others may pull: the last token
     is computed in any case, since its logits are wanted."""
-    lender = max(workers, key=lambda worker: held.get(worker.worker_id, 0))
+    most = max(num_held)
+    lender = workers[num_held.index(most)]
     block_size = lender.record.block_size
-    most = (num_tokens - 1) // block_size * block_size
-    num_lent = min(most, held.get(lender.worker_id, 0))
+    num_lent = min(most, (num_tokens - 1) // block_size * block_size)
     return (lender, num_lent) if num_lent else (None, 0)
 
 
-def _prefill_costs(
-    workers: Iterable[WorkerView], prompt: _Prompt, pool: _Pool
-) -> list[PrefillCost]:
-    held = prompt.held
+def _prefill_costs(pool: _Pool, prompt: _Prompt) -> list[PrefillCost]:
+    workers, by_worker, num_behind, num_held_once, spares_decodes = pool
+    num_tokens, held, now = prompt.num_tokens, prompt.held, prompt.now
     return [
         prefill_cost(
             worker,
-            prompt.num_tokens,
-            held.get(worker.worker_id, 0),
-            pool.num_behind,
-            pool.num_held_once,
-            pool.spares_decodes,
-            _in_host(worker, held),
-            prompt.now,
+            num_tokens,
+            num_held,
+            num_behind,
+            num_held_once,
+            spares_decodes,
+            _in_host(worker, held) if worker.host is not None else 0,
+            now,
         )
-        for worker in workers
+        for worker, num_held in zip(workers, by_worker, strict=True)
     ]
 
 
 def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
-    costs = _prefill_costs((goal.worker for goal in goals), prompt, pool)
+    costs = _prefill_costs(pool, prompt)
     ways = [_local(cost, goal) for cost, goal in zip(costs, goals, strict=True)]
     if prompt.lender is None:
         return ways
@@ -223,10 +228,8 @@ def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> li
     return ways
 
 
-def _remote_ways(
-    prefills: Sequence[WorkerView], goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool
-) -> list[Candidate]:
-    sources = sorted(_prefill_costs(prefills, prompt, pool), key=_total_s)[:NUM_PER_SIDE]
+def _remote_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
+    sources = sorted(_prefill_costs(pool, prompt), key=_total_s)[:NUM_PER_SIDE]
     best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
     pairs = (_remote(source, goal, prompt.num_tokens) for source in sources for goal in best_goals)
     return [pair for pair in pairs if math.isfinite(pair.total_s)]
@@ -253,12 +256,13 @@ def held_tokens(
 
 
 def _in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
+    """Leading tokens in the host memory behind a worker's cache."""
     return held.get(host_id(worker.worker_id), 0) if worker.host is not None else 0
 
 
-def _held_once(workers: Sequence[WorkerView], held: Mapping[str, int]) -> tuple[int, int]:
+def _held_once(num_held: Sequence[int]) -> tuple[int, int]:
     """How many leading tokens at least two workers hold, and how many at least one."""
-    *_, second, most = sorted([0, *(held.get(worker.worker_id, 0) for worker in workers)])
+    *_, second, most = sorted([0, *num_held])
     return second, most
 
 

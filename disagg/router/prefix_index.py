@@ -208,6 +208,9 @@ class PrefixIndex:
         if not depth:
             return
         workers = self._workers
+        if mask in workers:  # the bit of one, as in most cases
+            leading[workers[mask]] = depth
+            return
         while mask:
             bit = mask & -mask
             leading[workers[bit]] = depth

@@ -1,0 +1,52 @@
+"""What a worker computes before it comes to a new prompt, as far as its last report says.
+
+Worked out once for each report and not for each request: a decision looks at every worker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.time_model import CHUNK_TOKENS, StepTimeModel
+
+
+class Backlog(msgspec.Struct, frozen=True, gc=False):
+    """Prompts that are there already, and the steps that they take.
+
+    Each step gives a token to every sequence that decodes, and fills the rest with prompts in the
+    order in which they came: what is queued last shares a step with what comes next. The step
+    under way took its share when it began.
+    """
+
+    num_prompts: int  # that wait or are computed
+    step_s: float  # a step, but for the prompts in it
+    num_at_once: int  # tokens of prompts in a step
+    under_way_s: float  # the step under way as a whole; 0 where there is nothing to do
+    num_later: int  # queued tokens that are in the steps to come
+    later_s: float  # what these add to their steps
+
+    @classmethod
+    def of(
+        cls,
+        times: StepTimeModel,
+        num_waiting: int,
+        num_queued: int,
+        num_decoding: int,
+        num_context_tokens: int,
+    ) -> Backlog:
+        """Of `num_queued` tokens in `num_waiting` prompts, on a worker with so many that decode.
+
+        Args:
+            num_context_tokens: of those that decode, in all.
+        """
+        step_s, _, _, per_sequence_s, per_context_s = times.coefficients
+        if num_decoding:
+            step_s += per_sequence_s * num_decoding + per_context_s * num_context_tokens
+        num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
+        if not num_queued:
+            return cls(num_waiting, step_s, num_at_once, step_s if num_decoding else 0.0, 0, 0.0)
+        queued_s = times.prompts_s(num_queued, 0, num_waiting)
+        num_later = num_queued - num_at_once if num_queued > num_at_once else 0
+        later_s = queued_s * num_later / num_queued
+        under_way_s = step_s + (queued_s - later_s)
+        return cls(num_waiting + 1, step_s, num_at_once, under_way_s, num_later, later_s)
