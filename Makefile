@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SYSTEM := tests/e2e tests/faults
 
-.PHONY: serve chat test lint bench soak clean
+.PHONY: serve chat test test-system test-parts lint style types bench soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -18,13 +20,33 @@ serve: $(READY)
 chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
+# Tests of the running system wait more than they compute. Without ARGS they run beside types and all
+# other tests, which leave them the processors, so that they see a machine that is almost idle; one
+# after another, as two Ray clusters that start at once disturb each other.
+ifeq ($(ARGS),)
+test: style
+	$(MAKE) --no-print-directory --keep-going --jobs=3 test-system test-parts types
+else
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+endif
 
-lint: $(READY)
+# Shown when all have run: until then the dots on the terminal are those of the other tests.
+test-system: $(READY)
+	@$(PYTEST) $(SYSTEM) >$(VENV)/test-system.out 2>&1; status=$$?; \
+	echo "$(SYSTEM):"; cat $(VENV)/test-system.out; exit $$status
+
+test-parts: $(READY)
+	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%)
+
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff format --check disagg tests bench scripts
 	$(BIN)/ruff check disagg tests bench scripts
-	$(BIN)/mypy
+
+types: $(READY)
+	nice -n 10 $(BIN)/mypy
 
 bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)

@@ -31,7 +31,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(400)  # a dozen processes that import torch, Ray and transformers
+@pytest.mark.timeout(900)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
     names = [
         "autoscale",

@@ -20,6 +20,6 @@ def test_every_number_of_sequences_has_a_graph_with_few_idle_rows(max_num_seqs: 
         assert size - num_seqs < (8 if num_seqs <= 248 else 32)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_graphs_equal_plain_steps_under_the_interpreter() -> None:
     run_interpreted("tests/engine/interpreted_graphs.py")
