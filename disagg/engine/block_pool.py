@@ -78,17 +78,20 @@ class BlockPool:
                 del idle[block_id]
             holders[block_id] += 1
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int, *, apart: bool = False) -> list[int] | None:
         """`num_blocks` blocks for new content, each with one holder; None if there are too few.
 
         Prefers neighbours, and free blocks to idle ones; of those the least recently used go
         first, the end of a prefix before its beginning.
+
+        Args:
+            apart: they are for as many owners, so short runs are used up, as if by one call each.
         """
         if num_blocks > self.num_free:
             return None
         while (num_missing := num_blocks - self._free.num_free) > 0:
-            self._evict_oldest(num_missing)
-        block_ids = self._free.take(num_blocks)
+            self._evict_oldest(1 if apart else num_missing)
+        block_ids = self._free.take(num_blocks, apart=apart)
         for block_id in block_ids:
             self.generations[block_id] += 1
             self._num_holders[block_id] = 1

@@ -20,12 +20,16 @@ class Chunks:
     Args:
         budget: tokens.
         running: a draft leaves a free block for each of these.
+        num_context: tokens of those that decode in the step.
     """
 
-    __slots__ = ("_num_ahead", "_pool", "_running", "_sizes", "budget")
+    __slots__ = ("_num_ahead", "_num_context", "_pool", "_running", "_sizes", "budget")
 
-    def __init__(self, pool: BlockPool, budget: int, running: SequenceOf[Sequence]) -> None:
+    def __init__(
+        self, pool: BlockPool, budget: int, running: SequenceOf[Sequence], num_context: int
+    ) -> None:
         self.budget = budget
+        self._num_context = num_context
         self._pool = pool
         self._running = running
         self._num_ahead = 0
@@ -45,11 +49,20 @@ class Chunks:
             self._sizes.append((sequence, num_tokens))
             self.budget -= num_tokens
 
-    def step_plan(self, decodes: list[Sequence], num_context: int) -> StepPlan:
-        """The step: `decodes`, whose sequences have `num_context` tokens, and what was added."""
+    def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Those of `decodes` that have a draft. Returns the others."""
+        others = [sequence for sequence in decodes if not sequence.draft]
+        for sequence in [sequence for sequence in decodes if sequence.draft]:
+            self._num_context -= len(sequence.tokens)
+            self.budget += 1  # a token of each was left out of it, whatever drafts take
+            self.add(sequence)
+        return others
+
+    def step_plan(self, decodes: list[Sequence]) -> StepPlan:
+        """The step: `decodes`, of a token each, and what was added."""
         sequences: list[Sequence] = []
         sizes: list[int] = []
-        num_attended = 0
+        num_attended, num_context = 0, self._num_context
         for sequence, num_tokens in self._sizes:
             num_before = sequence.num_computed
             if num_tokens == 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from disagg.engine.block_pool import BlockPool
-from disagg.engine.ownership import extend
+from disagg.engine.ownership import grow
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import StepPlan
 from disagg.time_model import StepFeatures
@@ -66,10 +66,8 @@ class Following:
             rows.append(row)
             num_context += num_tokens
         num_decodes = len(sequences)
-        if not num_decodes or num_here < num_running or len(growing) > self._pool.num_free:
+        if not num_decodes or num_here < num_running or not grow(self._pool, growing):
             return None
-        for sequence in growing:
-            extend(self._pool, sequence, 1)
         self._num_planned += 1
         features = StepFeatures(0, 0, num_decodes, num_context)
         return StepPlan(sequences, [1] * num_decodes, num_decodes, num_decodes, features, 0, rows)

@@ -37,16 +37,19 @@ class FreeRuns:
         self._insert(start, end)
         self.num_free += 1
 
-    def take(self, num_blocks: int) -> list[int]:
+    def take(self, num_blocks: int, *, apart: bool = False) -> list[int]:
         """Remove and return `num_blocks` members, in as few runs as is cheap to find.
 
         There must be that many. The smallest sufficient class of runs is used, so that single
         blocks do not chop up the long runs that prompts want.
+
+        Args:
+            apart: the members are single blocks: take the shortest runs.
         """
         taken: list[int] = []
         while len(taken) < num_blocks:
             missing = num_blocks - len(taken)
-            start = self._find(missing)
+            start = self._find(1 if apart else missing)
             end = self._remove(start)
             stop = min(end, start + missing)
             taken.extend(range(start, stop))

@@ -6,6 +6,8 @@ A sequence's `num_computed` follows its blocks here: found blocks raise it, losi
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from disagg.blocks import hash_block
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.sequence import Sequence
@@ -35,6 +37,18 @@ def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
         return False
     sequence.block_ids += new
     sequence.num_slots += num_blocks * pool.block_size
+    return True
+
+
+def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
+    """One more block for each; False, and nothing happens, if there are too few for all."""
+    new = pool.allocate(len(sequences), apart=True)
+    if new is None:
+        return False
+    block_size = pool.block_size
+    for sequence, block_id in zip(sequences, new, strict=True):
+        sequence.block_ids.append(block_id)
+        sequence.num_slots += block_size
     return True
 
 

@@ -20,7 +20,7 @@ from disagg.engine.block_pool import BlockPool
 from disagg.engine.chunks import Chunks
 from disagg.engine.following import Following
 from disagg.engine.limits import check_step_size, token_limit
-from disagg.engine.ownership import adopt, disown, extend, find_prefix, give_back, publish
+from disagg.engine.ownership import adopt, disown, extend, find_prefix, give_back, grow, publish
 from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.queues import Queues
 from disagg.engine.require import require
@@ -162,8 +162,7 @@ class Scheduler:
 
     def holders(self) -> list[list[int]]:
         """Every list of blocks that is held for a sequence."""
-        owned = [sequence.block_ids for sequence in self.queues.by_id.values()]
-        return owned + self._following.late_blocks
+        return [each.block_ids for each in self.sequences()] + self._following.late_blocks
 
     @property
     def has_work(self) -> bool:
@@ -179,37 +178,39 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Gives and takes blocks, but advances nobody.
 
-        A sequence's `num_computed` follows its blocks: a prefix hit raises it on admission, and
-        preemption sets it to 0.
+        `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
         """
         if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
             self._has_drafts = True
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        growing: list[Sequence] = []
         num_context, num_preempted = 0, self.num_preempted
-        for sequence in self.running:  # oldest first; preemption shortens the list at its end
+        for sequence in self.running:  # oldest first
             num_tokens = len(sequence.tokens)
-            if num_tokens - sequence.num_computed != 1:
-                prefills.append(sequence)
-            elif num_tokens <= sequence.num_slots or self._grow(sequence):
+            if num_tokens - sequence.num_computed == 1:
                 decodes.append(sequence)
                 num_context += num_tokens
+                if num_tokens > sequence.num_slots:
+                    growing.append(sequence)
+            else:
+                prefills.append(sequence)
+        if growing and not grow(self.pool, growing):
+            self._grow_by_turns(growing)
+            decodes = [sequence for sequence in decodes if sequence.block_ids]
+            prefills = [sequence for sequence in prefills if sequence.block_ids]
+            num_context = sum(len(sequence.tokens) for sequence in decodes)
         budget = self.max_num_batched_tokens - len(decodes)
-        chunks = Chunks(self.pool, budget, self.running)
+        chunks = Chunks(self.pool, budget, self.running, num_context)
         if self._has_drafts:
-            drafted = [sequence for sequence in decodes if sequence.draft]
-            decodes = [sequence for sequence in decodes if not sequence.draft]
-            for sequence in drafted:
-                num_context -= len(sequence.tokens)
-                chunks.budget += 1  # a token of each was left out above, whatever drafts take
-                chunks.add(sequence)
+            decodes = chunks.add_drafted(decodes)
         if num_preempted == self.num_preempted:
             prefills += self._admit(chunks.budget, prefills)
         for sequence in prefills:
             chunks.add(sequence)
         if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
-        return chunks.step_plan(decodes, num_context)
+        return chunks.step_plan(decodes)
 
     def plan_following(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which has yet to be applied; None if that has to come first."""
@@ -286,12 +287,11 @@ class Scheduler:
         else:
             sequence.publish_at = _NEVER
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence; the latest one gives way, maybe itself."""
-        while not extend(self.pool, sequence, 1):
-            if self._preempt_latest() is sequence:
-                return False
-        return True
+    def _grow_by_turns(self, sequences: list[Sequence]) -> None:
+        """One more block for each, oldest first; the latest ones give way, maybe of these."""
+        for sequence in sequences:
+            while sequence.block_ids and not extend(self.pool, sequence, 1):
+                self._preempt_latest()
 
     def _preempt_latest(self) -> Sequence:
         """Send the latest sequence that owns blocks back to `waiting`, without them."""

@@ -114,6 +114,19 @@ def test_the_first_block_keeps_a_name_that_is_published_twice() -> None:
     pool.check([])
 
 
+def test_blocks_for_as_many_owners_are_given_up_by_age_alone() -> None:
+    """Not with their neighbours: nobody wants these side by side."""
+    for apart in (True, False):
+        pool, hashes = BlockPool(32, 16, array("Q", bytes(8 * 32))), names(32)
+        first = held(pool, 32)
+        for block_id, name in zip(first, hashes, strict=True):
+            pool.publish(block_id, name)
+        pool.release(first[::2])
+        pool.release(first[1::2])
+        assert len(pool.allocate(16, apart=apart) or []) == 16
+        assert (set(pool.hashes()) == set(hashes[1::2])) == apart
+
+
 def test_too_few_blocks_change_nothing() -> None:
     pool = new_pool(3)
     block_ids = held(pool, 2)
@@ -156,10 +169,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[int, bytes] = {}  # what was published, until the block is rewritten
         self.num_names = 0
 
-    @rule(num_blocks=st.integers(0, 8))
-    def allocate(self, num_blocks: int) -> None:
+    @rule(num_blocks=st.integers(0, 8), apart=st.booleans())
+    def allocate(self, num_blocks: int, apart: bool) -> None:
         stamps, num_free = list(self.pool.generations), self.pool.num_free
-        block_ids = self.pool.allocate(num_blocks)
+        block_ids = self.pool.allocate(num_blocks, apart=apart)
         assert (block_ids is None) == (num_blocks > num_free)
         for block_id in block_ids or ():
             assert self.pool.generations[block_id] > stamps[block_id]

@@ -21,7 +21,7 @@ def test_behaves_like_a_set_kept_in_maximal_runs(
     taken: list[int] = []
     for takes, num_blocks, rng in moves:
         if takes and num_blocks <= len(free):
-            got = runs.take(num_blocks)
+            got = runs.take(num_blocks, apart=rng.random() < 0.5)  # type: ignore[attr-defined]
             assert len(set(got)) == num_blocks and set(got) <= free
             free.difference_update(got)
             taken.extend(got)
@@ -52,6 +52,15 @@ def test_a_single_block_does_not_break_up_a_long_run() -> None:
     for block_id in (*range(8, 40), 50):
         runs.add(block_id)
     assert runs.take(1) == [50]
+
+
+def test_blocks_for_as_many_owners_use_up_the_short_runs() -> None:
+    runs = FreeRuns(64)
+    runs.take(64)
+    for block_id in (*range(8, 40), 50, 52, 53):
+        runs.add(block_id)
+    assert runs.take(4, apart=True) == [50, 52, 53, 8]
+    assert runs.take(3) == [9, 10, 11]
 
 
 def test_asking_for_too_many_is_an_error() -> None:

@@ -14,6 +14,7 @@ from disagg.engine.block_pool import BlockPool
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence as EngineSequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent
+from disagg.time_model import StepFeatures
 from tests.engine import workload
 from tests.engine.workload import ROOT, Driver, Workload, workloads
 
@@ -24,6 +25,7 @@ _apply = Scheduler.apply
 _publish = ownership.publish
 _give_back = ownership.give_back
 _find_prefix = ownership.find_prefix
+_plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 
 
@@ -59,8 +61,8 @@ def _publish_on_admission(patch: pytest.MonkeyPatch) -> None:
 
 
 def _release_before_use(patch: pytest.MonkeyPatch) -> None:
-    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
-        block_ids = _allocate(pool, num_blocks)
+    def allocate(pool: BlockPool, num_blocks: int, *, apart: bool = False) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks, apart=apart)
         pool.release((block_ids or [])[:1])
         return block_ids
 
@@ -131,8 +133,8 @@ def _forget_the_last_token_of_a_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def _overlapping_blocks(patch: pytest.MonkeyPatch) -> None:
-    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
-        block_ids = _allocate(pool, num_blocks)
+    def allocate(pool: BlockPool, num_blocks: int, *, apart: bool = False) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks, apart=apart)
         if block_ids is not None and len(block_ids) > 1:
             pool.release(block_ids[1:2])
             return [block_ids[0], block_ids[0], *block_ids[2:]]
@@ -144,10 +146,13 @@ def _overlapping_blocks(patch: pytest.MonkeyPatch) -> None:
 def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
     """Growth fails for ever once the cache is full: a livelock."""
 
-    def grow(self: Scheduler, sequence: EngineSequence) -> bool:
-        return ownership.extend(self.pool, sequence, 1)
+    def plan(self: Scheduler) -> StepPlan:
+        growing = [each for each in self.running if len(each.tokens) > each.num_slots]
+        if len(growing) > self.pool.num_free:
+            return StepPlan((), (), 0, 0, StepFeatures())
+        return _plan(self)
 
-    patch.setattr(Scheduler, "_grow", grow)
+    patch.setattr(Scheduler, "plan", plan)
 
 
 def _give_blocks_back_while_a_step_writes_to_them(patch: pytest.MonkeyPatch) -> None:
