@@ -147,6 +147,8 @@ def _cluster(arguments: argparse.Namespace, scratch: Path) -> Any:
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     # Ray runs its workers at nice 15, behind whatever else the machine does; ours are the service.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Serve kills a proxy that is not there after 5 s, and with it a start on a busy machine.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     from disagg.app.cluster import Cluster
 
     return Cluster(arguments.ray_address, scratch)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -29,7 +29,10 @@ class Served:
         self.log = log
 
     def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """What it has started; nothing once it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
 
     def workers(self, role: str) -> list[psutil.Process]:
         """The worker processes of a role, by the title that Ray gives them."""

@@ -87,8 +87,10 @@ def main() -> None:
         scratch = Path(directory)
         if arguments.haproxy:
             os.environ.update(haproxy_environment(scratch / "h"))
+        # As `disagg serve` does.
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # as `disagg serve` does
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
 
 
