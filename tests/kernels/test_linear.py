@@ -12,7 +12,6 @@ from torch import Tensor
 from disagg.kernels.linear import (
     ROWS_AT_ONCE,
     HalfLinear,
-    Linear,
     PackedLinear,
     PlainLinear,
     fits_half,
@@ -176,7 +175,6 @@ def test_bfloat16_weights_as_halves_are_off_by_what_float32_sums_are() -> None:
     x = torch.randn(64, 768, generator=torch.Generator().manual_seed(3))
     exact = x.double() @ weight.double().T
 
-    def error(product: Linear) -> float:
-        return float((product(x) - exact).norm() / exact.norm())
-
-    assert error(HalfLinear(weight, None)) < 2 * error(PackedLinear(weight, None)) < 2e-6
+    for product in (HalfLinear(weight, None), PackedLinear(weight, None)):
+        error = float((product(x) - exact).norm() / exact.norm())
+        assert error < 1e-6  # rounding to float16 where float32 has digits would make it 2e-4
