@@ -84,8 +84,8 @@ def _the_wrong_blocks_are_pulled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stamps_are_not_bumped(patch: pytest.MonkeyPatch) -> None:
-    def allocate(pool: BlockPool, num_blocks: int) -> list[int] | None:
-        block_ids = _allocate(pool, num_blocks)
+    def allocate(pool: BlockPool, num_blocks: int, *, apart: bool = False) -> list[int] | None:
+        block_ids = _allocate(pool, num_blocks, apart=apart)
         for block_id in block_ids or ():
             pool.generations[block_id] -= 1
         return block_ids
