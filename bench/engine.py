@@ -60,6 +60,7 @@ class Ours:
             kv_cache_memory_bytes=CACHE_NBYTES,
         )
         self.engine, _, _ = build_engine(config, directory)
+        self._threads = threads
         self._num_requests = 0
 
     def __call__(self, prompts: Prompts, num_new: int) -> list[list[int]]:
@@ -68,6 +69,7 @@ class Ours:
             self.engine.submit(sequence)
         while self.engine.has_work:
             self.engine.step()
+        torch.set_num_threads(self._threads)  # small steps lower it, and others come next
         return [sequence.tokens[sequence.num_prompt_tokens :] for sequence in sequences]
 
     def _sequence(self, prompt: list[int], num_new: int) -> Sequence:

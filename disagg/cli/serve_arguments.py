@@ -139,7 +139,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-threads",
         type=int,
-        help="torch threads per worker on a CPU (default: the cores, shared out)",
+        help="torch threads of a worker on a CPU (default: the cores, shared out; small steps use fewer)",
     )
 
 

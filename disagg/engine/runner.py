@@ -28,6 +28,7 @@ from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import MAX_AHEAD, Continued, rows
 from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
+from disagg.engine.step_threads import CONTEXT, StepThreads
 from disagg.engine.token_masks import token_masks
 from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
@@ -58,6 +59,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.grammars = grammars
         self.graphs: DecodeGraphs | None = None
+        self.threads = StepThreads(torch.get_num_threads())
         self._chosen: Tensor | None = None  # by the step launched last, one for each sequence
 
     def launch(self, plan: StepPlan) -> Results:
@@ -82,6 +84,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
+        self.threads.use_for(plan.features)
         logits = self._forward(make_batch(plan, self.kv_cache.block_size, self.decoder.device))
         if plan.num_ahead:
             return self._verified(plan, logits)
@@ -137,6 +140,20 @@ class ModelRunner:
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
         decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
         self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+
+    def measure_threads(self) -> None:
+        """Find out which steps of a CPU are better computed by fewer threads; as `warm_up`."""
+        block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
+        num_tokens = min(CONTEXT, num_blocks * block_size)
+        blocks = list(range(-(-num_tokens // block_size)))
+
+        def compute(num_seqs: int) -> None:
+            decodes = [_scratch_sequence(num_tokens, blocks) for _ in range(num_seqs)]
+            for sequence in decodes:
+                sequence.num_computed = num_tokens - 1
+            self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+
+        self.threads.measure(compute)
 
     def capture(self, max_num_seqs: int, max_model_len: int) -> None:
         """Keep the decode steps of up to `max_num_seqs` sequences as CUDA graphs, from now on."""
@@ -235,7 +252,9 @@ def build_engine(
     runner.warm_up(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
     )
-    if not is_cpu and not config.enforce_eager:
+    if is_cpu:
+        runner.measure_threads()
+    elif not config.enforce_eager:
         runner.capture(config.max_num_seqs, max_model_len)
     scheduler = Scheduler(
         BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),

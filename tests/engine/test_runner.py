@@ -20,7 +20,10 @@ from disagg.engine.engine import Engine
 from disagg.engine.runner import build_engine, check_engine
 from disagg.engine.sequence import Sequence
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
+from disagg.kernels.kv_pages import KVPages
 from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 
 BLOCK_SIZE = 4
@@ -288,6 +291,27 @@ def test_settings_reach_the_engine(
     assert [blocks, last] == [StartStep("kv_blocks", 0, 9), StartStep("warm_up")]
     with pytest.raises(RequestError, match="between 0 and 127"):
         engine.submit(new_sequence("r", [1, VOCAB_SIZE]))
+
+
+def test_steps_get_the_threads_that_were_measured_for_their_size(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    used: list[tuple[int, int]] = []
+    forward = Decoder.forward
+
+    def note_threads(decoder: Decoder, batch: Batch, pages: KVPages) -> torch.Tensor:
+        used.append((len(batch.token_ids), torch.get_num_threads()))
+        return forward(decoder, batch, pages)
+
+    try:
+        engine, _, _ = build_engine(config(num_threads=2), checkpoint[1])
+        engine.runner.threads.limits = [(1, 1)]  # type: ignore[attr-defined]
+        monkeypatch.setattr(Decoder, "forward", note_threads)
+        run(engine, [new_sequence("a", [1, 2, 3, 4, 5], max_tokens=4)])
+    finally:
+        torch.set_num_threads(before)
+    assert used == [(5, 2), (1, 1), (1, 1), (1, 1)]
 
 
 def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
