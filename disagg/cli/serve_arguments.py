@@ -139,7 +139,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-threads",
         type=int,
-        help="torch threads of a worker on a CPU (default: the cores, shared out; small steps use fewer)",
+        help="torch threads of a worker on a CPU, of which small steps use fewer (default: the"
+        " cores, shared out)",
     )
 
 
