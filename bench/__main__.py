@@ -2,7 +2,7 @@
 
 Prints each one's tables, and one line of JSON with all results last. Without names all run that
 need no GPU (`bench/gpu_suite.sh` has the others), with `--no-peers` but for those that install
-other systems first. Nothing else should run on the machine.
+other systems first. Nothing else should run on the machine. `took_s` is the time of each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ BENCHES = (
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)
+COVERED = {"engine": "peers"}  # what the first one measures, the second one measures with more
 WITHOUT_REHEARSAL = ("kv_pull",)
 
 
 def run(name: str, flags: list[str]) -> dict[str, Any]:
     """The figures of one bench; `{"failed": status}` if it has none."""
     print(f"== {name}", flush=True)
+    began_s = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", f"bench.{name}", *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -56,7 +59,15 @@ def run(name: str, flags: list[str]) -> dict[str, Any]:
     except json.JSONDecodeError:
         print(last, end="")
         return {"failed": status}
-    return figures if status == 0 else {"failed": status}
+    took_s = round(time.perf_counter() - began_s)
+    print(f"({took_s} s)", flush=True)
+    return {**figures, "took_s": took_s} if status == 0 else {"failed": status}
+
+
+def default_names(no_peers: bool) -> list[str]:
+    """All, but for what another one of them covers."""
+    names = BENCHES if no_peers else ALL
+    return [name for name in names if COVERED.get(name) not in names]
 
 
 def main() -> int:
@@ -69,7 +80,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     results = {}
-    for name in arguments.names or (BENCHES if arguments.no_peers else ALL):
+    for name in arguments.names or default_names(arguments.no_peers):
         is_tiny = arguments.tiny and name not in WITHOUT_REHEARSAL
         results[name] = run(name, ["--tiny"] if is_tiny else [])
     print(json.dumps(results))

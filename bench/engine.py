@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.report import finish, print_table, take_turns
+from bench.report import ENOUGH_S, finish, print_table, take_turns
 from bench.shapes import SHAPES, transformers_config
 from disagg.blocks import hash_blocks
 from disagg.config import DType, EngineConfig
@@ -183,7 +183,8 @@ def _row(
         for contender, generate in contenders.items()
     }
     num_counted = num_in if num_out == 1 else num_seqs * num_out
-    rates = {contender: num_counted / s for contender, s in take_turns(timed, rounds).items()}
+    seconds = take_turns(timed, rounds, ENOUGH_S)
+    rates = {contender: num_counted / s for contender, s in seconds.items()}
     return {
         "shape": shape,
         "case": name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -12,15 +13,24 @@ from typing import Any, TypeVar
 
 Name = TypeVar("Name")
 
+ENOUGH_S = 30.0  # of turns: whoever took so long in a case has said what there is to say
 
-def take_turns(contenders: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, float]:
+
+def take_turns(
+    contenders: Mapping[Name, Callable[[], float]], rounds: int, enough: float = math.inf
+) -> dict[Name, float]:
     """Median result of each; all run once in every round, after a round that does not count.
 
     Turns, because a shared machine is slower in one minute than in the next.
+
+    Args:
+        enough: a contender whose results add up to this has no more turns.
     """
     results: dict[Name, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
+            if sum(results[name]) >= enough:
+                continue
             result = run()
             if turn:
                 results[name].append(result)

@@ -4,9 +4,10 @@
 
 The cases of `bench.engine`, in tokens/s: one prompt of 1,024 tokens, then 1, 8 and 32 requests at
 once with 128 tokens in and 128 out, prefill included. Random Llama checkpoints in bf16, greedy,
-end of sequence ignored, two threads, the same prompts for all; contenders take turns. What is
-not installed yet is installed first (`.peers/`, some GB); a peer that cannot be, does not run or
-ends on the way is left out from there on, with the reason (`absent`). `RSS MB` is read after all
+end of sequence ignored, two threads, the same prompts for all; contenders take turns, and who
+took 30 s in a case gets no more. What is not installed yet is installed first (`.peers/`, some
+GB); a peer that cannot be, does not run or ends on the way is left out from there on, with the
+reason (`absent`). `of best`: what is ours, of the fastest of the others. `RSS MB` is read after all
 cases; `same first` is the share of answers whose first token is ours: the weights are random, so
 near-ties are many.
 """
@@ -24,8 +25,8 @@ from typing import Any
 from bench.engine import cases
 from bench.peers.checkpoint import kept
 from bench.peers.children import NotRunning
-from bench.peers.contenders import ENGINES, OURS, Contender, start
-from bench.report import finish, print_table, take_turns
+from bench.peers.contenders import AUTO, ENGINES, OURS, Contender, start
+from bench.report import ENOUGH_S, finish, print_table, take_turns
 from bench.shapes import SHAPES
 
 NUM_UNCOUNTED = 8  # tokens of each answer in the turn that does not count
@@ -123,7 +124,7 @@ def measure_case(
     """Median seconds of each. Who fails goes to `absent`, and the case begins anew without it."""
     while True:
         try:
-            return take_turns(turns.runs(contenders), rounds)
+            return take_turns(turns.runs(contenders), rounds, ENOUGH_S)
         except LeftOut as failed:
             if failed.name == OURS:
                 raise
@@ -144,6 +145,7 @@ def _speeds(
         "case": case,
         **{name: rates.get(name) for name in names},
         "of best": rates[OURS] / best if best else None,
+        "auto of best": rates[AUTO] / best if best and AUTO in rates else None,
     }
 
 

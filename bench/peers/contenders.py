@@ -32,9 +32,10 @@ class Engine:
 
 
 OURS = "disagg"
+AUTO = "disagg auto"  # as ours starts without flags
 ENGINES = {
     OURS: Engine("disagg"),
-    "disagg auto": Engine("disagg", ("auto",)),
+    AUTO: Engine("disagg", ("auto",)),
     "openvino": Engine("openvino", environment="openvino"),
     "vllm": Engine("vllm", environment="vllm", variables=VLLM_VARIABLES),
     "llama.cpp": Engine("llama_cpp", environment="llama-cpp"),

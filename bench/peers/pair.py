@@ -4,11 +4,11 @@
 
 One prompt at a time, never seen before, of 512 and of 1,024 tokens. `disagg`: our pair. `alone`:
 one worker of ours, a core; with `auto` both compute in what the machine multiplies well, and else
-in bf16. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this
-client as by vLLM's own proxy: the prompt to one for a single token, then to the other with what
-the first said of its KV; the first token is the first that the second one streams. Milliseconds
-from asking, medians; systems take turns in every round. `moved`: the share of our requests that
-went to the prefill worker first.
+in bf16. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this client as by vLLM's
+own proxy: the prompt to one for a single token, then to the other with what the first said of its
+KV; the first token is the first that the second one streams. Milliseconds from asking, medians;
+systems take turns in every round, of 30 s at most for a length. `moved`: the share of our requests
+that went to the prefill worker first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Server, in_turns, started
 from bench.peers.streams import Stream, complete
-from bench.report import finish, print_table
+from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
 from disagg.cli.ports import free_port
 
-NUM_UNCOUNTED = 3  # prompts of a length
+NUM_UNCOUNTED = 2  # prompts of a length
 NUM_NEW = 8
 NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
 OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} --num-threads 1 --no-redis"
@@ -135,12 +135,16 @@ SYSTEMS: dict[str, Callable[[Path, Path], AbstractContextManager[Ask]]] = {
 
 
 async def ask_all(ask: Ask, vocab: int, num_in: int, num_prompts: int) -> list[Stream]:
+    """Streams of up to `num_prompts`; those that add up to `ENOUGH_S` are enough."""
     rng = random.Random(num_in)
-    streams = [
-        await ask([rng.randrange(1, vocab) for _ in range(num_in)])
-        for _ in range(NUM_UNCOUNTED + num_prompts)
-    ]
-    return streams[NUM_UNCOUNTED:]
+    counted: list[Stream] = []
+    for number in range(NUM_UNCOUNTED + num_prompts):
+        stream = await ask([rng.randrange(1, vocab) for _ in range(num_in)])
+        if number >= NUM_UNCOUNTED:
+            counted.append(stream)
+        if sum(each.token_s[-1] - each.asked_s for each in counted) >= ENOUGH_S:
+            break
+    return counted
 
 
 def measure(

@@ -5,9 +5,9 @@
 Streaming completions of 128 tokens for prompts of 128, so many asked for at once; when the last
 has ended, the next wave. Random Llama checkpoints in bf16, greedy; `disagg auto` computes in what
 the machine multiplies well, the others in bf16. Servers take turns in every round, and all of the
-machine's two cores are theirs and the client's. Tokens/s are those of a wave, median of all waves;
-TTFT and TPOT are medians of all requests. `RSS MB` is that of all processes of a server, after its
-first waves.
+machine's two cores are theirs and the client's; who took 30 s in waves of a kind gets no more.
+Tokens/s are those of a wave, median of all waves; TTFT and TPOT are medians of all requests.
+`RSS MB` is that of all processes of a server, after its first waves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Running, Server, in_turns, started
 from bench.peers.streams import Stream, complete
-from bench.report import finish, print_table
+from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
 
 OURS = "disagg"
@@ -80,6 +80,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.rates: dict[Key, list[float]] = {}
+        self.took_s: dict[Key, float] = {}
         self.streams: dict[Key, list[Stream]] = {}
         self.resident_mb: dict[str, float] = {}
 
@@ -87,6 +88,7 @@ class Figures:
         num_tokens = sum(len(stream.token_s) for stream in wave)
         seconds = max(stream.token_s[-1] for stream in wave) - wave[0].asked_s
         self.rates.setdefault(key, []).append(num_tokens / seconds)
+        self.took_s[key] = self.took_s.get(key, 0.0) + seconds
         self.streams.setdefault(key, []).extend(wave)
 
     def rows(self, shape: str) -> list[Row]:
@@ -107,10 +109,12 @@ class Figures:
 
 
 async def ask_all(running: Running, name: str, vocab: int, asked: Waves, figures: Figures) -> None:
-    """All waves to one server; the first of each kind does not count."""
+    """All waves to one server, while they add up to `ENOUGH_S`; the first does not count."""
     rng = random.Random(0)
     for at_once in asked.at_once:
         for number, num_new in enumerate((NUM_UNCOUNTED, *[asked.num_tokens] * asked.waves)):
+            if figures.took_s.get((name, at_once), 0.0) >= ENOUGH_S:
+                break
             prompts = [
                 [rng.randrange(1, vocab) for _ in range(asked.num_tokens)] for _ in range(at_once)
             ]

@@ -14,7 +14,7 @@ from bench.peers.children import NotRunning
 from bench.peers.limits import MODEL
 from bench.sse_clients import END_OF_BODY
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 
 
 @dataclass
