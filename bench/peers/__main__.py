@@ -56,9 +56,9 @@ class Turns:
         return {name: self._run(name, contender) for name, contender in contenders.items()}
 
     def same_first(self, name: str) -> float:
-        """Share of answers that begin as ours."""
-        pairs = zip(self.first_tokens[name], self.first_tokens[OURS], strict=True)
-        return sum(one == other for one, other in pairs) / len(self.first_tokens[OURS])
+        """Share of answers that begin as ours; slow ones and fast ones had fewer or more turns."""
+        pairs = list(zip(self.first_tokens[name], self.first_tokens[OURS], strict=False))
+        return sum(one == other for one, other in pairs) / len(pairs)
 
     def _run(self, name: str, contender: Contender) -> Callable[[], float]:
         num_seqs, num_in, num_counted = self._case

@@ -18,6 +18,7 @@ from bench.peers.limits import MODEL
 from bench.peers.pair import was_moved
 from bench.peers.servers import Server, in_turns, started
 from bench.peers.streams import complete
+from bench.report import ENOUGH_S
 from disagg.config import ServeConfig, parse_config
 from tests.behind_uvicorn import served_port
 
@@ -45,15 +46,16 @@ def test_a_contender_that_ends_leaves_its_last_words(tmp_path: Path) -> None:
 class Answers(Contender):
     """Answers as often as it may, and then ends."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, seconds: float = 0.5) -> None:
         self.is_closed = False
         self._times = times
+        self._seconds = seconds
 
     def generate(self, prompts: list[list[int]], num_new: int) -> tuple[float, list[list[int]]]:
         if not self._times:
             raise NotRunning("out of memory")
         self._times -= 1
-        return 0.5, [prompt[:num_new] for prompt in prompts]
+        return self._seconds, [prompt[:num_new] for prompt in prompts]
 
     def close(self) -> None:
         self.is_closed = True
@@ -71,6 +73,18 @@ def test_a_case_begins_anew_without_a_contender_that_failed() -> None:
     assert turns.same_first(OURS) == 1.0
     with pytest.raises(LeftOut, match=r"\[2\] tokens instead of 3"):  # ours must not fail
         measure_case(Turns("tiny", (1, 2, 3)), contenders, absent, 2)
+
+
+def test_who_took_long_has_no_more_turns_and_the_same_prompts() -> None:
+    ours, slow = Answers(4), Answers(2, seconds=ENOUGH_S)
+    turns = Turns("tiny", (3, 8, 2))
+    contenders: dict[str, Contender] = {OURS: ours, "slow": slow}
+    assert measure_case(turns, contenders, {}, 3) == {OURS: 0.5, "slow": ENOUGH_S}
+    assert {name: len(tokens) for name, tokens in turns.first_tokens.items()} == {
+        OURS: 12,
+        "slow": 6,
+    }
+    assert turns.same_first("slow") == turns.same_first(OURS) == 1.0
 
 
 def test_last_words_are_the_first_error(tmp_path: Path) -> None:
