@@ -48,6 +48,7 @@ THIRD_PARTY = {
         "engine/sampler.py",
         "engine/token_masks.py",
         "engine/runner.py",
+        "engine/step_threads.py",
         "engine/stream_copier.py",
     ],
     "triton": ["kernels/"],
