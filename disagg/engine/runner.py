@@ -141,10 +141,10 @@ class ModelRunner:
         decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
         self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
 
-    def measure_threads(self) -> None:
+    def measure_threads(self, max_model_len: int) -> None:
         """Find out which steps of a CPU are better computed by fewer threads; as `warm_up`."""
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
-        num_tokens = min(CONTEXT, num_blocks * block_size)
+        num_tokens = min(CONTEXT, max_model_len, num_blocks * block_size)
         blocks = list(range(-(-num_tokens // block_size)))
 
         def compute(num_seqs: int) -> None:
@@ -253,7 +253,7 @@ def build_engine(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
     )
     if is_cpu:
-        runner.measure_threads()
+        runner.measure_threads(max_model_len)
     elif not config.enforce_eager:
         runner.capture(config.max_num_seqs, max_model_len)
     scheduler = Scheduler(

@@ -305,7 +305,9 @@ def test_steps_get_the_threads_that_were_measured_for_their_size(
         return forward(decoder, batch, pages)
 
     try:
-        engine, _, _ = build_engine(config(num_threads=2), checkpoint[1])
+        # Room for more tokens than the model has positions, which no step may reach.
+        several = config(num_threads=2, num_gpu_blocks_override=200)
+        engine, _, _ = build_engine(several, checkpoint[1])
         engine.runner.threads.limits = [(1, 1)]  # type: ignore[attr-defined]
         monkeypatch.setattr(Decoder, "forward", note_threads)
         run(engine, [new_sequence("a", [1, 2, 3, 4, 5], max_tokens=4)])
