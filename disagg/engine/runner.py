@@ -35,6 +35,7 @@ from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.model_config import ModelConfig
+from disagg.models.weights import Progress
 from disagg.time_model import StepFeatures
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
@@ -47,6 +48,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 NewGenerations = Callable[[int], MutableSequence[int]]
 Tell = Callable[[StartStep], None]
+LoadModel = Callable[[Path, ModelConfig, torch.dtype, torch.device, Progress], Decoder]
 
 
 class ModelRunner:
@@ -213,6 +215,7 @@ def build_engine(
     directory: Path,
     progress: Tell = lambda step: None,
     new_generations: NewGenerations = _own_generations,
+    load: LoadModel = load_model,
 ) -> tuple[Engine, KVCache, ModelConfig]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
@@ -220,6 +223,7 @@ def build_engine(
         progress: called after every tensor and before every longer part of the work.
         new_generations: makes the stamp table for a number of blocks (a transport's, which remote
             readers see); by default one of the engine's own.
+        load: makes the decoder; by default of the checkpoint's weights.
 
     Raises:
         ModelError: the checkpoint is missing, damaged or unsupported.
@@ -233,7 +237,7 @@ def build_engine(
     format = choose_format(config, dtype, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    decoder = load_model(
+    decoder = load(
         directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
     )
     default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE

@@ -23,7 +23,7 @@ from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupErro
 from disagg.kernels.kv_pages import KVPages
 from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.model_config import ModelConfig
 
 BLOCK_SIZE = 4
@@ -324,6 +324,24 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
         monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
         _, kv_cache, _ = build_engine(config(dtype="auto"), directory)
         assert kv_cache.pages.values.dtype is dtype
+
+
+def test_an_engine_is_built_around_weights_from_elsewhere(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Of a checkpoint's shapes, but not its numbers: what benches measure."""
+    _, directory = checkpoint
+    built, _, model = build_engine(config(), directory)
+    drawn, _, _ = build_engine(
+        config(),
+        directory,
+        load=lambda directory, model, dtype, device, progress: random_decoder(model, dtype, device),
+    )
+    outputs = [
+        run(engine, [new_sequence("a", [1, 2, 3], max_tokens=8)])[0] for engine in (built, drawn)
+    ]
+    assert len(outputs[1]) == 8 and outputs[0] != outputs[1]
+    assert all(0 <= token_id < model.vocab_size for token_id in outputs[1])
 
 
 def test_what_cannot_work_is_refused_at_start(
