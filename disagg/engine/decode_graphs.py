@@ -8,7 +8,8 @@ some numbers of sequences; a step uses the next larger one, and its unused rows 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -19,8 +20,9 @@ from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 
-# Runs once what it is given; returns what repeats it, and the result, which a repetition replaces.
-Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+Replay: TypeAlias = Callable[[], object]
+# Runs once what it is given, and returns what repeats it on the same tensors.
+Record: TypeAlias = Callable[[Callable[[], object]], Replay]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -33,20 +35,23 @@ def record_cuda_graph() -> Record:
     """Captures on the current device; all graphs share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
 
-    def record(forward: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def record(forward: Callable[[], object]) -> Replay:
         forward()  # compiles and loads kernels, which must not happen in a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads of a worker may call CUDA meanwhile: the transport does.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = forward()
-        return graph.replay, result
+            forward()
+        return graph.replay
 
     return record
 
 
 class DecodeGraphs:
     """A decoder's steps of up to `max_num_seqs` sequences with one token each.
+
+    All graphs read one batch and write one tensor of logits, of the largest size: a step replays
+    one of them, and what it computes is used before the next one is replayed.
 
     Args:
         decoder: on `TritonOps`.
@@ -62,9 +67,16 @@ class DecodeGraphs:
         max_num_blocks: int,
         record: Record,
     ) -> None:
+        self._batch = batch = _empty_batch(max_num_seqs, max_num_blocks, decoder.device)
+        self._logits = torch.zeros(
+            max_num_seqs, decoder.config.vocab_size, dtype=torch.float32, device=decoder.device
+        )
         self._sizes = capture_sizes(max_num_seqs)
         # The largest first: the others then fit into the memory that it has left in the pool.
-        graphs = [_Graph(decoder, kv_cache, n, max_num_blocks, record) for n in self._sizes[::-1]]
+        graphs = [
+            _Graph(decoder, kv_cache, _first_rows(batch, n), self._logits[:n], record)
+            for n in self._sizes[::-1]
+        ]
         self._graphs = graphs[::-1]
 
     def forward(self, batch: Batch) -> Tensor | None:
@@ -77,38 +89,53 @@ class DecodeGraphs:
         are_decodes = batch.max_query_len == 1 and batch.logits_rows.shape[0] == num_seqs
         if not are_decodes or index == len(self._sizes):
             return None
-        return self._graphs[index].forward(batch)
+        self._fill(batch, self._sizes[index])
+        self._graphs[index].replay(batch.context_lens_host)
+        return self._logits[:num_seqs]
 
-
-class _Graph:
-    """The steps of up to `num_seqs` sequences, in tensors of its own."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv_cache: KVPages,
-        num_seqs: int,
-        max_num_blocks: int,
-        record: Record,
-    ) -> None:
-        ops = decoder.ops
-        if not isinstance(ops, TritonOps):
-            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
-        self._batch = batch = _empty_batch(num_seqs, max_num_blocks, decoder.device)
-        self._paging = paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
-        self._replay, self._logits = record(lambda: decoder.forward(batch, kv_cache, paging))
-
-    def forward(self, batch: Batch) -> Tensor:
+    def _fill(self, batch: Batch, size: int) -> None:
+        """Copy a step to where the graph of `size` sequences reads it."""
         own, num_seqs = self._batch, len(batch.query_lens)
         own.token_ids[:num_seqs].copy_(batch.token_ids)
         own.positions[:num_seqs].copy_(batch.positions)
         own.slots[:num_seqs].copy_(batch.slots)
-        own.slots[num_seqs:].fill_(-1)  # or the rows of an earlier step would be written again
+        own.slots[num_seqs:size].fill_(-1)  # or the rows of an earlier step would be written again
         own.context_lens[:num_seqs].copy_(batch.context_lens)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        self._paging.fill(batch.context_lens_host)
+
+
+class _Graph:
+    """The steps of as many sequences as `batch` and `logits` have rows."""
+
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVPages, batch: Batch, logits: Tensor, record: Record
+    ) -> None:
+        ops = decoder.ops
+        if not isinstance(ops, TritonOps):
+            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
+        self._paging = paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
+        self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
+
+    def replay(self, context_lens: Sequence[int]) -> None:
+        self._paging.fill(context_lens)
         self._replay()
-        return self._logits[:num_seqs]
+
+
+def _first_rows(batch: Batch, num_seqs: int) -> Batch:
+    """The first sequences of a batch of decodes, in its tensors."""
+    return replace(
+        batch,
+        token_ids=batch.token_ids[:num_seqs],
+        positions=batch.positions[:num_seqs],
+        slots=batch.slots[:num_seqs],
+        query_start=batch.query_start[: num_seqs + 1],
+        context_lens=batch.context_lens[:num_seqs],
+        block_tables=batch.block_tables[:num_seqs],
+        logits_rows=batch.logits_rows[:num_seqs],
+        num_decodes=num_seqs,
+        query_lens=batch.query_lens[:num_seqs],
+        context_lens_host=batch.context_lens_host[:num_seqs],
+    )
 
 
 def _empty_batch(num_seqs: int, max_num_blocks: int, device: torch.device) -> Batch:

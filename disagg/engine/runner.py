@@ -26,10 +26,11 @@ from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.sampler import choose, needs_host, sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.engine.speculation import MAX_AHEAD, Continued, rows
+from disagg.engine.speculation import Continued, rows
 from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
 from disagg.engine.step_threads import CONTEXT, StepThreads
 from disagg.engine.token_masks import token_masks
+from disagg.engine.workspace import captured_nbytes, step_nbytes
 from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.batch import Batch
@@ -242,7 +243,8 @@ def build_engine(
     )
     default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
     shape = KVShape.of(model, config.block_size or default_block_size, format)
-    workspace_nbytes = _workspace_nbytes(config, model, dtype)
+    max_num_blocks = -(-max_model_len // shape.block_size)
+    workspace_nbytes = _workspace_nbytes(config, model, dtype, device, max_num_blocks)
     num_blocks = choose_num_blocks(config, shape, max_model_len, device, workspace_nbytes)
     progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
@@ -338,11 +340,18 @@ def _cpu_multiplies_bfloat16() -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def _workspace_nbytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Device memory of the largest step besides weights and KV: activations, logits, sampling."""
-    num_heads = model.num_heads + 2 * model.num_kv_heads
-    wide = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * num_heads * model.head_dim
-    activations = config.max_num_batched_tokens * wide * dtype.itemsize
-    num_rows = config.max_num_seqs + MAX_AHEAD
-    logits = num_rows * model.vocab_size * 32  # float32 twice, float64 scores, sorting
-    return activations + logits
+def _workspace_nbytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_blocks: int,
+) -> int:
+    """What steps need on the device besides weights and KV, captured ones included."""
+    step = step_nbytes(model, dtype.itemsize, config.max_num_seqs, config.max_num_batched_tokens)
+    if device.type == "cpu" or config.enforce_eager:
+        return step
+    from disagg.engine.decode_graphs import capture_sizes
+
+    sizes = capture_sizes(config.max_num_seqs)
+    return step + captured_nbytes(model, dtype.itemsize, sizes, max_num_blocks)

@@ -89,13 +89,20 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KVPages,
+        paging: Paging | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
         """Compute one step; the keys and values of its tokens are written to `kv_cache`.
 
         Args:
             batch: the step's tokens; `models.batch.Batch` gives the shapes.
             kv_cache: of the model's dtype, or of a format with scales.
             paging: what `ops.plan` would derive from both, where that was done before.
+            logits: where to write the result; a new tensor if None.
 
         Returns:
             float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`.
@@ -125,7 +132,8 @@ class Decoder:
             inner = ops.project_gated(normed, layer.gate_up)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
             hidden, normed = ops.project_add_norm(inner, layer.down, hidden, next_norm, eps)
-        return ops.project(normed, self._lm_head).float()
+        projected = ops.project(normed, self._lm_head)
+        return projected.float() if logits is None else logits.copy_(projected)
 
 
 def load_model(

@@ -1,0 +1,47 @@
+"""Memory that is kept from KV, against what is really allocated where that can be counted here.
+
+That a step's tensors fit is for a GPU to show; `interpreted_graphs` counts those of graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.decode_graphs import capture_sizes
+from disagg.engine.runner import _workspace_nbytes
+from disagg.engine.workspace import captured_nbytes
+from tests.models.paging import SMALL
+
+LLAMA_3_8B = dataclasses.replace(
+    SMALL,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    intermediate_size=14336,
+    vocab_size=128256,
+    sliding_windows=(None,) * 32,
+)
+CUDA = torch.device("cuda")
+
+
+def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
+    small, large = (
+        captured_nbytes(dataclasses.replace(LLAMA_3_8B, vocab_size=n), 2, capture_sizes(1024), 128)
+        for n in (1, 128257)
+    )
+    assert large - small == 1024 * 128256 * (4 + 2)
+
+
+def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
+    def workspace(device: torch.device, **changes: object) -> int:
+        config = EngineConfig(max_num_seqs=256, **changes)  # type: ignore[arg-type]
+        return _workspace_nbytes(config, LLAMA_3_8B, torch.bfloat16, device, 128)
+
+    captured = workspace(CUDA) - workspace(CUDA, enforce_eager=True)
+    assert captured == captured_nbytes(LLAMA_3_8B, 2, capture_sizes(256), 128)
+    assert workspace(torch.device("cpu")) == workspace(CUDA, enforce_eager=True)
