@@ -247,7 +247,9 @@ def _floor_of_sorted(
     is_kept[:, 0] = True
     floor = ordered.masked_fill(~is_kept, math.inf).amin(dim=-1, keepdim=True)
     is_cut = is_kept[:, -1] & ~is_limited.squeeze(1)
-    return floor, is_cut
+    # Nor is the total known of what a larger top-k keeps.
+    is_ranked = torch.tensor([rank < vocab_size for rank in ranks], device=device)
+    return floor, is_cut | (is_ranked & ~ends_inside.squeeze(1))
 
 
 def _report(log_probs: Tensor, token_ids: Tensor, nums_top: list[int]) -> list[TokenLogprobs]:

@@ -201,6 +201,17 @@ def test_edges_of_the_filters() -> None:
     assert set(draw_many(row, 300, min_p=ratio * 1.001)) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("top_k", [1023, 1024, 1025, 16_383, 16_384, 16_385])
+@pytest.mark.parametrize("min_p", [0.0, 0.3])
+def test_a_nucleus_of_a_large_top_k_is_of_those_alone(top_k: int, min_p: float) -> None:
+    """At the edges of the steps in which columns are sorted."""
+    vocab_size = 4_099 if top_k < 4_000 else 20_011
+    row = random_logits(1, vocab_size, scale=1.5)
+    changes = params(top_k=top_k, top_p=0.7, min_p=min_p)
+    kept = plain_distribution(row[0], changes) > 0
+    assert float(sampler._nucleus_floor(row, [changes])) == float(row[0][kept].min())
+
+
 @pytest.mark.parametrize(
     "changes", [{"top_p": 0.95}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.99}]
 )
