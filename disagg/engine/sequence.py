@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from disagg.engine.grammar import GrammarState
     from disagg.engine.prompt_lookup import Ngrams
 
+NO_SLOT = -1
+
 
 class Sequence:
     """Mutable state of one request; only the thread that owns the engine touches it.
@@ -30,10 +32,12 @@ class Sequence:
     hand_over: leave this engine, with the blocks, after one token.
     grammar_state: where the answer is in its grammar, if it has one; the runner's.
     ngrams: where its runs of tokens are, for `prompt_lookup` alone.
+    slot: its row of what the runner keeps of running sequences; see `slots`.
     max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival",
         "block_hashes",
         "block_ids",
@@ -53,6 +57,7 @@ class Sequence:
         "publish_at",
         "request_id",
         "sampling",
+        "slot",
         "stop_ids",
         "tokens",
         "was_admitted",
@@ -80,6 +85,7 @@ class Sequence:
         self.hand_over = hand_over
         self.grammar_state: GrammarState | None = None
         self.ngrams: Ngrams | None = None
+        self.slot = NO_SLOT
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)
