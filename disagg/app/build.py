@@ -26,7 +26,8 @@ DRAIN_MARGIN_S = 5.0  # for Serve, on top of our own limits
 # An update starts a replica before it stops the one that it replaces. Not where a worker needs a
 # device of its own: Serve would wait for a free one for ever.
 SURGE_PERCENT = 100
-MAX_NUM_STARTS = 3  # of a worker, when the application is deployed
+# Failures to start after which Serve gives a pool up; a restarted controller counts anew.
+MAX_NUM_STARTS = 3
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
 
 # Spinning OpenMP threads beside other processes cost several times the time of the work itself.
@@ -71,18 +72,15 @@ def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
 def build_application(
     config: ServeConfig,
     worker: type[WorkerReplica] = WorkerReplica,
-    max_num_starts: int = MAX_NUM_STARTS,
 ) -> Application:
     """The application's graph.
 
     Args:
         worker: what each replica of a pool is.
-        max_num_starts: failures to start after which Serve gives a worker pool up; 1 where a
-            person waits for the reason.
     """
     _check_limits(config)
     workers = [
-        _worker_pool(config, tier, role, pool, worker, max_num_starts)
+        _worker_pool(config, tier, role, pool, worker)
         for tier in config.tiers
         for role, pool in pools(tier)
         if pool.num_replicas > 0 or pool.autoscaling is not None
@@ -135,7 +133,6 @@ def _worker_pool(
     role: Role,
     pool: PoolConfig,
     worker: type[WorkerReplica],
-    max_num_starts: int,
 ) -> Application:
     environment = dict(WORKER_ENVIRONMENT)
     if tier.engine.num_threads is not None:
@@ -149,7 +146,7 @@ def _worker_pool(
         graceful_shutdown_timeout_s=config.drain_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         max_surge_percent=0 if pool.num_gpus or pool.resources else SURGE_PERCENT,
-        max_constructor_retry_count=max_num_starts,
+        max_constructor_retry_count=MAX_NUM_STARTS,
         request_router_config={
             "request_router_class": "disagg.app.routing.MembershipRouter",
         },

@@ -73,7 +73,7 @@ class Cluster:
     def deploy(self, config: ServeConfig) -> None:
         """Hand the application to Serve; `wait` follows it."""
         self._board = start_board.Board()  # before any worker looks for it
-        application = build_application(config, max_num_starts=1)
+        application = build_application(config)
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,

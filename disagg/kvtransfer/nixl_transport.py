@@ -11,15 +11,12 @@ prepared lists, 0.5 ms unmerged without, 0.06 ms as the one run that they are.
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
-
-from nixl_cu13 import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.mover import (
@@ -33,6 +30,7 @@ from disagg.kvtransfer.mover import (
     Piece,
     agent_name,
 )
+from disagg.kvtransfer.nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -148,9 +146,6 @@ class _NixlWire:
         self._kept_alive = (slab, stamps, scratch)
         self._memory = _memory_of(slab.device_id)
         self._peers: set[str] = set()
-        logger = logging.getLogger("nixl")
-        if logger.level == logging.INFO:  # the default: two lines on stdout per agent
-            logger.setLevel(logging.WARNING)
         try:
             self._agent = _agent(name)
             options = {"engine_config": ucx_config} if ucx_config else {}

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,8 +22,10 @@ from disagg.prefill_worker import leaving
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.faults.fake_model import BACK_DOORS, fake_parts
-from tests.faults.fake_wire import FakeBrokenWire, broken_wires
 from tests.faults.relay import Relay
+
+if TYPE_CHECKING:
+    from tests.faults.fake_wire import WireFaults
 
 LEASE_S = 5.0  # instead of a minute: where a notification is lost, tests wait for its end
 
@@ -31,6 +33,9 @@ LEASE_S = 5.0  # instead of a minute: where a notification is lost, tests wait f
 def parts_with_broken_wires(
     config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, **unused: Any
 ) -> Parts:
+    # Imports NIXL, and must do so when a real worker does: inside its process, after Serve.
+    from tests.faults.fake_wire import broken_wires
+
     leaving.HOLD_TTL_S = LEASE_S
     with broken_wires():
         return fake_parts(config, tier, worker_id, epoch)
@@ -74,7 +79,7 @@ class BackDoor:
         writer.close()
 
     async def _answer(self, do: str, **arguments: Any) -> dict[str, Any]:
-        faults, relay = FakeBrokenWire.faults, self._relay
+        faults, relay = _wire_faults(), self._relay
         match do:
             case "fail":
                 faults.to_fail[arguments["kind"]] = arguments["times"]
@@ -112,8 +117,14 @@ class BackDoor:
             "model": worker.record.model,
             "pid": os.getpid(),
             "num_tasks": len(asyncio.all_tasks()),
-            "happened": dict(FakeBrokenWire.faults.happened + self._relay.happened),
+            "happened": dict(_wire_faults().happened + self._relay.happened),
         }
+
+
+def _wire_faults() -> WireFaults:
+    from tests.faults.fake_wire import FakeBrokenWire
+
+    return FakeBrokenWire.faults
 
 
 def _recount(worker: Worker) -> dict[str, Any]:

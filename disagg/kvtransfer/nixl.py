@@ -1,0 +1,38 @@
+"""NIXL's names, imported so that the logging of this process stays as it is.
+
+NIXL's package configures logging when it is imported (`logging.config.dictConfig`), which closes
+every handler of the process, and hides the errors of handlers from then on. A worker imports NIXL
+when Ray Serve has set up its log files: without them nothing more is written, and the first line
+that a new Serve controller asks for ends the replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def _logging_left_alone() -> Iterator[None]:
+    """Ignore what NIXL wants of `logging`; what other threads want of it meanwhile is done."""
+    configure, raises = logging.config.dictConfig, logging.raiseExceptions
+
+    def configure_unless_nixl(config: Any) -> None:
+        if set(config.get("loggers", ())) != {"nixl"}:
+            configure(config)
+
+    logging.config.dictConfig = configure_unless_nixl
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure
+        logging.raiseExceptions = raises
+
+
+with _logging_left_alone():
+    from nixl_cu13 import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
+
+__all__ = ["_bindings", "nixl_agent", "nixl_agent_config", "nixl_xfer_handle"]
