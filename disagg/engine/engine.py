@@ -140,6 +140,11 @@ class Engine:
         self._give_up_evicted()
         return block_ids
 
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        """Give back what a sequence owned: as `BlockPool.release`, but not before the steps under
+        way have ended, since a device that is behind may still write there for nothing."""
+        self.scheduler.release(block_ids, is_spent=is_spent)
+
     def abort(self, request_id: str) -> Sequence | None:
         """Forget a sequence and release its blocks; no event follows. None if it is not here."""
         return self.scheduler.remove(request_id)

@@ -13,6 +13,8 @@ its result is ignored, and blocks that the row writes to are given back when tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.ownership import grow
@@ -21,14 +23,20 @@ from disagg.engine.step import StepPlan
 from disagg.time_model import StepFeatures
 
 
+class LateBlocks(NamedTuple):
+    block_ids: SequenceOf[int]
+    is_spent: bool  # as `BlockPool.release` means it
+
+
 class Following:
     """Steps that were planned ahead: at most one behind the one that will be applied next.
 
-    late_blocks: of sequences that ended; nobody else may have them before that step has ended.
+    late_blocks: given up while such a step may write to them; nobody else may have them before it
+        has ended.
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        self.late_blocks: list[list[int]] = []
+        self.late_blocks: list[LateBlocks] = []
         self._pool = pool
         self._num_planned = 0
 
@@ -72,9 +80,16 @@ class Following:
         features = StepFeatures(0, 0, num_decodes, num_context)
         return StepPlan(sequences, [1] * num_decodes, num_decodes, num_decodes, features, 0, rows)
 
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        if not self.is_under_way:
+            self._pool.release(block_ids, is_spent=is_spent)
+        elif block_ids:
+            self.late_blocks.append(LateBlocks(block_ids, is_spent))
+
     def end(self) -> None:
         """The first of them has ended on the device. What it wrote to for nothing is free."""
         self._num_planned -= 1
         late, self.late_blocks = self.late_blocks, []
-        for block_ids in late:
-            self._pool.release(block_ids)
+        for block_ids, is_spent in late:
+            self._pool.release(block_ids, is_spent=is_spent)

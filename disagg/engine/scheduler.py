@@ -144,6 +144,10 @@ class Scheduler:
             self._give_back(sequence)
         return sequence
 
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        self._following.release(block_ids, is_spent=is_spent)
+
     def abandon(self) -> list[Sequence]:
         """Forget all sequences without giving back their blocks; for a broken engine."""
         self._short = None
@@ -160,9 +164,10 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return list(self.queues.by_id.values())
 
-    def holders(self) -> list[list[int]]:
+    def holders(self) -> list[SequenceOf[int]]:
         """Every list of blocks that is held for a sequence."""
-        return [each.block_ids for each in self.sequences()] + self._following.late_blocks
+        late = [each.block_ids for each in self._following.late_blocks]
+        return [*(each.block_ids for each in self.sequences()), *late]
 
     @property
     def has_work(self) -> bool:
@@ -387,11 +392,7 @@ class Scheduler:
         self.queues.by_id[sequence.request_id] = sequence
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Its blocks: now, or when no step under way writes to them any more."""
-        if self._following.is_under_way:
-            self._following.late_blocks.append(disown(sequence))
-        else:
-            give_back(self.pool, sequence)
+        self.release(disown(sequence))
 
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)

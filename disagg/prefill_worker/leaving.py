@@ -1,8 +1,9 @@
 """The leaving door: what a finished prefill hands over, or what is cached of a prompt that another
 worker will compute, and how long the blocks are kept.
 
-Decides when blocks of a sequence that left go back to the pool. Knows nothing of links or of who
-reads the blocks. Owned by the engine's thread.
+Decides when blocks of a sequence that left go back; a step under way that still writes to them
+makes that later (`Engine.release`). Knows nothing of links or of who reads the blocks. Owned by the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Leaving:
         num_blocks = -(-sequence.num_computed // pool.block_size)
         owned, sequence.block_ids = sequence.block_ids, []
         kept, spare = owned[:num_blocks], owned[num_blocks:]
-        pool.release(spare)
+        self._engine.release(spare)
         until_s, num_tokens = sequence.deadline_unix_s, sequence.num_computed
         return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
 
@@ -114,7 +115,7 @@ class Leaving:
             )
             holds.hold(name, block_ids, now, ttl_s)
         except BaseException:
-            self._engine.pool.release(block_ids)
+            self._engine.release(block_ids)
             raise
         return ticket
 
@@ -129,19 +130,18 @@ class Leaving:
 
     def advance(self, now: float) -> bool:
         """Give back the blocks of holds that ended. False: there were none."""
-        pool = self._engine.pool
         ended, passed_on = self._holds.collect(now), self._loans.collect(now)
         for block_ids in ended:
-            pool.release(block_ids)
+            self._engine.release(block_ids)
         for block_ids in passed_on:
-            pool.release(block_ids, is_spent=True)
+            self._engine.release(block_ids, is_spent=True)
         return bool(ended or passed_on)
 
     def break_oldest(self) -> None:
         """Give back the blocks of the oldest hold: work here cannot go on without."""
         broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
-            self._engine.pool.release(broken)
+            self._engine.release(broken)
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sequence import Sequence
+from disagg.engine.step import Results, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.prefill_worker.leaving import HOLD_TTL_S, LOST_TTL_S, Leaving
+from tests.engine.fake_runner import FakeDevice, FakeKV
 from tests.engine.workload import ROOT, new_engine, new_sequence
 
 BLOCK_SIZE = 4
@@ -203,6 +206,52 @@ def test_a_loan_ends_by_itself_and_is_broken_before_a_hand_over() -> None:
 def _stamps(generations: Iterable[int], block_ids: Iterable[int]) -> tuple[int, ...]:
     table = array("Q", generations)
     return tuple(table[block_id] for block_id in block_ids)
+
+
+class AskedWhileReading(FakeDevice):
+    """Asks a sequence to leave when the step that it leaves with is over and the next one, which
+    was launched ahead with a row of the same sequence, is not."""
+
+    def __init__(self, kv: FakeKV, leaves_with: int) -> None:
+        super().__init__(kv)
+        self.leaves_with = leaves_with  # that step
+
+    def launch(self, plan: StepPlan) -> Results:
+        read, number = super().launch(plan), self._num_launched
+
+        def ask_and_read() -> SequenceOf[Sampled]:
+            if number == self.leaves_with:
+                plan.sequences[0].hand_over = True
+            return read()
+
+        return ask_and_read
+
+
+@pytest.mark.parametrize(
+    "leaves_with", [2, 3], ids=["the wasted row is in a spare block", "in a kept block"]
+)
+def test_a_step_under_way_writes_to_no_block_that_somebody_else_has(leaves_with: int) -> None:
+    """Bytes that come from elsewhere know no order of the device's."""
+    engine, kv = new_engine(3, BLOCK_SIZE, on_device=True)
+    engine.runner = engine.launcher = AskedWhileReading(kv, leaves_with)
+    leaving = Leaving(
+        engine, Peer("prefill", 7, "local", "fake:4", 3, 32, 1, 1, -1, b""), engine.pool.generations
+    )
+    engine.submit(new_sequence(tuple(range(10, 17)), BLOCK_SIZE, 5, stop_ids=frozenset()))
+    events = [event for _ in range(leaves_with) for event in engine.step()]
+    assert events[-1].left and engine.is_under_way
+    ticket = leaving.leave(events[-1].sequence, 0.0)
+    leaving.release(ticket.ticket_id)
+    arrived: dict[int, bytes] = {}
+    while engine.has_work or len(arrived) < 3:
+        leaving.advance(1.0)
+        engine.check([*leaving.holders(), [*arrived]])
+        for block_id in engine.reserve(1) or ():
+            arrived[block_id] = bytes([block_id + 1]) * kv.block_nbytes
+            kv.write_block(block_id, arrived[block_id])
+        engine.step()
+    for block_id, sent in arrived.items():
+        assert kv.read_block(block_id) == sent, "a step that came late wrote over it"
 
 
 def test_blocks_that_left_are_still_found_by_name() -> None:
