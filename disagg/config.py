@@ -82,7 +82,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_standby: Annotated[int, Meta(ge=0)] = 0  # more, loaded, that serve when others are gone
     autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
     num_cpus: Annotated[float, Meta(ge=0)] = 0
-    num_gpus: Annotated[float, Meta(ge=0)] = 0
+    # Of each worker: 1, a share of one, or 0. None: 1 where there are GPUs, 0 elsewhere.
+    num_gpus: Annotated[float, Meta(ge=0, le=1)] | None = None
     resources: dict[str, float] = {}
 
 

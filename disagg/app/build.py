@@ -5,6 +5,7 @@ serve run disagg.app.build:build --...      or `import_path: disagg.app.build:bu
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +15,16 @@ from ray.serve import Application
 
 from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
+from disagg.app.gpus import gpus_of_cluster
 from disagg.app.ingress import Ingress
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig, parse_config
 from disagg.errors import StartupError
+from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
+from disagg.planner.device_plan import plan_devices, unsized_tiers, with_devices
 from disagg.router.autoscale import pools
+
+log = logging.getLogger(__name__)
 
 HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -44,7 +50,15 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         StartupError: names the key or the variable at fault.
     """
-    return build_application(parse_config(filled_in(args, os.environ)))
+    raw = filled_in(args, os.environ)
+    config = parse_config(raw)
+    if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
+        # All GPUs, not the free ones: on an update the workers of before hold some.
+        plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))
+        log.info(plan.line)
+        return build_application(plan.config)
+    # As written: nodes with GPUs may come when workers ask for them.
+    return build_application(with_devices(config, has_gpus=False))
 
 
 def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
@@ -135,6 +149,8 @@ def _worker_pool(
     worker: type[WorkerReplica],
 ) -> Application:
     environment = dict(WORKER_ENVIRONMENT)
+    if not pool.num_gpus:  # Ray hides no GPU from an actor that asks for none
+        environment[VISIBLE] = ""
     if tier.engine.num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(tier.engine.num_threads)
     deployment = serve.deployment(
@@ -152,7 +168,7 @@ def _worker_pool(
         },
         ray_actor_options={
             "num_cpus": pool.num_cpus,
-            "num_gpus": pool.num_gpus,
+            "num_gpus": pool.num_gpus or 0,
             "resources": pool.resources,
             "runtime_env": {"env_vars": environment},
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
@@ -16,8 +16,10 @@ from ray.serve.schema import ApplicationStatus
 
 from disagg.app import start_board
 from disagg.app.build import build_application
+from disagg.app.gpus import gpus_of_cluster
 from disagg.config import HttpConfig, ServeConfig
 from disagg.errors import StartupError
+from disagg.kernels.devices import Gpus, see_only
 from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
@@ -38,10 +40,14 @@ class Cluster:
         self._board: start_board.Board | None = None
         self._has_left = False
 
-    def start(self, http: HttpConfig) -> None:
-        """Raises `StartupError` when Ray Serve does not come up."""
+    def start(self, http: HttpConfig, device_ids: Sequence[str] = ()) -> None:
+        """Raises `StartupError` when Ray Serve does not come up.
+
+        Args:
+            device_ids: the GPUs of a cluster of our own; one of others has its own.
+        """
         if self._address is None:
-            self._start_local()
+            self._start_local(device_ids)
         else:
             self._join()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -60,9 +66,15 @@ class Cluster:
     def _join(self) -> None:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
-    def _start_local(self) -> None:
+    def gpus(self) -> Gpus:
+        """What a cluster of others has left for us."""
+        return gpus_of_cluster(only_free=True)
+
+    def _start_local(self, device_ids: Sequence[str]) -> None:
+        see_only(device_ids)
         ray.init(
             address="local",
+            num_gpus=len(device_ids),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

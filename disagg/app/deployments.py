@@ -13,6 +13,7 @@ from ray import serve
 from disagg import telemetry
 from disagg.app import membership, start_board
 from disagg.config import ServeConfig
+from disagg.kernels.devices import see_only
 from disagg.messages import Role, StartStep
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.worker import Worker
@@ -30,6 +31,7 @@ class WorkerReplica:
         self._drain_s = config.drain_s
         replica = serve.get_replica_context().replica_id.unique_id
         telemetry.setup(f"disagg-{role}", {"disagg.worker": replica})
+        see_only(ray.get_gpu_ids())
         tell = start_board.reporter(f"{tier_name}-{role}", replica)
         self._worker = await Worker.start(
             config,

@@ -23,11 +23,13 @@ from rich.markup import escape
 
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
 from disagg.cli.ports import free_port
-from disagg.cli.serve_arguments import add_arguments, config_from_arguments
+from disagg.cli.serve_arguments import add_arguments, config_from_arguments, raw_config
 from disagg.cli.start_lines import StartLog, one_line
-from disagg.config import AUTO, ServeConfig, TierConfig
+from disagg.config import AUTO, ServeConfig, TierConfig, parse_config
 from disagg.errors import StartupError
+from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
+from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 
 READY_TIMEOUT_S = 600.0
 
@@ -39,19 +41,24 @@ console = Console(highlight=False)
 def run(arguments: argparse.Namespace) -> int:
     """Start everything, print one ready line, serve until SIGINT or SIGTERM, stop everything."""
     began_s = time.monotonic()
-    config = config_from_arguments(arguments)
+    raw = raw_config(arguments)
+    config = parse_config(raw)
     _check_port(config)
-    _check_models(config)
+    is_here = arguments.ray_address is None
+    plan = _plan(config, gpus_here(), raw) if is_here else DevicePlan(config)
+    _check_models(plan.config)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(_scratch_directory()))
-        config, redis = _with_store(config, cleanup, scratch)
+        config, redis = _with_store(plan.config, cleanup, scratch)
         cluster = _cluster(arguments, scratch)
         with _phase("starting Ray"):
             cleanup.callback(cluster.stop)
-            cluster.start(config.http)
+            cluster.start(config.http, plan.device_ids)
+        if not is_here:
+            config = _plan(config, cluster.gpus(), raw).config
         with _phase("starting workers", _pool_sizes(config)) as tell:
             cluster.deploy(config)
             cluster.wait(tell, READY_TIMEOUT_S, stop)
@@ -114,6 +121,13 @@ def _check_port(config: ServeConfig) -> None:
                 " Stop the other program or choose another port.",
                 param="port",
             ) from error
+
+
+def _plan(config: ServeConfig, gpus: Gpus, raw: Mapping[str, Any]) -> DevicePlan:
+    """Which workers are on which devices; says so."""
+    plan = plan_devices(config, gpus, unsized_tiers(raw, config))
+    console.print(plan.line, markup=False, soft_wrap=True)
+    return plan
 
 
 def _check_models(config: ServeConfig) -> None:

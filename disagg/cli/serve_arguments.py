@@ -90,9 +90,9 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             f"--{role}",
             type=pool_size,
-            default=PoolSize(1, 1),
             metavar="WORKERS",
-            help=f"{role} workers per model: 2, or 1..4 to follow the load between these",
+            help=f"{role} workers per model: 2, or 1..4 to follow the load between these (default:"
+            + (" 1, or none where GPUs are too few for two pools)" if role == "prefill" else " 1)"),
         )
     group.add_argument("--max-workers", type=int, help="of all pools together, if they are scaled")
     group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
@@ -107,7 +107,16 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         " (e4m3), int8 or int4; the last three keep a scale for each token and head, and int4 costs"
         " quality (docs/performance.md)",
     )
-    group.add_argument("--device", default="auto")
+    group.add_argument(
+        "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"
+    )
+    group.add_argument(
+        "--num-gpus-per-worker",
+        type=float,
+        metavar="SHARE",
+        help="let workers share GPUs: 0.5 puts two on each, with half of its memory for each"
+        " (default: 1)",
+    )
     group.add_argument("--block-size", type=int)
     group.add_argument("--max-model-len", type=int)
     group.add_argument("--max-num-seqs", type=int, default=64)
@@ -161,9 +170,14 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
     """Flags (or the file given by --config) as a checked configuration."""
+    return parse_config(raw_config(arguments))
+
+
+def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same as plain data, with nothing in it that was not asked for."""
     if arguments.config:
         raw = _read_config_file(Path(arguments.config))
-        return parse_config({**raw, "cluster_key": raw.get("cluster_key") or _new_key()})
+        return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
     models = arguments.model or [DEFAULT_MODEL]
     names = arguments.served_model_name
     if names and len(names) != len(models):
@@ -173,7 +187,8 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
         )
     if arguments.num_threads is None and arguments.ray_address is None:
         # All workers are on this machine; more threads than cores cost several times their work.
-        num_workers = len(models) * (arguments.prefill.most + arguments.decode.most)
+        sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
+        num_workers = len(models) * sum(sizes)
         arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
     engine = {
         key: value
@@ -184,8 +199,8 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
         {
             "model": model,
             "served_model_name": name,
-            "prefill": _pool(arguments.prefill),
-            "decode": _pool(arguments.decode),
+            "prefill": _pool(arguments.prefill, arguments.num_gpus_per_worker),
+            "decode": _pool(arguments.decode, arguments.num_gpus_per_worker),
             "engine": engine,
             "chat_template": arguments.chat_template,
             "ttft_slo_s": arguments.ttft_slo_s,
@@ -194,34 +209,35 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
         for model, name in zip(models, names or [None] * len(models), strict=True)
     ]
     api_keys, tenants = _tenants(arguments.tenants)
-    return parse_config(
-        {
-            "tiers": tiers,
-            "tenants": tenants,
-            "cascade": _cascade_section(arguments.cascade),
-            "http": {
-                "host": arguments.host,
-                "port": arguments.port,
-                "api_key": arguments.api_key,
-                "api_keys": api_keys,
-            },
-            "num_ingress": arguments.ingress,
-            "max_num_workers": arguments.max_workers,
-            "transport": arguments.transport,
-            "redis_url": arguments.redis_url,
-            "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
-            "link_host": None if arguments.ray_address else "127.0.0.1",
-            "cluster_key": _new_key(),
-        }
-    )
+    return {
+        "tiers": tiers,
+        "tenants": tenants,
+        "cascade": _cascade_section(arguments.cascade),
+        "http": {
+            "host": arguments.host,
+            "port": arguments.port,
+            "api_key": arguments.api_key,
+            "api_keys": api_keys,
+        },
+        "num_ingress": arguments.ingress,
+        "max_num_workers": arguments.max_workers,
+        "transport": arguments.transport,
+        "redis_url": arguments.redis_url,
+        "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
+        "link_host": None if arguments.ray_address else "127.0.0.1",
+        "cluster_key": _new_key(),
+    }
 
 
-def _pool(size: PoolSize) -> dict[str, Any]:
+def _pool(size: PoolSize | None, num_gpus: float | None) -> dict[str, Any]:
     """A scaled pool begins with its minimum, or with one worker that shows how fast it is."""
+    gpus = {} if num_gpus is None else {"num_gpus": num_gpus}
+    if size is None:
+        return gpus
     if size.least == size.most:
-        return {"num_replicas": size.least}
+        return {"num_replicas": size.least, **gpus}
     limits = {"min_replicas": size.least, "max_replicas": size.most}
-    return {"num_replicas": max(1, size.least), "autoscaling": limits}
+    return {"num_replicas": max(1, size.least), "autoscaling": limits, **gpus}
 
 
 def _tenants(file: str | None) -> tuple[Any, Any]:

@@ -1,0 +1,25 @@
+"""The GPUs of the Ray cluster that this process is in."""
+
+from __future__ import annotations
+
+import ray
+
+from disagg.kernels.devices import Device, Gpus
+
+_KIND = "accelerator_type:"  # begins the name of a resource of each node with GPUs
+
+
+def gpus_of_cluster(only_free: bool) -> Gpus:
+    """What Ray knows of its nodes, some of which may come only when they are asked for.
+
+    Args:
+        only_free: leave out what runs already, be it ours or of others.
+    """
+    if not ray.is_initialized():
+        return Gpus(where="the cluster")
+    resources = ray.cluster_resources()
+    free = ray.available_resources() if only_free else resources
+    total, num_free = int(resources.get("GPU", 0)), int(free.get("GPU", 0))
+    kinds = sorted(each.removeprefix(_KIND) for each in resources if each.startswith(_KIND))
+    device = Device("", ", ".join(kinds))
+    return Gpus((device,) * num_free, where="the cluster", num_held=total - num_free)

@@ -1,0 +1,251 @@
+"""Which workers run on which GPUs: what there is and what was asked for -> pools that fit.
+
+A worker opens one GPU, or a share of one. Where nothing was said, each worker has a GPU for itself;
+where these are too few, a tier whose prefill pool was not asked for has workers that do both, and
+what still does not fit is refused with the numbers. Knows no driver, no torch and no Ray.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from disagg.config import ServeConfig, TierConfig
+from disagg.errors import StartupError
+from disagg.kernels.devices import Device, Gpus
+from disagg.router.autoscale import pools
+
+_ROUNDING = 1e-6  # three shares of 0.333 and one of 0.001 fill a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Pools with devices.
+
+    Attributes:
+        config: each pool's `num_gpus` and each engine's `device` are settled.
+        devices: the GPUs that are used.
+        line: all of it for the user.
+    """
+
+    config: ServeConfig
+    devices: tuple[Device, ...] = ()
+    line: str = ""
+
+    @property
+    def device_ids(self) -> list[str]:
+        """As `CUDA_VISIBLE_DEVICES` calls them."""
+        return [each.id for each in self.devices]
+
+    @property
+    def gpu_nbytes(self) -> int | None:
+        """Memory of the smallest one; None where it is not known, or there is none."""
+        return min((each.total_nbytes for each in self.devices if each.total_nbytes), default=None)
+
+
+class _Worker(NamedTuple):
+    """One worker of a pool at its largest."""
+
+    pool: str
+    share: float  # of a GPU
+    claim: float  # of a GPU's memory
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """A GPU and who was put on it."""
+
+    device: Device
+    workers: list[_Worker] = field(default_factory=list)
+
+    def takes(self, worker: _Worker) -> bool:
+        workers = [*self.workers, worker]
+        is_shared = sum(each.share for each in workers) <= 1 + _ROUNDING
+        return is_shared and sum(each.claim for each in workers) <= self.free
+
+    @property
+    def free(self) -> float:
+        """Of its memory; 1 where that is not known."""
+        free, total = self.device.free_nbytes, self.device.total_nbytes
+        return 1.0 if free is None or not total else free / total
+
+
+def plan_devices(config: ServeConfig, gpus: Gpus, unsized: Collection[str] = ()) -> DevicePlan:
+    """Give every worker a device.
+
+    Args:
+        gpus: what there is.
+        unsized: names of the tiers whose number of prefill workers nobody asked for.
+
+    Raises:
+        StartupError: more is asked for than there is, or what contradicts itself; in numbers.
+    """
+    config = with_devices(config, has_gpus=bool(gpus.devices or gpus.problem))
+    for tier in config.tiers:
+        if tier.engine.device == "cuda" and not gpus.devices:
+            why = gpus.problem or f"{gpus.where.capitalize()} has no GPU{_held(gpus)}."
+            raise StartupError(
+                f"{why} Tier {tier.name!r} is to be on GPUs; --device cpu serves it without.",
+                param="device",
+            )
+    merged: list[str] = []
+    filled, is_all = _placed(config, gpus.devices)
+    for tier in config.tiers:  # the smallest model first: the largest gains most by two pools
+        if not is_all and tier.name in unsized and tier.prefill.num_gpus:
+            merged.append(tier.name)
+            config = _without_prefill(config, tier.name)
+            filled, is_all = _placed(config, gpus.devices)
+    if not is_all:
+        raise StartupError(_too_few(config, gpus))
+    used = [each for each in filled if each.workers]
+    devices = tuple(each.device for each in used)
+    return DevicePlan(config, devices, _line(gpus, used, merged))
+
+
+def with_devices(config: ServeConfig, has_gpus: bool) -> ServeConfig:
+    """Settle what is left open: a GPU for each worker where there are any, else none.
+
+    Raises:
+        StartupError: a tier asks for GPUs and for none.
+    """
+    tiers = tuple(_with_device(tier, has_gpus) for tier in config.tiers)
+    return msgspec.structs.replace(config, tiers=tiers)
+
+
+def unsized_tiers(raw: Mapping[str, Any], config: ServeConfig) -> set[str]:
+    """The tiers of which `raw`, that `config` was made of, does not size the prefill pool."""
+    return {
+        tier.name
+        for tier, each in zip(config.tiers, raw["tiers"], strict=True)
+        if "num_replicas" not in each.get("prefill", {})
+    }
+
+
+def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
+    asked = [pool.num_gpus for _, pool in pools(tier) if pool.num_gpus is not None]
+    device = tier.engine.device
+    if device != "cpu":
+        _check_asked(tier, asked)
+        is_on_gpu = any(asked) if asked else device == "cuda" or has_gpus
+        device = "cuda" if is_on_gpu else "cpu"
+    number = 1.0 if device == "cuda" else 0.0
+    sized = {
+        role: msgspec.structs.replace(pool, num_gpus=number)
+        for role, pool in pools(tier)
+        if pool.num_gpus is None
+    }
+    engine = msgspec.structs.replace(tier.engine, device=device)
+    return msgspec.structs.replace(tier, engine=engine, **sized)
+
+
+def _check_asked(tier: TierConfig, asked: Sequence[float]) -> None:
+    if any(asked) and not all(asked):
+        raise StartupError(
+            f"One pool of tier {tier.name!r} has num_gpus = 0 and another has more, and workers on"
+            " CPUs cannot use the KV of those on GPUs; give both pools GPUs, or neither.",
+            param="num_gpus",
+        )
+    if tier.engine.device == "cuda" and asked and not any(asked):
+        raise StartupError(
+            f"Tier {tier.name!r} has device = 'cuda' and num_gpus = 0: Ray would give its workers"
+            " no GPU of their own, and all would open the first one. Leave num_gpus out (one for"
+            " each worker), or set it to 1 or to a share of a GPU.",
+            param="num_gpus",
+        )
+
+
+def _workers(config: ServeConfig) -> list[_Worker]:
+    """Those that are on GPUs, when all pools are at their largest; who needs most comes first."""
+    every = []
+    for tier in config.tiers:
+        for role, pool in pools(tier):
+            most = pool.autoscaling.max_replicas if pool.autoscaling else pool.num_replicas
+            share = pool.num_gpus or 0.0
+            claim = share * tier.engine.gpu_memory_utilization
+            worker = _Worker(f"{tier.name}-{role}", share, claim)
+            every += [worker] * (most + pool.num_standby)
+    every.sort(key=lambda each: -each.share)
+    return [each for each in every[: config.max_num_workers] if each.share]
+
+
+def _placed(config: ServeConfig, devices: Sequence[Device]) -> tuple[list[_Gpu], bool]:
+    """Each worker on the first GPU that takes it, as Ray fills them; and whether all have one."""
+    filled, is_all = [_Gpu(device) for device in devices], True
+    for worker in _workers(config):
+        gpu = next((each for each in filled if each.takes(worker)), None)
+        if gpu is None:
+            is_all = False
+        else:
+            gpu.workers.append(worker)
+    return filled, is_all
+
+
+def _without_prefill(config: ServeConfig, name: str) -> ServeConfig:
+    tiers = [
+        msgspec.structs.replace(tier, prefill=msgspec.structs.replace(tier.prefill, num_replicas=0))
+        if tier.name == name
+        else tier
+        for tier in config.tiers
+    ]
+    return msgspec.structs.replace(config, tiers=tuple(tiers))
+
+
+def _too_few(config: ServeConfig, gpus: Gpus) -> str:
+    """Why the workers do not fit, and what to change."""
+    workers = _workers(config)
+    needed, least = sum(each.share for each in workers), min(each.claim for each in workers)
+    full = [gpu for gpu in map(_Gpu, gpus.devices) if gpu.free < least]
+    num_left = len(gpus.devices) - len(full)
+    words = [
+        f"{_named(workers)} need {needed:g} GPUs, and {gpus.where} has"
+        f" {len(gpus.devices)}{_held(gpus)}."
+    ]
+    if full:
+        each_one = ", ".join(_fullness(gpu.device) for gpu in full)
+        words.append(
+            f"Other processes fill {each_one}, and a worker claims {least:.0%} of a GPU's memory;"
+            " end them, or lower --gpu-memory-utilization."
+        )
+    if num_left:
+        share = math.floor(100 / math.ceil(len(workers) / num_left)) / 100
+        words.append(
+            "Ask for fewer workers (--prefill, --decode, --max-workers; with --prefill 0 decode"
+            f" workers do both), or let some share a GPU (--num-gpus-per-worker {share:g})."
+        )
+    return " ".join([*words, "--device cpu serves without GPUs."])
+
+
+def _line(gpus: Gpus, used: Sequence[_Gpu], merged: Sequence[str]) -> str:
+    if not used:
+        has_gpus = gpus.devices or gpus.num_held or gpus.problem
+        return "devices: CPU" + ("" if has_gpus else f" ({gpus.where} has no GPU)")
+    workers = sorted((each for gpu in used for each in gpu.workers), key=lambda each: each.pool)
+    ids = ", ".join(gpu.device.id for gpu in used if gpu.device.id)
+    names = ", ".join(sorted({gpu.device.name for gpu in used if gpu.device.name}))
+    line = f"devices: {_named(workers)} on " + (f"GPU {ids}" if ids else f"{len(used)}")
+    line += f" of {len(gpus.devices)}" + (f" ({names})" if names else " GPUs" * (not ids))
+    if merged:
+        line += f"; too few for two pools of {' and '.join(merged)}: decode workers do both"
+    return line
+
+
+def _named(workers: Iterable[_Worker]) -> str:
+    """`2 x-prefill, 1 x-decode (0.5 of a GPU each)`."""
+    return ", ".join(
+        f"{number} {each.pool}" + (f" ({each.share:g} of a GPU each)" if each.share < 1 else "")
+        for each, number in Counter(workers).items()
+    )
+
+
+def _held(gpus: Gpus) -> str:
+    return f" free, beside {gpus.num_held} that others hold" if gpus.num_held else ""
+
+
+def _fullness(device: Device) -> str:
+    free, total = device.free_nbytes or 0, device.total_nbytes or 0
+    return f"GPU {device.id} ({free / 1e9:.1f} of {total / 1e9:.1f} GB are free)"
