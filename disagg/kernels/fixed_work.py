@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 
 from disagg.kernels.attention_work import Piece, Reduction, split_keys
+from disagg.kernels.launcher import next_power_of_2
 from disagg.kernels.paged_attention import KEY_TILE, Launch, PagedWork
 
 _NO_PIECE = (0, 0, 0, 0, 0, -1)
@@ -47,7 +47,7 @@ class FixedWork:
             pieces=self._numbers[:num_first].view(-1, 6),
             reductions=self._numbers[num_first:].view(-1, 4),
             num_partials=self._num_pieces,
-            rows=max(16, triton.next_power_of_2(group)),
+            rows=max(16, next_power_of_2(group)),
         )
         self.work = PagedWork((launch,), window)
         self.fill(())

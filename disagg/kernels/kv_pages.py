@@ -94,6 +94,7 @@ class KVPages:
         rows: one row a page, [num_blocks * num_layers * 2 * num_kv_heads, *]: values, or with
             scales all bytes as uint8.
         blocks: one row a block, [num_blocks, *], of the same type.
+        layers: `values` and `scales` of each layer: a launch needs no new view.
     """
 
     format: KVFormat
@@ -101,6 +102,7 @@ class KVPages:
     scales: Tensor | None
     rows: Tensor
     blocks: Tensor
+    layers: tuple[tuple[Tensor, Tensor | None], ...]
 
     @property
     def head_dim(self) -> int:
@@ -123,18 +125,17 @@ def pages_of(
     if not format.has_scales:
         rows = memory.view(format.dtype).view(-1, block_size * head_dim)
         values = rows.view(*dims, block_size, head_dim)
-        return KVPages(format, values, None, rows, rows.view(-1, pages_per_block * rows.shape[1]))
+        blocks = rows.view(-1, pages_per_block * rows.shape[1])
+        alone = tuple((layer, None) for layer in values.unbind(1))
+        return KVPages(format, values, None, rows, blocks, alone)
     rows = memory.view(-1, page_nbytes)
-    values = rows[:, : block_size * width].view(format.dtype)
     begin = format.scales_offset(block_size, head_dim)
-    scales = rows[:, begin : begin + block_size * SCALE_NBYTES].view(torch.float32)
-    return KVPages(
-        format,
-        values.view(*dims, block_size, width),
-        scales.view(*dims, block_size),
-        rows,
-        rows.view(-1, pages_per_block * page_nbytes),
-    )
+    end = begin + block_size * SCALE_NBYTES
+    values = rows[:, : block_size * width].view(format.dtype).view(*dims, block_size, width)
+    scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size)
+    blocks = rows.view(-1, pages_per_block * page_nbytes)
+    layers = tuple(zip(values.unbind(1), scales.unbind(1), strict=True))
+    return KVPages(format, values, scales, rows, blocks, layers)
 
 
 def new_pages(

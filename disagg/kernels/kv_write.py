@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
+from disagg.kernels.launcher import Launcher, next_power_of_2
 
 _SMALLEST_PEAK = tl.constexpr(1.0e-30)  # a vector of zeros has a scale too
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to even
@@ -77,6 +78,9 @@ def _kv_write_kernel(
     tl.store(pages_ptr + target, stored, mask=inside)
 
 
+_kv_write = Launcher(_kv_write_kernel)
+
+
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store keys and values of `qkv` in one layer of the cache.
 
@@ -88,22 +92,23 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     num_kv_heads, block_size = values.shape[3:5]
     num_pages = 2 * num_kv_heads
     if qkv.shape[0]:
-        scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
-        _kv_write_kernel[(qkv.shape[0],)](
+        layer_values, layer_scales = kv_cache.layers[layer]
+        _kv_write(
+            (qkv.shape[0],),
             qkv,
-            values[:, layer],
-            scales,
+            layer_values,
+            layer_scales,
             slots,
             qkv.stride(0),
             values.stride(0),
-            0 if scales is None else scales.stride(0),
+            0 if layer_scales is None else layer_scales.stride(0),
             NUM_QUERY_VALUES=(qkv.shape[1] - num_pages) * head_dim,
             NUM_PAGES=num_pages,
-            PAGES=triton.next_power_of_2(num_pages),
+            PAGES=next_power_of_2(num_pages),
             PAGE_STRIDE=values.stride(3),
             SCALE_PAGE_STRIDE=values.stride(3) // SCALE_NBYTES,
             HEAD_DIM=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_D=next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
             LARGEST=kv_cache.format.largest,
             PACKED=kv_cache.format.packed,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.launcher import Launcher, next_power_of_2
+
 
 @triton.jit
 def _norm_rope_kernel(
@@ -41,6 +43,9 @@ def _norm_rope_kernel(
     tl.store(start + half + columns, turned_right.to(heads_ptr.dtype.element_ty), mask=inside)
 
 
+_norm_rope = Launcher(_norm_rope_kernel)
+
+
 def norm_rope_(heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
     """Normalise and turn heads in place.
 
@@ -51,14 +56,15 @@ def norm_rope_(heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor
     """
     num_tokens, num_heads, head_dim = heads.shape
     if num_tokens:
-        _norm_rope_kernel[(num_tokens, num_heads)](
+        _norm_rope(
+            (num_tokens, num_heads),
             heads,
             rope_rows if norm is None else norm,
             rope_rows,
             eps,
             heads.stride(0),
             HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(head_dim // 2),
+            BLOCK=next_power_of_2(head_dim // 2),
             HAS_NORM=norm is not None,
             num_warps=1,
         )

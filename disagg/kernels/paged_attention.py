@@ -22,6 +22,7 @@ from torch import Tensor
 from disagg.kernels.attention_tile import attend_tile
 from disagg.kernels.attention_work import Piece, Reduction, split_keys, split_queries
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
+from disagg.kernels.launcher import Launcher, next_power_of_2
 
 KEY_TILE = 64
 MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
@@ -184,6 +185,10 @@ def _reduce_kernel(
     tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=used)
 
 
+_paged_attention = Launcher(_paged_attention_kernel)
+_reduce = Launcher(_reduce_kernel)
+
+
 def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
     """Warps and pipeline depth for a query tile of `rows` and keys of `vector_nbytes`.
 
@@ -236,11 +241,11 @@ def plan_work(
     long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]
     launches = []
     if short:
-        height = max(16, triton.next_power_of_2(max(row[1] for row in short) * group))
+        height = max(16, next_power_of_2(max(row[1] for row in short) * group))
         pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
         launches.append(_launch(pieces, reductions, height, device))
     if long:
-        height = max(LONG_ROWS, triton.next_power_of_2(group))
+        height = max(LONG_ROWS, next_power_of_2(group))
         pieces = split_queries(long, window, KEY_TILE, height // group)
         launches.append(_launch(pieces, [], height, device))
     return PagedWork(tuple(launches), window)
@@ -304,10 +309,10 @@ def _run(
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
     values, head_dim = kv_cache.values, kv_cache.head_dim
-    scales = None if kv_cache.scales is None else kv_cache.scales[:, layer]
+    layer_values, layer_scales = kv_cache.layers[layer]
     num_kv_heads, block_size, stored_dim = values.shape[3:]
     block_tables, query_start, _ = step
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": qkv.shape[1] // num_kv_heads - 2,
@@ -318,10 +323,11 @@ def _run(
     num_rows = launch.num_partials * num_kv_heads * launch.rows
     buffer = torch.empty(num_rows * (block_d + 1), dtype=torch.float32, device=qkv.device)
     partials, weights = buffer[: num_rows * block_d], buffer[num_rows * block_d :]
-    _paged_attention_kernel[(launch.pieces.shape[0], num_kv_heads)](
+    _paged_attention(
+        (launch.pieces.shape[0], num_kv_heads),
         qkv,
-        values[:, layer],
-        scales,
+        layer_values,
+        layer_scales,
         *step,
         launch.pieces,
         out,
@@ -331,7 +337,7 @@ def _run(
         qkv.stride(0),
         block_tables.stride(0),
         values.stride(0),
-        0 if scales is None else scales.stride(0),
+        0 if layer_scales is None else layer_scales.stride(0),
         TILE=KEY_TILE,
         PAGE_STRIDE=values.stride(3),
         SCALE_PAGE_STRIDE=values.stride(3) // SCALE_NBYTES,
@@ -344,6 +350,4 @@ def _run(
     )
     if launch.num_partials:
         grid = (launch.reductions.shape[0], num_kv_heads)
-        _reduce_kernel[grid](
-            partials, weights, query_start, launch.reductions, out, num_warps=4, **sizes
-        )
+        _reduce(grid, partials, weights, query_start, launch.reductions, out, num_warps=4, **sizes)

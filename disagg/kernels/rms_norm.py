@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.launcher import Launcher, next_power_of_2
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -37,6 +39,9 @@ def _rms_norm_kernel(
     tl.store(normed_ptr + row + columns, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
+_rms_norm = Launcher(_rms_norm_kernel)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight for contiguous [num_rows, size]."""
     return _launch(x, None, weight, eps)[1]
@@ -54,8 +59,9 @@ def _launch(
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     if num_rows:
-        block = triton.next_power_of_2(size)
-        _rms_norm_kernel[(num_rows,)](
+        block = next_power_of_2(size)
+        _rms_norm(
+            (num_rows,),
             x,
             x if residual is None else residual,
             weight,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.launcher import Launcher
+
 _BLOCK = 1024
 
 
@@ -23,11 +25,14 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constex
     tl.store(out_ptr + row * SIZE + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_silu_mul = Launcher(_silu_mul_kernel)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up: contiguous [num_rows, 2 * size] in, [num_rows, size] out."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        grid = (num_rows, triton.cdiv(size, _BLOCK))
-        _silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4)
+        grid = (num_rows, -(-size // _BLOCK))
+        _silu_mul(grid, gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4)
     return out
