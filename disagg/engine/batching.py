@@ -7,6 +7,8 @@ step; the tensors of a `Batch` are views of it. Must not know what a model does 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
+from operator import add
 
 import torch
 from torch import Tensor
@@ -16,23 +18,32 @@ from disagg.engine.step import StepPlan
 from disagg.models.batch import Batch
 
 
-def make_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+def make_batch(
+    plan: StepPlan,
+    block_size: int,
+    device: torch.device,
+    rows_before: Mapping[str, int] | None = None,
+) -> Batch:
     """The batch of a plan that has work. Shapes and order: `models.batch.Batch`.
 
-    Tokens that only the device knows yet are named by their rows of the step before.
+    A token that only the device knows yet, which row r of the step before samples, is -1 - r.
+
+    Args:
+        rows_before: those rows, by request id.
     """
     query_lens = tuple(plan.query_lens)
-    unread, num_unread = iter(plan.rows_before), int(bool(plan.rows_before))
-    ends = tuple(
-        sequence.num_computed + num_tokens + num_unread
-        for sequence, num_tokens in zip(plan.sequences, query_lens, strict=True)
-    )
+    starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
+    ends = tuple(map(add, starts, query_lens))
     token_ids, positions, slots = array("q"), array("q"), array("q")
     logits_rows, query_start = array("q"), array("i", [0])
     for sequence, num_tokens, end in zip(plan.sequences, query_lens, ends, strict=True):
-        begin, num_known = end - num_tokens, len(sequence.tokens) + num_unread
+        begin, num_known = end - num_tokens, len(sequence.tokens)
+        if begin == num_known and rows_before is not None:
+            num_known += 1
+            token_ids.append(-1 - rows_before[sequence.request_id])
+        elif num_tokens == 1:
+            token_ids.append(sequence.tokens[begin])
         if num_tokens == 1:
-            token_ids.append(next(unread) if num_unread else sequence.tokens[begin])
             positions.append(begin)
             slots.append(sequence.block_ids[begin // block_size] * block_size + begin % block_size)
         else:

@@ -33,11 +33,11 @@ class Chunks:
         self._pool = pool
         self._running = running
         self._num_ahead = 0
-        self._sizes: list[tuple[Sequence, int]] = []
+        self._sizes: list[tuple[Sequence, int, int]] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """The next tokens of a sequence, and of its draft if these are the last ones."""
-        num_left = len(sequence.tokens) - sequence.num_computed
+    def add(self, sequence: Sequence, start: int) -> None:
+        """A sequence's next tokens from `start` on, and its draft if these are the last ones."""
+        num_left = len(sequence.tokens) - start
         num_tokens = min(self.budget, num_left)
         if num_tokens == num_left and sequence.draft:
             limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
@@ -46,7 +46,7 @@ class Chunks:
             self._num_ahead += num_ahead
             num_tokens += num_ahead
         if num_tokens:
-            self._sizes.append((sequence, num_tokens))
+            self._sizes.append((sequence, start, num_tokens))
             self.budget -= num_tokens
 
     def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
@@ -55,22 +55,29 @@ class Chunks:
         for sequence in [sequence for sequence in decodes if sequence.draft]:
             self._num_context -= len(sequence.tokens)
             self.budget += 1  # a token of each was left out of it, whatever drafts take
-            self.add(sequence)
+            self.add(sequence, sequence.num_computed)
         return others
 
-    def step_plan(self, decodes: list[Sequence]) -> StepPlan:
-        """The step: `decodes`, of a token each, and what was added."""
+    def step_plan(self, decodes: list[Sequence], starts: list[int] | None = None) -> StepPlan:
+        """The step: `decodes`, of a token each, and what was added.
+
+        Args:
+            starts: of the decodes, for a step that is planned ahead.
+        """
         sequences: list[Sequence] = []
         sizes: list[int] = []
+        chunk_starts: list[int] = []
         num_attended, num_context = 0, self._num_context
-        for sequence, num_tokens in self._sizes:
-            num_before = sequence.num_computed
+        for sequence, num_before, num_tokens in self._sizes:
             if num_tokens == 1:
                 decodes.append(sequence)
+                if starts is not None:
+                    starts.append(num_before)
                 num_context += num_before + 1
             else:
                 sequences.append(sequence)
                 sizes.append(num_tokens)
+                chunk_starts.append(num_before)
                 num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
         num_decodes, num_chunk_tokens = len(decodes), sum(sizes)
         return StepPlan(
@@ -80,4 +87,5 @@ class Chunks:
             num_decodes + num_chunk_tokens,
             StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
             self._num_ahead,
+            () if starts is None else starts + chunk_starts,
         )

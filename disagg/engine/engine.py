@@ -94,13 +94,14 @@ class Engine:
     def _begin(self, plan: StepPlan) -> _Step:
         self._give_up_evicted()
         launcher = self.launcher
-        if launcher is not None and (plan.rows_before or launcher.can_follow(plan)):
+        if launcher is not None and (plan.starts or launcher.can_follow(plan)):
             return _Step(plan, launcher.launch(plan), may_be_followed=True)
         return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
 
     def _begin_following(self, plan: StepPlan) -> _Step | None:
         """The step after `plan`, launched before the results of `plan` are there, if it can be."""
-        following = self.scheduler.plan_following(plan)
+        assert self.launcher is not None
+        following = self.scheduler.plan_following(plan, self.launcher.needs_host)
         return None if following is None else self._begin(following)
 
     def is_ready(self, sequence: Sequence) -> bool:

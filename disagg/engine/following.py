@@ -1,10 +1,11 @@
 """The step after the one that runs, planned before anybody knows what that one samples.
 
 A device that computes by itself would stand idle while Python applies a step and plans the next. As
-long as the same sequences only go on decoding, the next plan needs none of the tokens that are
-still to come: it follows here from the plan that runs, is launched behind it, and takes its tokens
-from it on the device. Whatever could make it another plan (somebody may enter, leave by order or
-have to give way, a prompt is half computed, a draft is there) means: apply the step first.
+long as nobody may enter or has to give way, the next plan needs none of the tokens that are still
+to come: it follows from the plan that runs. Who samples there decodes here, with a token that only
+the device knows; who is in the middle of a prompt goes on with it. Whatever could make it another
+plan (somebody may be admitted, has a draft or needs the host, or blocks are short) means: apply the
+step first.
 
 What a sequence learns only then, that it has ended, costs the row that it has in the later step:
 its result is ignored, and blocks that the row writes to are given back when that step has ended.
@@ -17,10 +18,41 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from disagg.engine.block_pool import BlockPool
-from disagg.engine.ownership import grow
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import StepPlan
-from disagg.time_model import StepFeatures
+
+
+class After:
+    """Where the sequences of a plan will be once it has been applied, if none of them ends early.
+
+    decodes, starts: those with one token to compute, which the plan samples, and its position.
+    growing: those of them that need a block for it.
+    prefills: those in the middle of a prompt, with the position where they go on.
+    num_here: sequences of the plan that are still here; some will have ended.
+    num_context: tokens of the decodes.
+    """
+
+    __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
+
+    def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence]) -> None:
+        self.decodes: list[Sequence] = []
+        self.starts: list[int] = []
+        self.growing: list[Sequence] = []
+        self.prefills: list[tuple[Sequence, int]] = []
+        self.num_here = self.num_context = 0
+        for sequence, num_planned in zip(plan.sequences, plan.query_lens, strict=True):
+            if by_id.get(sequence.request_id) is not sequence:
+                continue  # it ended while the plan was under way
+            self.num_here += 1
+            start, num_known = sequence.num_computed + num_planned, len(sequence.tokens)
+            if start < num_known:
+                self.prefills.append((sequence, start))
+            elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
+                self.decodes.append(sequence)
+                self.starts.append(start)
+                self.num_context += start + 1
+                if start == sequence.num_slots:
+                    self.growing.append(sequence)
 
 
 class LateBlocks(NamedTuple):
@@ -44,41 +76,9 @@ class Following:
     def is_under_way(self) -> bool:
         return self._num_planned > 0
 
-    def plan(
-        self, plan: StepPlan, by_id: Mapping[str, Sequence], num_running: int
-    ) -> StepPlan | None:
-        """The step after `plan`, which has not been applied. None: it cannot be known yet.
-
-        Takes the blocks that it needs, if all of them are there.
-
-        Args:
-            by_id: the sequences that are still here.
-            num_running: how many of them run.
-        """
-        sequences: list[Sequence] = []
-        rows: list[int] = []
-        growing: list[Sequence] = []
-        num_here = num_context = 0
-        for row, sequence in enumerate(plan.sequences):
-            if by_id.get(sequence.request_id) is not sequence:
-                continue  # it ended while this step was under way
-            num_here += 1
-            num_tokens = len(sequence.tokens) + 1  # with the one that `plan` samples
-            if sequence.num_uncomputed != 1 or sequence.hand_over or sequence.draft:
-                return None
-            if num_tokens >= sequence.max_num_tokens:
-                continue  # that one is its last
-            if num_tokens > sequence.num_slots:
-                growing.append(sequence)
-            sequences.append(sequence)
-            rows.append(row)
-            num_context += num_tokens
-        num_decodes = len(sequences)
-        if not num_decodes or num_here < num_running or not grow(self._pool, growing):
-            return None
+    def begin(self) -> None:
+        """A step is planned ahead."""
         self._num_planned += 1
-        features = StepFeatures(0, 0, num_decodes, num_context)
-        return StepPlan(sequences, [1] * num_decodes, num_decodes, num_decodes, features, 0, rows)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
         """As `BlockPool.release`: now, or when no step under way writes to them any more."""

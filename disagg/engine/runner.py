@@ -63,27 +63,47 @@ class ModelRunner:
         self.grammars = grammars
         self.graphs: DecodeGraphs | None = None
         self.threads = StepThreads(torch.get_num_threads())
-        self._chosen: Tensor | None = None  # by the step launched last, one for each sequence
+        self._chosen: Tensor | None = None  # by the step launched last ...
+        self._rows: dict[str, int] = {}  # ... and for whom each, by request id
 
     def launch(self, plan: StepPlan) -> Results:
         """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
-        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device)
-        if plan.rows_before and self._chosen is not None:
-            batch = replace(batch, token_ids=self._chosen[batch.token_ids])
+        before = self._rows
+        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device, before)
+        if plan.starts and self._chosen is not None and self._chosen.shape[0]:
+            rows = (-1 - batch.token_ids).clamp_(min=0)
+            known = batch.token_ids
+            batch = replace(batch, token_ids=torch.where(known < 0, self._chosen[rows], known))
         logits = self._forward(batch)
-        self._chosen = choose(logits, plan.sequences, num_unread=1 if plan.rows_before else 0)
-        return _reader(self._chosen)
+        starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
+        ends = [*map(_ends, plan.sequences, starts, plan.query_lens)]
+        sampled = [*compress(plan.sequences, ends)]
+        unread = [
+            int(start == len(sequence.tokens))
+            for sequence, start in zip(plan.sequences, starts, strict=True)
+        ]
+        self._rows = {sequence.request_id: row for row, sequence in enumerate(sampled)}
+        if sampled:
+            self._chosen = choose(logits, sampled, [*compress(unread, ends)])
+        else:
+            self._chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
+        read = _reader(self._chosen)
+
+        def results() -> list[Sampled]:
+            tokens = iter(read())
+            return [next(tokens) if is_end else None for is_end in ends]
+
+        return read if all(ends) else results
 
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether the device alone finds a token for each sequence, and so can go on with it."""
         return (
-            bool(plan.sequences)
-            and not plan.num_ahead
-            and not any(
-                num_tokens != sequence.num_uncomputed or needs_host(sequence)
-                for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
-            )
+            bool(plan.sequences) and not plan.num_ahead and not any(map(needs_host, plan.sequences))
         )
+
+    def needs_host(self, sequence: Sequence) -> bool:
+        """Whether a token of this sequence is not found by the device alone."""
+        return needs_host(sequence)
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
@@ -172,6 +192,11 @@ def _synchronize(device: torch.device) -> None:
     ways that the device's queue of work knows nothing of, and freed ones may be written."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _ends(sequence: Sequence, start: int, num_tokens: int) -> bool:
+    """Whether a step from `start` on computes the last of a sequence's tokens."""
+    return start + num_tokens >= len(sequence.tokens)
 
 
 def _reader(token_ids: Tensor) -> Results:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from operator import add
 
 import torch
 import torch.nn.functional as functional
@@ -58,7 +59,7 @@ def sample(
     for i, sequence in enumerate(sequences):
         if _is_adjusted(sequence):
             _adjust_(logits[i], sequence)
-    token_ids = _choose(logits, sequences, 0)
+    token_ids = _choose(logits, sequences, [0] * len(sequences))
     chosen = token_ids.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
     if log_probs is not None:
@@ -80,26 +81,31 @@ def needs_host(sequence: Continued) -> bool:
 
 
 @torch.inference_mode()
-def choose(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
+def choose(
+    logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]
+) -> Tensor:
     """As `sample` for sequences that `needs_host` is false of, without waiting for a device.
 
     Args:
-        num_unread: tokens of each that only the device knows so far.
+        nums_unread: tokens of each that only the device knows so far.
 
     Returns:
         int64 [num_sequences], where the logits are.
     """
-    return _choose(logits, sequences, num_unread)
+    return _choose(logits, sequences, nums_unread)
 
 
-def _choose(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
+def _choose(
+    logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]
+) -> Tensor:
     drawn = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence)]
     if len(drawn) == len(sequences):
-        return _draw(logits, sequences, num_unread)
+        return _draw(logits, sequences, nums_unread)
     token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
     if drawn:
         rows = _upload(drawn, torch.int64, logits.device)
-        token_ids[rows] = _draw(logits[rows], [sequences[i] for i in drawn], num_unread)
+        nums_unread = [nums_unread[i] for i in drawn]
+        token_ids[rows] = _draw(logits[rows], [sequences[i] for i in drawn], nums_unread)
     return token_ids
 
 
@@ -155,7 +161,7 @@ def _adjust_(row: Tensor, sequence: Continued) -> None:
         row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf
 
 
-def _draw(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> Tensor:
+def _draw(logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]) -> Tensor:
     """One token id for each row, int64 [num_rows]; consumes the logits.
 
     Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
@@ -169,7 +175,8 @@ def _draw(logits: Tensor, sequences: SequenceOf[Continued], num_unread: int) -> 
     num_rows, vocab_size = scaled.shape
     padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-math.inf)
     groups = padded.view(num_rows, -1, GROUP_SIZE)
-    positions = [sequence.num_tokens + num_unread for sequence in sequences]
+    nums_tokens = [sequence.num_tokens for sequence in sequences]
+    positions = map(add, nums_tokens, nums_unread)
     seeds = [_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
     keys = _upload(seeds, torch.int64, device).unsqueeze(1)
     counters = torch.arange(groups.shape[1], device=device) + FIRST_GROUP_COUNTER

@@ -14,11 +14,12 @@ come back no other way). Memory is taken back from the last in that order, by re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.chunks import Chunks
-from disagg.engine.following import Following
+from disagg.engine.following import After, Following
 from disagg.engine.limits import check_step_size, token_limit
 from disagg.engine.ownership import adopt, disown, extend, find_prefix, give_back, grow, publish
 from disagg.engine.prompt_lookup import PromptLookup
@@ -76,6 +77,8 @@ class Scheduler:
         self.num_accepted = 0  # of these
         self._short: Sequence | None = None  # oldest waiting one that found too few blocks
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
+        self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
+        self._num_spare_then = 0  # ... when so many were to be had
         self._has_drafts = False  # True: some sequence may have one
         self._following = Following(pool)
 
@@ -212,23 +215,57 @@ class Scheduler:
         if num_preempted == self.num_preempted:
             prefills += self._admit(chunks.budget, prefills)
         for sequence in prefills:
-            chunks.add(sequence)
+            chunks.add(sequence, sequence.num_computed)
         if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
         return chunks.step_plan(decodes)
 
-    def plan_following(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, which has yet to be applied; None if that has to come first."""
-        may_enter = len(self.running) < self.max_num_seqs and (self.waiting or self.arrived)
-        if may_enter or self.prompt_lookup is not None:  # which looks at the tokens to come
+    def plan_following(
+        self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
+    ) -> StepPlan | None:
+        """The step after `plan`, which has yet to be applied; None if that has to come first.
+
+        Args:
+            needs_host: asked of sequences that run and are not part of `plan`.
+        """
+        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
+            self._has_drafts = True
+        if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
-        return self._following.plan(plan, self.queues.by_id, len(self.running))
+        after = After(plan, self.queues.by_id)
+        prefills = after.prefills
+        if after.num_here < len(self.running):
+            planned = set(map(id, plan.sequences))
+            others = [sequence for sequence in self.running if id(sequence) not in planned]
+            if any(map(needs_host, others)):
+                return None
+            prefills += [(sequence, sequence.num_computed) for sequence in others]
+        budget = self.max_num_batched_tokens - len(after.decodes)
+        chunks = Chunks(self.pool, budget, self.running, after.num_context)
+        for sequence, start in prefills:
+            chunks.add(sequence, start)
+        if not (after.decodes or prefills) or (chunks.budget and self._may_admit()):
+            return None
+        if not grow(self.pool, after.growing):
+            return None
+        self._following.begin()
+        return chunks.step_plan(after.decodes, after.starts)
+
+    def _may_admit(self) -> bool:
+        """Whether the next plan may find room for somebody who waits."""
+        if len(self.running) >= self.max_num_seqs or not (self.waiting or self.arrived):
+            return False
+        if self._left_out and self._num_spare_blocks > self._num_spare_then:
+            return True
+        queue = self._next_queue()
+        return bool(queue) and queue[0] not in self._left_out
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
         admitted: list[Sequence] = []
         self._short = None
+        self._left_out.clear()
         while budget > 0 and len(self.running) < self.max_num_seqs:
             queue = self._next_queue()
             if not queue:
@@ -236,6 +273,8 @@ class Scheduler:
             sequence = queue[0]
             num_queued_tokens = sequence.num_uncomputed
             if not self._give_blocks(sequence):
+                self._left_out.append(sequence)
+                self._num_spare_then = self._num_spare_blocks
                 if queue is self.arrived:
                     break
                 self._short = sequence
@@ -255,9 +294,14 @@ class Scheduler:
             return self.arrived
         return self.waiting
 
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that are left if every running sequence begins one more."""
+        return self.pool.num_free - len(self.running)
+
     def _leaves_room(self, num_blocks: int) -> bool:
         """Whether every running sequence could still begin one more block afterwards."""
-        return self.pool.num_free - num_blocks >= len(self.running)
+        return num_blocks <= self._num_spare_blocks
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Blocks for all tokens that a sequence has, found by name or new; False if too few.
@@ -316,7 +360,7 @@ class Scheduler:
 
         Those that ended since it was planned are left out.
         """
-        was_ahead = bool(plan.rows_before)
+        was_ahead = bool(plan.starts)
         if was_ahead:
             self._following.end()
         events: list[TokenEvent] = []
@@ -332,6 +376,8 @@ class Scheduler:
                 publish(self.pool, sequence)
             token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
+            if sequence.draft:  # of a step that was launched before the draft was there
+                sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
             is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
             if is_at_end or sequence.hand_over or token.logprobs is not None:
                 logprobs = None if token.logprobs is None else (token.logprobs,)

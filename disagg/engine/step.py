@@ -32,9 +32,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     query_lens: the first `num_decodes` are 1.
     features: what the step will cost, in the terms of the time model.
     num_ahead: tokens of drafts among the new ones.
-    rows_before: not empty if the step before this one has yet to be applied. Then sequence i goes
-        on with the token that row `rows_before[i]` of that step samples, and is itself as it was
-        before: `num_computed` and `tokens` are one short.
+    starts: not empty if the step before this one has yet to be applied. Then sequence i goes on
+        at position `starts[i]`, where it will be by then. If that is behind the tokens that it has
+        now, its token there is the one that the step before samples.
     """
 
     sequences: SequenceOf[Sequence]
@@ -43,7 +43,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_new_tokens: int  # the sum of `query_lens`
     features: StepFeatures
     num_ahead: int = 0
-    rows_before: SequenceOf[int] = ()
+    starts: SequenceOf[int] = ()
 
     @property
     def work(self) -> list[Work]:
@@ -103,5 +103,9 @@ class Launcher(Protocol):
         ...
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether, once `plan` is launched, steps with `rows_before` can be launched behind it."""
+        """Whether, once `plan` is launched, steps of its sequences can be launched behind it."""
+        ...
+
+    def needs_host(self, sequence: Sequence) -> bool:
+        """Whether a token of this sequence is not found by the device alone."""
         ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
@@ -154,34 +155,53 @@ class FakeDevice(FakeRunner):
         super().__init__(kv)
         self.log: list[str] = []  # numbers of steps, launched and read
         self._num_launched = 0
-        self._chosen: list[SampledToken] = []  # by the step launched last, once it has run
+        self._chosen: dict[str, SampledToken] = {}  # by the step launched last, once it has run
 
     def can_follow(self, plan: StepPlan) -> bool:
-        return bool(plan.sequences) and all(
-            work.num_tokens == work.sequence.num_uncomputed for work in plan.work
-        )
+        return bool(plan.sequences) and not any(map(self.needs_host, plan.sequences))
+
+    def needs_host(self, sequence: Sequence) -> bool:
+        return bool(sequence.draft)
 
     def launch(self, plan: StepPlan) -> Results:
-        before, chosen = self._chosen, [SampledToken(-1)] * len(plan.sequences)
+        before, chosen = self._chosen, dict[str, SampledToken]()
         self._chosen = chosen
         self._num_launched = number = self._num_launched + 1
         self.log.append(f"launch {number}")
         rows = [self._row(plan, i) for i in range(len(plan.sequences))]
 
-        def read() -> list[SampledToken]:
+        def read() -> list[Sampled]:
             self.log.append(f"read {number}")
-            for i, (block_ids, first, tokens, seed) in reversed([*enumerate(rows)]):
-                if plan.rows_before:
-                    tokens = [before[plan.rows_before[i]].token_id]
-                self.kv.fill(block_ids, first, tokens)
-                kv = self.kv.read(block_ids, first + len(tokens))
-                chosen[i] = SampledToken(next_token(kv, seed))
-            return chosen
+            for row in reversed(rows):
+                tokens = row.tokens or [before[row.request_id].token_id]
+                end = row.first + len(tokens)
+                self.kv.fill(row.block_ids, row.first, tokens)
+                if row.is_end:
+                    kv = self.kv.read(row.block_ids, end)
+                    chosen[row.request_id] = SampledToken(next_token(kv, row.seed))
+            return [chosen.get(row.request_id) for row in rows]
 
         return read
 
-    def _row(self, plan: StepPlan, i: int) -> tuple[list[int], int, list[int], int]:
-        """Blocks, first position, tokens and seed, as they are now."""
+    def _row(self, plan: StepPlan, i: int) -> _Row:
+        """What a device is told of a sequence, as it is now. Its next token may not be known."""
         sequence = plan.sequences[i]
-        first = sequence.num_computed + bool(plan.rows_before)
-        return [*sequence.block_ids], first, sequence.tokens[first:], self.seed_of(sequence)
+        first = plan.starts[i] if plan.starts else sequence.num_computed
+        end = first + plan.query_lens[i]
+        return _Row(
+            sequence.request_id,
+            [*sequence.block_ids],
+            first,
+            sequence.tokens[first:end],
+            end >= len(sequence.tokens),
+            self.seed_of(sequence),
+        )
+
+
+class _Row(NamedTuple):
+    request_id: str
+    block_ids: list[int]
+    first: int
+    tokens: list[int]
+    is_end: bool
+    seed: int

@@ -27,10 +27,11 @@ ROOT = hash_root("late", BLOCK_SIZE)
 
 
 class LateRunner(ModelRunner):
-    num_followed = 0
+    num_followed = num_chunks_followed = 0
 
     def launch(self, plan: StepPlan) -> Results:
-        self.num_followed += bool(plan.rows_before)
+        self.num_followed += bool(plan.starts)
+        self.num_chunks_followed += bool(plan.starts) and plan.num_new_tokens > plan.num_decodes
         as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
         launch = super().launch
         return lambda: launch(as_now)()
@@ -64,11 +65,13 @@ def build(directory: Path, num_blocks: int, max_num_seqs: int) -> Engine:
     return engine
 
 
-def sequences(seed: int, samplings: list[dict[str, object]]) -> list[Sequence]:
+def sequences(
+    seed: int, samplings: list[dict[str, object]], max_prompt: int = 14
+) -> list[Sequence]:
     rng = random.Random(seed)
     made = []
     for number, sampling in enumerate(samplings):
-        tokens = tuple(rng.randrange(200) for _ in range(rng.randint(3, 14)))
+        tokens = tuple(rng.randrange(200) for _ in range(rng.randint(3, max_prompt)))
         request = GenerateRequest(
             request_id=f"{number}",
             model="late",
@@ -129,3 +132,15 @@ def test_the_same_tokens_in_any_order(mixture: str, num_blocks: int, directory: 
     expected = play(in_order, sequences(3, MIXTURES[mixture]))
     assert play(ahead, sequences(3, MIXTURES[mixture])) == expected
     assert ahead.runner.num_followed
+
+
+def test_chunks_of_prompts_are_launched_ahead(directory: Path) -> None:
+    """Steps with some in the middle of a prompt, some at its end, and some that decode."""
+    in_order, ahead = (build(directory, 60, max_num_seqs=4) for _ in range(2))
+    assert isinstance(ahead.runner, LateRunner)
+    ahead.launcher = ahead.runner
+    for engine in (in_order, ahead):
+        engine.scheduler.max_num_batched_tokens = 9
+    expected = play(in_order, sequences(4, MIXTURES["both"], max_prompt=40))
+    assert play(ahead, sequences(4, MIXTURES["both"], max_prompt=40)) == expected
+    assert ahead.runner.num_chunks_followed > 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine import ownership, scheduler
 from disagg.engine.block_pool import BlockPool
+from disagg.engine.following import After
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence as EngineSequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent
@@ -27,6 +28,7 @@ _give_back = ownership.give_back
 _find_prefix = ownership.find_prefix
 _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
+_after = After.__init__
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -162,14 +164,26 @@ def _give_blocks_back_while_a_step_writes_to_them(patch: pytest.MonkeyPatch) -> 
     patch.setattr(Scheduler, "_give_back", give_back)
 
 
-def _take_another_row_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    def plan_following(self: Scheduler, plan: StepPlan) -> StepPlan | None:
-        following = _plan_following(self, plan)
+def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:
+    def plan_following(
+        self: Scheduler, plan: StepPlan, needs_host: Callable[[EngineSequence], bool]
+    ) -> StepPlan | None:
+        following = _plan_following(self, plan, needs_host)
         if following is None:
             return None
-        return replace(following, rows_before=range(len(following.sequences)))
+        return replace(following, starts=[start - 1 for start in following.starts])
 
     patch.setattr(Scheduler, "plan_following", plan_following)
+
+
+def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is in the middle of a prompt computes the same chunk again."""
+
+    def init(self: After, plan: StepPlan, by_id: Mapping[str, EngineSequence]) -> None:
+        _after(self, plan, by_id)
+        self.prefills = [(sequence, sequence.num_computed) for sequence, _ in self.prefills]
+
+    patch.setattr(After, "__init__", init)
 
 
 def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:
@@ -193,7 +207,8 @@ PLANTS: list[Plant] = [
 ]
 AHEAD: list[Plant] = [  # where steps are planned ahead, and nowhere else
     _give_blocks_back_while_a_step_writes_to_them,
-    _take_another_row_of_the_step_before,
+    _begin_where_the_step_before_began,
+    _plan_as_if_nothing_were_under_way,
     _apply_what_was_wasted,
 ]
 
