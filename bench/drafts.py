@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from bench.gpu_models import new_sequence
 from bench.report import finish, print_table, take_turns
 from disagg.config import ASSETS, EngineConfig, SpeculativeConfig
-from disagg.engine.engine import Engine
 from disagg.engine.runner import build_engine
 from scripts.demo_tasks import Turn, arithmetic_turn, copy_turn, render, sort_turn
 
@@ -47,7 +46,8 @@ class Asked:
             kv_cache_memory_bytes=64 << 20,
             speculative_config=drafts,
         )
-        self.engine: Engine = build_engine(config, MODEL)[0]
+        self.engine, _, model = build_engine(config, MODEL)
+        self.stop_ids = frozenset(model.eos_token_ids)
         self.answers: dict[str, list[list[int]]] = {}
 
     def seconds_a_token(self, task: str, prompts: list[list[int]], num_at_once: int) -> float:
@@ -60,7 +60,7 @@ class Asked:
                 for place, tokens in enumerate(prompts[first : first + num_at_once])
             ]
             for sequence in some:
-                sequence.stop_ids = engine.scheduler.eos_token_ids
+                sequence.stop_ids = self.stop_ids
                 engine.submit(sequence)
             while engine.has_work:
                 engine.step()

@@ -81,7 +81,7 @@ class Ours:
             num_prompt_tokens=len(prompt),
             hash_root=HASH_ROOT,
             block_hashes=tuple(hash_blocks(HASH_ROOT, prompt, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=num_new, temperature=0.0),
             deadline_unix_s=float("inf"),
         )
         return Sequence(request)

@@ -126,7 +126,7 @@ class Contender:
             num_prompt_tokens=len(prompt),
             hash_root=HASH_ROOT,
             block_hashes=tuple(hash_blocks(HASH_ROOT, prompt, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
             deadline_unix_s=FOREVER_S,
         )
         began_s = time.perf_counter()

@@ -108,7 +108,7 @@ class Rig:
             num_prompt_tokens=num_tokens,
             hash_root=root,
             block_hashes=tuple(hash_blocks(root, tokens, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=num_output, temperature=0.0),
             deadline_unix_s=math.inf,
         )
 

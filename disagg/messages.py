@@ -22,7 +22,7 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 
 T = TypeVar("T")
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
@@ -58,7 +58,6 @@ class SamplingParams(
     logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones'
     logprobs_until: int | None = None  # of the answer's first so many tokens only; None: of all
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
-    ignore_eos: bool = False
     grammar: Grammar | None = None
 
 

@@ -6,15 +6,15 @@ Read from the model's directory without torch; weights are only looked at to nam
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from disagg.api.chat_template import ChatTemplate, load_chat_template
 from disagg.api.tokenizer import Tokenizer
 from disagg.errors import ModelError
+from disagg.models.checkpoint import checkpoint_files, read_header
+from disagg.models.hf_config import HFConfig
 
 _SAMPLE_NBYTES = 1024
 
@@ -68,23 +68,19 @@ class ServedModel:
     ) -> ServedModel:
         """Raises `ModelError` naming the file that is absent or wrong."""
         directory = Path(path)
-        config = _read_json(directory / "config.json")
-        generation = _read_json(directory / "generation_config.json", optional=True)
+        config = HFConfig.from_directory(directory)
         tokenizer = Tokenizer.from_directory(directory)
-        limit = config.get("max_position_embeddings")
-        if not isinstance(limit, int):
-            raise ModelError(f"{directory}/config.json has no max_position_embeddings.")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        limit = config.max_model_len
         return cls(
             name=name,
             tokenizer=tokenizer,
             template=load_chat_template(directory, chat_template),
             fingerprint=model_fingerprint(directory),
-            vocab_size=min(tokenizer.num_ids, int(config.get("vocab_size", tokenizer.num_ids))),
+            vocab_size=min(tokenizer.num_ids, config.size("vocab_size")),
             max_model_len=min(limit, max_model_len or limit),
             block_size=block_size,
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            defaults=_defaults(generation),
+            eos_token_ids=config.eos_token_ids,
+            defaults=_defaults(config),
             created_unix_s=created_unix_s,
             num_parameters=_num_parameters(directory),
         )
@@ -101,65 +97,49 @@ def model_fingerprint(directory: Path) -> str:
     for name in ("config.json", "tokenizer.json"):
         raw = (directory / name).read_bytes()
         digest.update(len(raw).to_bytes(8, "little") + raw)
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in _weight_files(directory):
+        header = read_header(file)
+        digest.update(file.name.encode() + header.raw)
         with file.open("rb") as weights:
-            header = _header(weights)
-            digest.update(file.name.encode() + header)
-            start = 8 + len(header)
-            for begin, end, _ in _tensors(header, file):
-                weights.seek(start + max(begin, (begin + end - _SAMPLE_NBYTES) // 2))
-                digest.update(weights.read(min(_SAMPLE_NBYTES, end - begin)))
+            for tensor in header.tensors.values():
+                weights.seek(max(tensor.begin, (tensor.begin + tensor.end - _SAMPLE_NBYTES) // 2))
+                digest.update(weights.read(min(_SAMPLE_NBYTES, tensor.end - tensor.begin)))
     return digest.hexdigest()
 
 
+def _weight_files(directory: Path) -> list[Path]:
+    """None are needed where no worker runs."""
+    return checkpoint_files(directory) if any(directory.glob("*.safetensors*")) else []
+
+
 def _num_parameters(directory: Path) -> int:
-    total = 0
-    for file in directory.glob("*.safetensors"):
-        with file.open("rb") as weights:
-            total += sum(num for _, _, num in _tensors(_header(weights), file))
-    return total
+    headers = map(read_header, _weight_files(directory))
+    return sum(tensor.num_values for header in headers for tensor in header.tensors.values())
 
 
-def _header(weights: BinaryIO) -> bytes:
-    return weights.read(int.from_bytes(weights.read(8), "little"))
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0 or more", lambda value: value >= 0),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("a whole number; 0 or -1 for all", lambda value: value >= -1 and value % 1 == 0),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0", lambda value: value > 0),
+}
 
 
-def _tensors(header: bytes, file: Path) -> list[tuple[int, int, int]]:
-    """Where each tensor of a safetensors file begins and ends, relative to the end of its header,
-    and how many elements it has."""
-    try:
-        entries = json.loads(header)
-        return [
-            (int(begin), int(end), math.prod(map(int, entry["shape"])))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-            for begin, end in [entry["data_offsets"]]
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{file} is not a safetensors file: {error}.") from error
-
-
-def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    if not file.is_file():
-        if optional:
-            return {}
-        raise ModelError(f"{file} does not exist; is {file.parent} a model directory?")
-    try:
-        raw = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} must hold a JSON object.")
-    return raw
-
-
-def _defaults(generation: dict[str, Any]) -> GenerationDefaults:
-    plain = GenerationDefaults()
-    greedy = generation.get("do_sample") is False  # said, not just left out
-    return GenerationDefaults(
-        temperature=0.0 if greedy else float(generation.get("temperature") or plain.temperature),
-        top_p=float(generation.get("top_p") or plain.top_p),
-        top_k=int(generation.get("top_k") or plain.top_k),
-        min_p=float(generation.get("min_p") or plain.min_p),
-        repetition_penalty=float(generation.get("repetition_penalty") or plain.repetition_penalty),
-    )
+def _defaults(config: HFConfig) -> GenerationDefaults:
+    """What generation_config.json recommends; 0 is a recommendation, null is none."""
+    said: dict[str, float] = {}
+    for key, (range_text, fits) in _RANGES.items():
+        value = config.recommended(key)
+        if value is None:
+            continue
+        if not fits(value):
+            raise ModelError(
+                f"{config.directory / 'generation_config.json'} is wrong: {key} must be"
+                f" {range_text}, not {value:g}"
+            )
+        said[key] = value
+    if config.generation.get("do_sample") is False:  # said, not just left out
+        said["temperature"] = 0.0
+    top_k = max(0, int(said.pop("top_k", 0)))
+    return GenerationDefaults(top_k=top_k, **said)

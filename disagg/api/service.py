@@ -327,7 +327,6 @@ class Service:
             seed=request.seed if request.seed is not None else self._random_bits(63),
             logprobs=request.num_logprobs,
             stop_token_ids=tuple(dict.fromkeys((*ends, *stop_ids))),
-            ignore_eos=bool(request.ignore_eos),
             grammar=grammar,
         )
 

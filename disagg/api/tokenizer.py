@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from disagg.errors import ModelError
+from disagg.models.checkpoint import refuse_lfs_pointer
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
 
@@ -52,6 +53,7 @@ class Tokenizer:
                 f"{path} has no tokenizer.json. Save the tokenizer in the fast format, for example"
                 " with transformers' AutoTokenizer(...).save_pretrained()."
             )
+        refuse_lfs_pointer(file)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(file)))
         except Exception as error:  # the library raises nothing narrower

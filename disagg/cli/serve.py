@@ -137,8 +137,7 @@ def _check_models(config: ServeConfig) -> None:
 
     for tier in config.tiers:
         check_tier(tier)
-    if config.cascade is not None:
-        served_models(config)
+    served_models(config)
 
 
 def _with_store(

@@ -36,7 +36,7 @@ from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import Progress
+from disagg.models.weights import Progress, check_weights
 from disagg.time_model import StepFeatures
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
@@ -294,7 +294,6 @@ def build_engine(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        eos_token_ids=frozenset(model.eos_token_ids),
         prompt_lookup=_prompt_lookup(config),
     )
     # A CPU has nothing to do at once with planning: the same threads compute.
@@ -310,7 +309,7 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
 
 
 def check_engine(config: EngineConfig, directory: Path) -> None:
-    """What `build_engine` would refuse, as far as it can be known without reading the weights.
+    """What `build_engine` would refuse, as far as the headers of the weights show it.
 
     A GPU's memory is not looked at: this may run on a machine without one.
 
@@ -322,6 +321,7 @@ def check_engine(config: EngineConfig, directory: Path) -> None:
     device = _choose_device(config)
     format = choose_format(config, _choose_dtype(config, model, device), device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
+    check_weights(directory, model)
     if device.type == "cpu":
         choose_num_blocks(config, KVShape.of(model, block_size, format), max_model_len, device, 0)
 

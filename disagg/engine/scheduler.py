@@ -45,7 +45,6 @@ class Scheduler:
         max_model_len: tokens of one sequence, prompt and output.
         vocab_size: token ids from here on are refused, since a device would trip over them.
         enable_prefix_caching: find and publish full blocks by name.
-        eos_token_ids: the model's own end-of-sequence tokens, for requests with `ignore_eos`.
         prompt_lookup: proposes drafts to those that decode.
     """
 
@@ -58,7 +57,6 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int = 1 << 31,
         enable_prefix_caching: bool = True,
-        eos_token_ids: frozenset[int] = frozenset(),
         prompt_lookup: PromptLookup | None = None,
     ) -> None:
         check_step_size(max_num_seqs, max_num_batched_tokens)
@@ -68,7 +66,6 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.eos_token_ids = eos_token_ids
         self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
         self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
@@ -429,8 +426,6 @@ class Scheduler:
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
         )
-        if sequence.sampling.ignore_eos:
-            sequence.stop_ids -= self.eos_token_ids
         if sequence.draft:
             sequence.draft = usable(sequence, self.vocab_size)
             self._has_drafts = True

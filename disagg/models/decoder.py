@@ -19,6 +19,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Weight
 from disagg.models.batch import Batch
 from disagg.models.model_config import ModelConfig
+from disagg.models.rope_tables import rope_tables
 from disagg.models.weights import (
     DecoderWeights,
     LayerWeights,
@@ -64,7 +65,7 @@ class Decoder:
             self._pack(layer, window)
             for layer, window in zip(weights.layers, config.sliding_windows, strict=True)
         ]
-        cos, sin = config.rope.tables(config.head_dim, config.max_model_len)
+        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
 
     def _pack(self, layer: LayerWeights, window: int | None) -> _Layer:

@@ -1,8 +1,4 @@
-"""Rotary position embedding: the tables of cosines and sines a checkpoint asks for.
-
-Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1's frequency scaling as
-defined by its reference `apply_scaling`.
-"""
+"""Rotary position embedding: what a checkpoint asks for. Knows no torch; see `rope_tables`."""
 
 from __future__ import annotations
 
@@ -10,9 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from disagg.errors import ModelError
 
@@ -25,7 +18,7 @@ class RopeConfig:
 
     kind: str = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3, yarn
+    factor: float = 1.0  # linear, dynamic, llama3, yarn
     original_max_position: int = 0  # llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -36,92 +29,93 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+        """Read `rope_scaling` and `rope_theta` (before transformers 5) or `rope_parameters`.
+
+        Where a file says a thing twice, the same one counts as in transformers: `rope_scaling`
+        before `rope_parameters`, `rope_type` before `type`, and the outer
+        `original_max_position_embeddings` before the one that lies beside the factor.
 
         Raises:
-            ModelError: the kind is not one of `KINDS`, or it turns only part of a head.
+            ModelError: the kind is not one of `KINDS`, it turns only part of a head, or a number
+                is missing, null or out of range.
         """
-        scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+        scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"rope_scaling must be a JSON object, not {scaling!r}")
+        nested = [key for key, value in scaling.items() if isinstance(value, Mapping)]
+        if nested:
+            raise ModelError(
+                f"rope settings by kind of layer ({', '.join(nested)}) are not supported"
+            )
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in KINDS:
             raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
         partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise ModelError(f"partial_rotary_factor {partial} is not supported, only 1.0")
-        factor = float(scaling.get("factor") or 1.0)
-        original = scaling.get("original_max_position_embeddings")
-        original = original or raw.get("original_max_position_embeddings") or max_position
-        theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-        if not (theta > 1 and 0 < factor < 1e6 and 0 < int(original) < 2**31):
-            raise ModelError(
-                f"rope settings are out of range: theta {theta}, factor {factor}, "
-                f"original_max_position_embeddings {original}"
+        theta = _number({"rope_theta": 10_000.0, **raw, **scaling}, "rope_theta", above=1.0)
+        if kind == "default":
+            return cls(theta=theta)
+        if kind in ("linear", "dynamic"):
+            # Dynamic scaling changes nothing up to `max_position`, where we stop.
+            return cls(kind=kind, theta=theta, factor=_number(scaling, "factor"))
+        positions = {"original_max_position_embeddings": max_position, **scaling}
+        if "original_max_position_embeddings" in raw:
+            positions = raw  # type: ignore[assignment]
+        original = int(_number(positions, "original_max_position_embeddings", above=1.0))
+        if kind == "llama3":
+            low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            if low >= high:
+                raise ModelError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+            return cls(
+                kind=kind,
+                theta=theta,
+                factor=_number(scaling, "factor"),
+                original_max_position=original,
+                low_freq_factor=low,
+                high_freq_factor=high,
             )
+        if "factor" in scaling and scaling["factor"] is None:
+            factor = max_position / original  # as DeepSeek's files mean it
+        else:
+            factor = _number(scaling, "factor")
         return cls(
             kind=kind,
             theta=theta,
             factor=factor,
-            original_max_position=int(original),
-            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
-            attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+            original_max_position=original,
+            beta_fast=_optional(scaling, "beta_fast") or 32.0,
+            beta_slow=_optional(scaling, "beta_slow") or 1.0,
+            attention_factor=_attention_factor(scaling, factor),
             truncate=bool(scaling.get("truncate", True)),
         )
 
     def max_model_len(self, max_position: int) -> int:
-        """Longest context in tokens. YaRN stretches the original length by its factor.
-
-        The dynamic kind changes nothing below `max_position`, which is where we stop.
-        """
+        """Longest context in tokens. YaRN stretches the original length by its factor."""
         if self.kind != "yarn":
             return max_position
         return max(max_position, int(self.original_max_position * self.factor))
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Return float32 [head_dim / 2]: radians per position."""
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        inverse = 1.0 / (self.theta**exponents)
-        if self.kind == "linear":
-            return inverse / self.factor
-        if self.kind == "llama3":
-            return self._llama3(inverse)
-        if self.kind == "yarn":
-            return self._yarn(inverse, head_dim)
-        return inverse
 
-    def tables(self, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, float32 [num_positions, head_dim / 2] each."""
-        positions = torch.arange(num_positions, dtype=torch.float32)
-        angles = torch.outer(positions, self.inverse_frequencies(head_dim))
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-
-    def _llama3(self, inverse: Tensor) -> Tensor:
-        """Long waves are slowed by `factor`, short ones kept, a ramp lies between."""
-        wavelength = 2 * math.pi / inverse
-        low, high = self.low_freq_factor, self.high_freq_factor
-        ramp = (self.original_max_position / wavelength - low) / (high - low)
-        blended = (1 - ramp) * inverse / self.factor + ramp * inverse
-        scaled = torch.where(
-            wavelength > self.original_max_position / low, inverse / self.factor, blended
+def _number(source: Mapping[str, Any], key: str, above: float = 0.0) -> float:
+    if key not in source:
+        raise ModelError(f"the rope settings have no {key}, which their rope type needs")
+    value = source[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < 2**31:
+        raise ModelError(
+            f"{key} of the rope settings must be a number above {above:g}, not {value!r}"
         )
-        return torch.where(wavelength < self.original_max_position / high, inverse, scaled)
+    return float(value)
 
-    def _yarn(self, inverse: Tensor, head_dim: int) -> Tensor:
-        """Interpolate dimensions that turn less than `beta_slow` times over the original length."""
 
-        def dimension(num_turns: float) -> float:
-            turns = self.original_max_position / (num_turns * 2 * math.pi)
-            return head_dim * math.log(turns) / (2 * math.log(self.theta))
-
-        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        steps = torch.arange(head_dim // 2, dtype=torch.float32)
-        ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-        return inverse / self.factor * ramp + inverse * (1 - ramp)
+def _optional(source: Mapping[str, Any], key: str) -> float | None:
+    """A number that may be null or left out; YaRN's own default then counts."""
+    value = source.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ModelError(f"{key} of the rope settings must be a number or null, not {value!r}")
+    return float(value)
 
 
 def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
@@ -130,9 +124,10 @@ def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        both = float(scaling["mscale"]), float(scaling["mscale_all_dim"])
-        return temperature(both[0]) / temperature(both[1])
+    stated = _optional(scaling, "attention_factor")
+    if stated is not None:
+        return stated
+    mscale, mscale_all_dim = _optional(scaling, "mscale"), _optional(scaling, "mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
     return temperature(1.0)

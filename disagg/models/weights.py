@@ -23,6 +23,7 @@ from disagg.models.model_config import ModelConfig
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
 Shape: TypeAlias = tuple[int, ...]
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_NAMES_IN_AN_ERROR = 8
 
 
@@ -108,6 +109,23 @@ def outer_parts(config: ModelConfig) -> dict[str, list[Part]]:
     return parts
 
 
+def check_weights(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Read all headers, and compare what they hold with what the decoder needs.
+
+    Costs milliseconds: no weight is read.
+
+    Raises:
+        ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
+            not floating point; the message names them.
+    """
+    stored = stored_tensors(directory)
+    fields = [outer_parts(config)]
+    fields += (layer_parts(config, layer) for layer in range(config.num_layers))
+    wanted = {part.name: part for each in fields for part in _flatten(each)}
+    _check_names(directory, wanted, stored, config)
+    return stored
+
+
 def load_weights(
     directory: Path,
     config: ModelConfig,
@@ -121,11 +139,10 @@ def load_weights(
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
             the message names them. Of a layer's values this is found when the layer is read.
     """
-    stored = stored_tensors(directory)
+    stored = check_weights(directory, config)
     outer = outer_parts(config)
     layers = [layer_parts(config, layer) for layer in range(config.num_layers)]
     wanted = {part.name: part for fields in (outer, *layers) for part in _flatten(fields)}
-    _check_names(directory, wanted, stored, config)
     num_total = sum(_num_values(part.shape) for part in wanted.values()) * dtype.itemsize
     reader = _Reader(stored, dtype, device, num_total, progress)
     tables = {field: reader.read(parts) for field, parts in outer.items()}
@@ -193,12 +210,18 @@ def _check_names(
         for name, part in wanted.items()
         if name in stored and stored[name].shape != part.shape
     ]
+    not_float = [
+        f"{name} is {stored[name].dtype}"
+        for name in wanted
+        if name in stored and stored[name].dtype not in FLOATS
+    ]
     problems = [
         f"{title}: {_some(names)}"
         for title, names in (
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),
             ("wrong shapes", reshaped),
+            ("types that are not loaded, only float weights are", not_float),
         )
         if names
     ]
@@ -264,6 +287,4 @@ class _Reader:
             tensor: Tensor = self._opened[file].get_tensor(name)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{name} cannot be read from {file}: {error}") from error
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ModelError(f"{name} in {file} is {tensor.dtype}; only float weights are loaded")
         return tensor

@@ -290,7 +290,7 @@ def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequ
         num_prompt_tokens=each.num_prompt_tokens,
         hash_root=_hash(number, 0xFFFFFFFF),
         block_hashes=tuple(hashes[:num_full]),
-        sampling=SamplingParams(max_tokens=each.num_output_tokens, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=each.num_output_tokens),
         deadline_unix_s=NEVER_S,
         tenant=each.tenant,
     )

@@ -76,7 +76,7 @@ def _sequence(num_tokens: int, max_tokens: int) -> Sequence:
         num_prompt_tokens=num_tokens,
         hash_root=b"",
         block_hashes=(),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling=SamplingParams(max_tokens=max_tokens),
         deadline_unix_s=float("inf"),
     )
     return Sequence(request)

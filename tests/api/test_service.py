@@ -16,6 +16,7 @@ from disagg.api.service import Caller, Service
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, ModelError, RequestError
 from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.model_config import ModelConfig
 from tests.api.fakes import CHATML, END, TOKENIZER, FakeGenerate, byte_level_core, served_model
 
 CALLER = Caller("id", tenant="t", traceparent="trace")
@@ -90,7 +91,6 @@ async def test_all_sampling_fields_arrive() -> None:
         seed=4,
         logprobs=3,
         stop_token_ids=(5, END),
-        ignore_eos=True,
     )
 
 
@@ -233,7 +233,12 @@ async def test_any_text_is_served_or_refused(text: str) -> None:
 
 def model_directory(path: Path, **config: Any) -> Path:
     byte_level_core().save(str(path / "tokenizer.json"))
-    config = {"max_position_embeddings": 256, "vocab_size": 400, "eos_token_id": 0} | config
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 256,
+        "vocab_size": 400,
+        "eos_token_id": 0,
+    } | config
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     return path
@@ -266,6 +271,46 @@ def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
     model = ServedModel.from_directory(directory, name="m", block_size=16)
     assert model.defaults.temperature == 0.0
+    (directory / "generation_config.json").write_text('{"temperature": 0, "top_k": null}')
+    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    assert model.defaults == GenerationDefaults(temperature=0.0)
+
+
+@pytest.mark.parametrize("value", ["0.7", -0.1, True, [1]])
+def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
+    directory = model_directory(tmp_path)
+    (directory / "generation_config.json").write_text(json.dumps({"temperature": value}))
+    with pytest.raises(ModelError, match=r"generation_config\.json is wrong: temperature"):
+        ServedModel.from_directory(directory, name="m", block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 6]}, (7, 6)),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": None}, (5, 6)),
+        ({"eos_token_id": [5, 6]}, None, (5, 6)),
+        ({"eos_token_id": -1}, {"eos_token_id": []}, ()),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_api_and_engine_agree_on_what_ends_an_answer(
+    tmp_path: Path, config: dict[str, Any], generation: Any, expected: tuple[int, ...]
+) -> None:
+    """Under a grammar the engine may write an end that the API would take for text."""
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    directory = model_directory(tmp_path, **dict.fromkeys(sizes, 2), head_dim=2, **config)
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    engines = ModelConfig.from_directory(directory, with_weights=False)
+    assert model.eos_token_ids == engines.eos_token_ids == expected
+
+
+def test_yarn_makes_the_same_length_for_api_and_engine(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    directory = model_directory(tmp_path, rope_scaling=scaling)
+    assert ServedModel.from_directory(directory, name="m", block_size=16).max_model_len == 1024
 
 
 def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
@@ -282,13 +327,13 @@ def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
 
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
         ServedModel.from_directory(tmp_path, name="m", block_size=16)
     directory = model_directory(tmp_path, max_position_embeddings=None)
     with pytest.raises(ModelError, match="max_position_embeddings"):
         ServedModel.from_directory(directory, name="m", block_size=16)
     (directory / "config.json").write_text("[")
-    with pytest.raises(ModelError, match="not valid JSON"):
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
         ServedModel.from_directory(directory, name="m", block_size=16)
     (directory / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="JSON object"):

@@ -271,7 +271,7 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_over() -> None:
     engine.check()
 
 
-def test_stop_tokens_min_tokens_and_ignore_eos() -> None:
+def test_stop_tokens_and_min_tokens() -> None:
     expected = expected_tokens(prompt(5), 8)
     stop = expected[1]
     assert stop != expected[0]
@@ -280,10 +280,9 @@ def test_stop_tokens_min_tokens_and_ignore_eos() -> None:
         ({}, 2, "stop"),
         ({"max_tokens": 2}, 2, "stop"),
         ({"min_tokens": 3}, 8, "length"),
-        ({"ignore_eos": True}, 8, "length"),
+        ({"stop_token_ids": ()}, 8, "length"),
     ]
     for changes, num_tokens, reason in cases:
-        engine.scheduler.eos_token_ids = frozenset({stop})
         sequence = with_sampling(prompt(5), stop, changes)
         engine.submit(sequence)
         events = [event for _ in range(9) for event in engine.step()]

@@ -63,6 +63,7 @@ def write_fake_model(directory: Path, *, step_s: float, token_s: float = 0.0) ->
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = {
+        "architectures": ["Qwen3ForCausalLM"],  # by name only: it ends no answer by itself
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": MAX_MODEL_LEN,
         "fake_step_s": step_s,

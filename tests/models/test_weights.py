@@ -143,7 +143,7 @@ def test_a_value_that_is_no_number_is_refused_by_name(tmp_path: Path, bad: float
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     _edit(tmp_path, {"model.norm.weight": torch.ones(48, dtype=torch.int32)})
-    with pytest.raises(ModelError, match=r"model\.norm\.weight .* only float"):
+    with pytest.raises(ModelError, match=r"only float weights are: model\.norm\.weight is I32"):
         _load(tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     config = ModelConfig.from_directory(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is cut off: it has [0-9,]+ of"):
         load_weights(tmp_path, config, torch.float32, CPU)
 
 

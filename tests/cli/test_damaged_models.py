@@ -1,0 +1,60 @@
+"""`disagg serve` of a directory that cannot be served ends before Ray or anything else starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from disagg.cli.main import main
+from disagg.cli.ports import free_port
+from tests.models.test_damaged_checkpoints import POINTER
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_write("model.safetensors", POINTER), ["model.safetensors", "git lfs pull"]),
+        (_write("tokenizer.json", POINTER), ["tokenizer.json", "git lfs pull"]),
+        (_write("tokenizer.json", "{}"), ["tokenizer.json cannot be read as a tokenizer"]),
+        (lambda directory: (directory / "tokenizer.json").unlink(), ["has no tokenizer.json"]),
+        (
+            _write("tokenizer_config.json", json.dumps({"chat_template": "{% for %}"})),
+            ["chat template does not compile"],
+        ),
+        (_write("generation_config.json", '{"top_p": 7}'), ["generation_config.json", "top_p"]),
+    ],
+)
+def test_refused_in_words(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], object],
+    words: list[str],
+) -> None:
+    def fail(**_: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", fail)
+    directory = tmp_path / "damaged"
+    shutil.copytree(model, directory)
+    damage(directory)
+    assert main(["serve", str(directory), "--port", str(free_port())]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said

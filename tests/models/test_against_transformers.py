@@ -1,0 +1,217 @@
+"""Every key of config.json as transformers reads it: absent, null, odd; equal or refused in words.
+
+transformers itself is asked: its configuration class, and the modules that it builds from it. Where
+it refuses, so must we, but for what has one meaning only (`LENIENT`). We may refuse more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from disagg.errors import ModelError
+from disagg.models.model_config import ModelConfig
+from disagg.models.rope_tables import inverse_frequencies
+
+ABSENT = object()
+CLASSES = {
+    "LlamaForCausalLM": transformers.LlamaForCausalLM,
+    "MistralForCausalLM": transformers.MistralForCausalLM,
+    "Qwen2ForCausalLM": transformers.Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": transformers.Qwen3ForCausalLM,
+}
+PLAIN: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SLIDES = {"use_sliding_window": True, "sliding_window": 16}
+
+CHANGES: list[dict[str, Any]] = [
+    {},
+    *({key: value} for key in PLAIN for value in (ABSENT, None, 0, -1, "8", 2.5, True)),
+    *({"head_dim": value} for value in (None, 0, 8, 15, "8")),
+    *({"hidden_act": value} for value in (ABSENT, None, "gelu", "silu")),
+    *({key: value} for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")
+      for value in (None, True, False, 1, "false")),
+    {"hidden_size": 66},
+    {"num_key_value_heads": 3},
+    {"rms_norm_eps": "1e-5"},
+    *({"rope_theta": value} for value in (None, 0, 1, 5e5, 10000, "10000", -1.0)),
+    *({"rope_scaling": value} for value in (None, {}, "linear", [])),
+    *({"partial_rotary_factor": value} for value in (None, 1.0, 0.5)),
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
+     "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e6},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+    {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": None, "factor": 2.0}},
+    *({"rope_scaling": {"type": kind, "factor": value}}
+      for kind in ("linear", "dynamic", "llama3", "yarn", "longrope")
+      for value in (2.0, 3, None, 0, "2")),
+    *({"rope_scaling": {"type": kind}} for kind in ("linear", "dynamic", "llama3", "yarn")),
+    *({"rope_scaling": {**LLAMA3, key: value}}
+      for key in LLAMA3 for value in (None, 0, 2, 16.0, "2")),
+    {"rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key[0] != "o"}},
+    {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    *({"rope_scaling": {**YARN, key: value}} for key in YARN for value in (None, 2, 16.0, "2")),
+    {"rope_scaling": {key: YARN[key] for key in YARN if key[0] != "o"}},
+    {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+    {"rope_scaling": YARN, "original_max_position_embeddings": None},
+    {"rope_scaling": {**YARN, "factor": None}, "original_max_position_embeddings": 32},
+    *({"rope_scaling": {**YARN, key: value}}
+      for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "truncate")
+      for value in (None, 0, 0.7, 40.0, True, False)),
+    {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
+    {"rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}},
+    *({"sliding_window": value} for value in (None, 0, 16, "16", -1)),
+    {"use_sliding_window": True},
+    {"use_sliding_window": None},
+    {"use_sliding_window": True, "sliding_window": None},
+    {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0},
+    *({**SLIDES, "max_window_layers": value} for value in (ABSENT, None, 0, 2, 9, -1, "2")),
+    {**SLIDES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    {**SLIDES, "layer_types": ["sliding_attention"] * 3},
+    {**SLIDES, "layer_types": ["chunked_attention"] * 4},
+    {"layer_types": ["sliding_attention"] * 4},
+    {"layer_types": ["full_attention"] * 4},
+    {"layer_types": "full_attention"},
+    {"eos_token_id": ABSENT},
+    *({"eos_token_id": value} for value in (None, 0, 5, [5, 6], "</s>")),
+]  # fmt: skip
+
+# What transformers refuses, and what only one thing can be meant by.
+LENIENT = [
+    ("MistralForCausalLM", {"num_key_value_heads": None}),
+    ("Qwen2ForCausalLM", {"head_dim": None}),
+    *((family, {"rms_norm_eps": 0}) for family in CLASSES),
+    *((family, {"rope_scaling": []}) for family in CLASSES),
+]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What decides the answers of a model."""
+
+    head_dim: int
+    num_kv_heads: int
+    rms_norm_eps: float
+    biases: tuple[bool, bool, bool, bool]  # q, output, gate, q norm
+    tied: bool
+    windows: tuple[int | None, ...]
+    eos: tuple[int, ...]
+    frequencies: tuple[float, ...]
+    attention_factor: float
+
+
+def _raw(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    merged = {"architectures": [family], **PLAIN, **changes}
+    return {key: value for key, value in merged.items() if value is not ABSENT}
+
+
+def _theirs(family: str, changes: dict[str, Any]) -> _Read:
+    model_class = CLASSES[family]
+    raw = {key: value for key, value in _raw(family, changes).items() if key != "architectures"}
+    model = model_class(model_class.config_class.from_dict(json.loads(json.dumps(raw))))
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    config, attention = model.config, [layer.self_attn for layer in model.model.layers]
+    slides_everywhere = config.sliding_window if family == "MistralForCausalLM" else None
+    eos = config.eos_token_id
+    return _Read(
+        head_dim=attention[0].head_dim,
+        num_kv_heads=config.num_key_value_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        biases=(
+            attention[0].q_proj.bias is not None,
+            attention[0].o_proj.bias is not None,
+            model.model.layers[0].mlp.gate_proj.bias is not None,
+            hasattr(attention[0], "q_norm"),
+        ),
+        tied=model.lm_head.weight is model.model.embed_tokens.weight,
+        windows=tuple(getattr(each, "sliding_window", slides_everywhere) for each in attention),
+        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        frequencies=tuple(model.model.rotary_emb.inv_freq.tolist()),
+        attention_factor=model.model.rotary_emb.attention_scaling,
+    )
+
+
+def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
+    (directory / "config.json").write_text(json.dumps(_raw(family, changes)))
+    config = ModelConfig.from_directory(directory)
+    return _Read(
+        head_dim=config.head_dim,
+        num_kv_heads=config.num_kv_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        biases=(config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm),
+        tied=config.tie_word_embeddings,
+        windows=config.sliding_windows,
+        eos=config.eos_token_ids,
+        frequencies=tuple(inverse_frequencies(config.rope, config.head_dim).tolist()),
+        attention_factor=config.rope.attention_factor,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", CLASSES)
+def test_equal_or_refused(tmp_path: Path, family: str) -> None:
+    save_file({"x": torch.arange(8.0)}, tmp_path / "model.safetensors")
+    wrong, num_equal = [], 0
+    for changes in CHANGES:
+        ours: _Read | ModelError
+        try:
+            ours = _ours(tmp_path, family, changes)
+        except ModelError as refused:
+            ours = refused
+        if isinstance(ours, ModelError):
+            if not _says_what(ours, changes):
+                wrong.append((changes, f"does not name it: {ours}"))
+            continue
+        if (family, changes) in LENIENT:
+            continue
+        try:
+            theirs = _theirs(family, changes)
+        except Exception as refused:  # anything that the library or torch raises
+            wrong.append((changes, f"transformers refuses: {refused!r}"[:200]))
+            continue
+        num_equal += 1
+        wrong += [
+            (changes, f"{field}: ours {one}, theirs {other}")
+            for field in _Read.__dataclass_fields__
+            if not _equal(field, one := getattr(ours, field), other := getattr(theirs, field))
+        ]
+    assert not wrong, "\n".join(f"{changes}: {what}" for changes, what in wrong)
+    assert num_equal > 40
+
+
+def _equal(field: str, ours: Any, theirs: Any) -> bool:
+    if field in ("frequencies", "attention_factor"):  # float32, in another order of operations
+        return bool(ours == pytest.approx(theirs, rel=1e-5, abs=0))
+    return bool(ours == theirs)
+
+
+def _says_what(refused: ModelError, changes: dict[str, Any]) -> bool:
+    inner = [key for value in changes.values() if isinstance(value, dict) for key in value]
+    return any(key in refused.message for key in (*changes, *inner, "heads", "rope"))
