@@ -47,18 +47,23 @@ LLAMA3 = {
 }
 SLIDES = {"use_sliding_window": True, "sliding_window": 16}
 
+FLAGS: list[Any] = [None, True, False, 1, "false"]
+ODD: list[Any] = [ABSENT, None, 0, -1, "8", 2.5, True]
 CHANGES: list[dict[str, Any]] = [
     {},
-    *({key: value} for key in PLAIN for value in (ABSENT, None, 0, -1, "8", 2.5, True)),
+    *({key: value} for key in PLAIN for value in ODD),
     *({"head_dim": value} for value in (None, 0, 8, 15, "8")),
     *({"hidden_act": value} for value in (ABSENT, None, "gelu", "silu")),
     *({key: value} for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")
-      for value in (None, True, False, 1, "false")),
+      for value in FLAGS),
     {"hidden_size": 66},
     {"num_key_value_heads": 3},
     {"rms_norm_eps": "1e-5"},
     *({"rope_theta": value} for value in (None, 0, 1, 5e5, 10000, "10000", -1.0)),
-    *({"rope_scaling": value} for value in (None, {}, "linear", [])),
+    {"rope_scaling": None},
+    {"rope_scaling": {}},
+    {"rope_scaling": []},
+    {"rope_scaling": "linear"},
     *({"partial_rotary_factor": value} for value in (None, 1.0, 0.5)),
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
      "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
