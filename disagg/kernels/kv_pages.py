@@ -108,6 +108,12 @@ class KVPages:
     def head_dim(self) -> int:
         return self.values.shape[5] * self.format.packed
 
+    @property
+    def page_stride(self) -> int:
+        """From a page to the next, in stored numbers. Of one KV head, `values` does not say it:
+        torch gives a dimension of one whatever stride it likes."""
+        return self.rows.stride(0)
+
 
 def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,

@@ -102,6 +102,21 @@ def test_paged_attention_with_scales(
 
 
 @pytest.mark.parametrize("name", WITH_SCALES)
+def test_one_kv_head_with_scales(name: str) -> None:
+    """torch calls the stride of its pages, a dimension of one, that of their values alone."""
+    format = FORMATS[name]
+    out, expected = _attend(MIXED, 33, 2, group=7, num_kv_heads=1, head_dim=64, format=format)
+    _assert_close(out, expected, SINGLE)
+    lens = [(1, 5), (9, 20)]
+    inputs = paged_inputs(lens, group=7, num_kv_heads=1, head_dim=64, format=format)
+    _onto_grid(inputs)
+    wanted = copy_of(inputs.kv_cache)
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    reference.kv_write(inputs.qkv, wanted, LAYER, inputs.slots)
+    assert torch.equal(inputs.kv_cache.blocks.view(torch.uint8), wanted.blocks.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", WITH_SCALES)
 def test_paged_attention_with_scales_in_half_precision(name: str) -> None:
     lens = [(1, 65), (3, 70), (35, 99)]
     out, expected = _attend(lens, None, 2, group=4, dtype=torch.float16, format=FORMATS[name])
