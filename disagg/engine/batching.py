@@ -1,119 +1,198 @@
-"""A step plan as tensors.
+"""A step plan as tensors, most of which are on the device already.
 
-Everything is gathered into two flat arrays and becomes one tensor, so that a GPU gets one copy a
-step; the tensors of a `Batch` are views of it. Must not know what a model does with them.
+The block tables of running sequences and the tokens that were sampled last stay there, in a row for
+each slot. A step uploads what it changes of them and where each sequence goes on, in one copy; the
+rest of a `Batch` follows from that on the device. Must not know what a model does with it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from operator import add
 
 import torch
 from torch import Tensor
 
 from disagg.engine.sequence import Sequence
+from disagg.engine.slots import Slots
 from disagg.engine.step import StepPlan
 from disagg.models.batch import Batch
 
+_UNREAD = -1  # in the place of a token that only the device knows
 
-def make_batch(
-    plan: StepPlan,
-    block_size: int,
-    device: torch.device,
-    rows_before: Mapping[str, int] | None = None,
-) -> Batch:
-    """The batch of a plan that has work. Shapes and order: `models.batch.Batch`.
 
-    A token that only the device knows yet, which row r of the step before samples, is -1 - r.
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a device is told of a step, on the host.
+
+    numbers: int64, parts of these lengths: token ids [num_tokens], and for each sequence its start,
+        its slot and its query length; rows whose logits are wanted; cells of the block tables, and
+        the blocks to write there.
+    num_unread: of the token ids, all of them among the first `num_decodes`.
+    ends: where each sequence's context ends once the step is done.
+    """
+
+    numbers: Tensor
+    lengths: list[int]
+    num_unread: int
+    num_decodes: int
+    query_lens: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class Batching:
+    """Makes the batches of one runner's plans.
 
     Args:
-        rows_before: those rows, by request id.
+        slots: the runner's.
+        max_num_blocks: of one sequence.
     """
-    query_lens = tuple(plan.query_lens)
-    starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
-    ends = tuple(map(add, starts, query_lens))
-    token_ids, positions, slots = array("q"), array("q"), array("q")
-    logits_rows, query_start = array("q"), array("i", [0])
-    for sequence, num_tokens, end in zip(plan.sequences, query_lens, ends, strict=True):
-        begin, num_known = end - num_tokens, len(sequence.tokens)
-        if begin == num_known and rows_before is not None:
-            num_known += 1
-            token_ids.append(-1 - rows_before[sequence.request_id])
-        elif num_tokens == 1:
-            token_ids.append(sequence.tokens[begin])
-        if num_tokens == 1:
-            positions.append(begin)
-            slots.append(sequence.block_ids[begin // block_size] * block_size + begin % block_size)
+
+    def __init__(
+        self, slots: Slots, block_size: int, max_num_blocks: int, device: torch.device
+    ) -> None:
+        self._slots = slots
+        self._block_size = block_size
+        self._max_num_blocks = max_num_blocks
+        self._device = device
+        self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
+        self._counted = torch.zeros(0, dtype=torch.int64, device=device)  # 0, 1, 2, ...
+
+    # On the host.
+
+    def inputs(self, plan: StepPlan, entered: SequenceOf[Sequence]) -> StepInputs:
+        """What the device has to be told of a plan that has work.
+
+        Args:
+            entered: sequences of the plan that have just been given their slots.
+        """
+        for sequence in entered:
+            sequence.num_listed = 0
+        sequences, query_lens = plan.sequences, tuple(plan.query_lens)
+        starts = plan.starts or [sequence.num_computed for sequence in sequences]
+        token_ids, logits_rows = _tokens(plan, starts)
+        ends = tuple(map(add, starts, query_lens))
+        cells, block_ids = self._changes(sequences)
+        slots = [sequence.slot for sequence in sequences]
+        parts = (token_ids, starts, slots, query_lens, logits_rows, cells, block_ids)
+        raw = array("q")
+        for part in parts:
+            raw.extend(part)
+        numbers = torch.frombuffer(raw, dtype=torch.int64)
+        if self._device.type != "cpu":
+            numbers = numbers.pin_memory()
+        lengths = [*map(len, parts)]
+        num_unread = token_ids.count(_UNREAD)
+        return StepInputs(numbers, lengths, num_unread, plan.num_decodes, query_lens, ends)
+
+    def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
+        """Cells of the tables that are not as these sequences' blocks are, and those blocks."""
+        cells: list[int] = []
+        block_ids: list[int] = []
+        for sequence in sequences:
+            num_listed, num_blocks = sequence.num_listed, len(sequence.block_ids)
+            if num_listed != num_blocks:
+                if num_blocks > self._max_num_blocks:
+                    raise ValueError(f"{sequence} does not fit into {self._max_num_blocks} columns")
+                first = sequence.slot * self._max_num_blocks
+                cells.extend(range(first + num_listed, first + num_blocks))
+                block_ids += sequence.block_ids[num_listed:]
+                sequence.num_listed = num_blocks
+        return cells, block_ids
+
+    # On the device, in the order of steps.
+
+    def batch(self, step: StepInputs) -> tuple[Batch, Tensor]:
+        """The batch, whose shapes and order `models.batch.Batch` says, and int64 [num_logits]: the
+        slots whose next tokens the logits are for."""
+        self._make_room()
+        num_tokens, num_seqs = step.lengths[0], len(step.ends)
+        numbers = step.numbers.to(self._device, non_blocking=True)
+        parts = torch.split(numbers, step.lengths)
+        token_ids, starts, slots, query_lens, logits_rows, cells, block_ids = parts
+        if step.lengths[5]:
+            self._tables.view(-1).index_copy_(0, cells, block_ids.int())
+        rows, positions = slots, starts
+        if num_tokens > num_seqs:
+            rows = slots.repeat_interleave(query_lens, output_size=num_tokens)
+            # Of a sequence's first token the place among all and the position; others follow.
+            first = query_lens.cumsum(0) - query_lens
+            shifts = (starts - first).repeat_interleave(query_lens, output_size=num_tokens)
+            positions = shifts + self._count(num_tokens)
+            query_start = torch.cat((first, first[-1:] + query_lens[-1:])).int()
         else:
-            token_ids.extend(sequence.tokens[begin:end])
-            positions.extend(range(begin, end))
-            _extend_slots(slots, sequence, begin, end, block_size)
-        if end > num_known:
-            token_ids.extend(sequence.draft[: end - num_known])
-        query_start.append(num_packed := len(token_ids))
-        if end == num_known:
-            logits_rows.append(num_packed - 1)
-        elif end > num_known:
-            logits_rows.extend(range(num_packed - 1 - (end - num_known), num_packed))
-    tables, num_columns = _block_tables(plan, ends, block_size)
-    wide = (token_ids, positions, slots, logits_rows)
-    narrow = (query_start, array("i", ends), tables)
-    tensors = _upload(wide, narrow, device)
-    return Batch(
-        token_ids=tensors[0],
-        positions=tensors[1],
-        slots=tensors[2],
-        query_start=tensors[4],
-        context_lens=tensors[5],
-        block_tables=tensors[6].view(len(ends), num_columns),
-        logits_rows=tensors[3],
-        num_decodes=plan.num_decodes,
-        max_query_len=max(query_lens),
-        max_context_len=max(ends),
-        query_lens=query_lens,
-        context_lens_host=ends,
-    )
+            query_start = self._count(num_seqs + 1).int()
+        if step.num_unread == num_tokens:
+            token_ids = self._chosen.index_select(0, slots)
+        elif step.num_unread:
+            known = token_ids[: step.num_decodes]
+            chosen = self._chosen.index_select(0, slots[: step.num_decodes])
+            token_ids[: step.num_decodes] = torch.where(known < 0, chosen, known)
+        num_columns = -(-max(step.ends) // self._block_size)
+        is_all = step.lengths[4] == num_tokens
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=self._kv_slots(rows, positions),
+            query_start=query_start,
+            context_lens=(starts + query_lens).int(),
+            block_tables=self._tables[:, :num_columns].index_select(0, slots),
+            logits_rows=logits_rows,
+            num_decodes=step.num_decodes,
+            max_query_len=max(step.query_lens),
+            max_context_len=max(step.ends),
+            query_lens=step.query_lens,
+            context_lens_host=step.ends,
+        )
+        return batch, rows if is_all else rows.index_select(0, logits_rows)
+
+    def remember(self, slots: Tensor, token_ids: Tensor) -> None:
+        """What was sampled for the sequences in these slots, for the next step to go on with."""
+        self._chosen.index_copy_(0, slots, token_ids)
+
+    def _kv_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where the KV of tokens goes, of sequences with these rows of the tables."""
+        columns = positions.div(self._block_size, rounding_mode="floor")
+        cells = columns + rows * self._max_num_blocks
+        blocks = self._tables.view(-1).index_select(0, cells)
+        # block * block_size + offset, and offset = position - column * block_size
+        return positions + (blocks - columns) * self._block_size
+
+    def _count(self, number: int) -> Tensor:
+        if self._counted.shape[0] < number:
+            self._counted = torch.arange(2 * number, device=self._device)
+        return self._counted[:number]
+
+    def _make_room(self) -> None:
+        missing = self._slots.num_slots - self._chosen.shape[0]
+        if missing > 0:
+            rows = self._tables.new_zeros(missing, self._max_num_blocks)
+            self._tables = torch.cat((self._tables, rows))
+            self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
 
 
-def _extend_slots(
-    slots: array[int], sequence: Sequence, begin: int, end: int, block_size: int
-) -> None:
-    """Append where the KV of positions [begin, end) goes, one run for each block."""
-    position = begin
-    while position < end:
-        index, offset = divmod(position, block_size)
-        num_slots = min(block_size - offset, end - position)
-        first = sequence.block_ids[index] * block_size + offset
-        slots.extend(range(first, first + num_slots))
-        position += num_slots
-
-
-def _block_tables(plan: StepPlan, ends: tuple[int, ...], block_size: int) -> tuple[array[int], int]:
-    """Rows of block ids, padded with 0 to the longest, and their length."""
-    num_columns = -(-max(ends) // block_size)
-    padding = array("i", bytes(4 * num_columns))
-    tables = array("i")
-    for sequence, end in zip(plan.sequences, ends, strict=True):
-        num_blocks = -(-end // block_size)
-        tables.fromlist(sequence.block_ids[:num_blocks])
-        tables.extend(padding[num_blocks:])
-    return tables, num_columns
-
-
-def _upload(
-    wide: tuple[array[int], ...], narrow: tuple[array[int], ...], device: torch.device
-) -> list[Tensor]:
-    """One tensor for each array, all in one copy; the wide ones go first to stay aligned."""
-    raw = bytearray().join((*wide, *narrow))
-    packed = torch.frombuffer(raw, dtype=torch.uint8)
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    tensors, begin = [], 0
-    for part in (*wide, *narrow):
-        end = begin + len(part) * part.itemsize
-        dtype = torch.int64 if part.typecode == "q" else torch.int32
-        tensors.append(packed[begin:end].view(dtype))
-        begin = end
-    return tensors
+def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:
+    """The tokens of a step, packed, and those whose successor is wanted: a sequence's last, and
+    those of its draft."""
+    token_ids: list[int] = []
+    logits_rows: list[int] = []
+    num_decodes = plan.num_decodes
+    for row, (sequence, start) in enumerate(
+        zip(plan.sequences[:num_decodes], starts, strict=False)
+    ):
+        tokens = sequence.tokens
+        num_left = len(tokens) - start
+        token_ids.append(tokens[start] if num_left else _UNREAD)
+        if num_left < 2:  # else it is in the middle of a prompt
+            logits_rows.append(row)
+    for i in range(num_decodes, len(plan.sequences)):
+        sequence, end = plan.sequences[i], starts[i] + plan.query_lens[i]
+        token_ids += sequence.tokens[starts[i] : end]
+        num_ahead = end - len(sequence.tokens)
+        if num_ahead >= 0:
+            token_ids += sequence.draft[:num_ahead]
+            logits_rows += range(len(token_ids) - 1 - num_ahead, len(token_ids))
+    return token_ids, logits_rows

@@ -59,6 +59,7 @@ def trim(pool: BlockPool, sequence: Sequence) -> None:
     if spare:
         pool.release(spare)
         del sequence.block_ids[num_kept:]
+        sequence.num_listed = min(num_kept, sequence.num_listed)
         sequence.num_slots = num_kept * pool.block_size
 
 
@@ -69,7 +70,7 @@ def give_back(pool: BlockPool, sequence: Sequence) -> None:
 def disown(sequence: Sequence) -> list[int]:
     """Take its blocks from a sequence, for somebody else to hold or to release."""
     block_ids, sequence.block_ids = sequence.block_ids, []
-    sequence.num_slots = 0
+    sequence.num_slots = sequence.num_listed = 0
     sequence.num_computed = 0
     return block_ids
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from itertools import chain, compress
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.config import EngineConfig
-from disagg.engine.batching import make_batch
+from disagg.engine.batching import Batching, StepInputs
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.grammar import Grammars
@@ -26,6 +26,7 @@ from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.sampler import choose, needs_host, sample
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
+from disagg.engine.slots import Slots
 from disagg.engine.speculation import Continued, rows
 from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
 from disagg.engine.step_threads import CONTEXT, StepThreads
@@ -63,31 +64,33 @@ class ModelRunner:
         self.grammars = grammars
         self.graphs: DecodeGraphs | None = None
         self.threads = StepThreads(torch.get_num_threads())
-        self._chosen: Tensor | None = None  # by the step launched last ...
-        self._rows: dict[str, int] = {}  # ... and for whom each, by request id
+        self.slots = Slots()
+        block_size = kv_cache.block_size
+        max_num_blocks = -(-decoder.config.max_model_len // block_size)
+        self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
 
     def launch(self, plan: StepPlan) -> Results:
         """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
-        before = self._rows
-        batch = make_batch(plan, self.kv_cache.block_size, self.decoder.device, before)
-        if plan.starts and self._chosen is not None and self._chosen.shape[0]:
-            rows = (-1 - batch.token_ids).clamp_(min=0)
-            known = batch.token_ids
-            batch = replace(batch, token_ids=torch.where(known < 0, self._chosen[rows], known))
+        return self._launch(plan, self._inputs(plan))
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        return self.batching.inputs(plan, self.slots.enter(plan.sequences))
+
+    def _launch(self, plan: StepPlan, step: StepInputs) -> Results:
+        """The part of `launch` that the device is given."""
+        batch, slots = self.batching.batch(step)
         logits = self._forward(batch)
-        starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
-        ends = [*map(_ends, plan.sequences, starts, plan.query_lens)]
+        # Whose tokens all have been computed: a row of logits each.
+        ends = [*map(_ends, plan.sequences, step.ends)]
         sampled = [*compress(plan.sequences, ends)]
-        unread = [
-            int(start == len(sequence.tokens))
-            for sequence, start in zip(plan.sequences, starts, strict=True)
-        ]
-        self._rows = {sequence.request_id: row for row, sequence in enumerate(sampled)}
         if sampled:
-            self._chosen = choose(logits, sampled, [*compress(unread, ends)])
+            nums_known = compress([len(sequence.tokens) for sequence in plan.sequences], ends)
+            unread = [*map(sub, compress(step.ends, ends), nums_known)]
+            token_ids = choose(logits, sampled, unread)
         else:
-            self._chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        read = _reader(self._chosen)
+            token_ids = torch.empty(0, dtype=torch.int64, device=logits.device)
+        self.batching.remember(slots, token_ids)
+        read = _reader(token_ids)
 
         def results() -> list[Sampled]:
             tokens = iter(read())
@@ -108,7 +111,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
         self.threads.use_for(plan.features)
-        logits = self._forward(make_batch(plan, self.kv_cache.block_size, self.decoder.device))
+        batch, _ = self.batching.batch(self._inputs(plan))
+        logits = self._forward(batch)
         if plan.num_ahead:
             return self._verified(plan, logits)
         if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
@@ -194,9 +198,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _ends(sequence: Sequence, start: int, num_tokens: int) -> bool:
-    """Whether a step from `start` on computes the last of a sequence's tokens."""
-    return start + num_tokens >= len(sequence.tokens)
+def _ends(sequence: Sequence, end: int) -> bool:
+    """Whether a step up to `end` computes the last of a sequence's tokens."""
+    return end >= len(sequence.tokens)
 
 
 def _reader(token_ids: Tensor) -> Results:

@@ -26,6 +26,7 @@ class Sequence:
     num_computed: leading tokens whose KV lies in `block_ids`; below len(tokens) while it lives.
     block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
     block_hashes: names of full blocks, extended as blocks fill up with generated tokens.
+    num_listed: leading blocks that are in the runner's table at `slot`.
     num_published: leading blocks that were offered to the pool under their names.
     arrival: place in every queue: (priority, number that the scheduler gave; -1 before).
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
@@ -51,6 +52,7 @@ class Sequence:
         "ngrams",
         "num_cached_tokens",
         "num_computed",
+        "num_listed",
         "num_prompt_tokens",
         "num_published",
         "num_slots",
@@ -86,6 +88,7 @@ class Sequence:
         self.grammar_state: GrammarState | None = None
         self.ngrams: Ngrams | None = None
         self.slot = NO_SLOT
+        self.num_listed = 0
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)

@@ -21,7 +21,9 @@ class Batch:
     slots: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset, where K and V go
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV once this step is done
-    block_tables: torch.Tensor  # int32 [num_seqs, max_num_blocks], padded with 0
+    block_tables: (
+        torch.Tensor
+    )  # int32 [num_seqs, max_num_blocks]; only those of its context mean anything
     logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are wanted
     num_decodes: int  # the first `num_decodes` sequences have exactly one token
     max_query_len: int

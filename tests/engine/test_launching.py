@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
+from disagg.engine.batching import StepInputs
 from disagg.engine.engine import Engine
 from disagg.engine.runner import ModelRunner, build_engine
 from disagg.engine.sequence import Sequence
@@ -32,9 +33,12 @@ class LateRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> Results:
         self.num_followed += bool(plan.starts)
         self.num_chunks_followed += bool(plan.starts) and plan.num_new_tokens > plan.num_decodes
+        return super().launch(plan)
+
+    def _launch(self, plan: StepPlan, step: StepInputs) -> Results:
         as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
-        launch = super().launch
-        return lambda: launch(as_now)()
+        launch = super()._launch
+        return lambda: launch(as_now, step)()
 
 
 def _as_now(sequence: Sequence) -> Sequence:
