@@ -91,7 +91,7 @@ class Rig:
             max_model_len=scheduler.max_model_len,
             peer=Peer(WORKER, 1, "local", "bench", pool.num_blocks, 1, 0, 0, -1, b""),
             pid=0,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=scheduler.max_num_seqs,
         )
         self.fleet.worker_synced(record, (), self.status())
 

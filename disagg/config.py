@@ -51,9 +51,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit
-    max_num_seqs: Positive = 64
-    max_num_batched_tokens: Positive = 1024
-    gpu_memory_utilization: Fraction = 0.9
+    max_num_seqs: Positive | None = None  # by the device (`engine/memory_plan.py`)
+    max_num_batched_tokens: Positive | None = None  # by the device
+    gpu_memory_utilization: Fraction = 0.9  # of its GPU, or of its share of one
     kv_cache_memory_bytes: Positive | None = None
     kv_offloading_size: Annotated[float, Meta(ge=0.0)] = 0.0  # GiB of host memory a worker; 0: none
     num_gpu_blocks_override: Positive | None = None
@@ -102,6 +102,13 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def name(self) -> str:
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
+        """As a worker of that pool has it: with a share of a GPU, as large a part of its memory."""
+        share = (self.prefill if role == "prefill" else self.decode).num_gpus
+        part = self.engine.gpu_memory_utilization * (share or 1.0)
+        engine = msgspec.structs.replace(self.engine, gpu_memory_utilization=part)
+        return msgspec.structs.replace(self, engine=engine)
 
     @property
     def directory(self) -> Path:

@@ -14,8 +14,10 @@ from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from disagg.api.ingress import IngressCore
-from disagg.config import ServeConfig, TierConfig
+from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.messages import Role
 from disagg.worker.parts import Parts, build_parts
@@ -106,6 +108,7 @@ async def running(
     Raises:
         StartupError: in words for the user.
     """
+    config = _sharing_a_gpu(config)
     build = build or functools.partial(build_parts, local_fleet=LocalFleet())
     cluster = LocalCluster(config, build)
     try:
@@ -118,3 +121,18 @@ async def running(
         yield cluster
     finally:
         await cluster.close()
+
+
+def _sharing_a_gpu(config: ServeConfig) -> ServeConfig:
+    """All engines of a process open the same device, so each claims its part of the memory."""
+    pools = [pool for tier in config.tiers for pool in (tier.prefill, tier.decode)]
+    share = 1.0 / max(1, sum(pool.num_replicas + pool.num_standby for pool in pools))
+
+    def shared(pool: PoolConfig) -> PoolConfig:
+        return pool if pool.num_gpus else msgspec.structs.replace(pool, num_gpus=share)
+
+    tiers = tuple(
+        msgspec.structs.replace(tier, prefill=shared(tier.prefill), decode=shared(tier.decode))
+        for tier in config.tiers
+    )
+    return msgspec.structs.replace(config, tiers=tiers)

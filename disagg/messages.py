@@ -216,6 +216,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     peer: Peer
     pid: int
     max_num_seqs: int = 0  # places in its batch; 0: not said
+    max_num_batched_tokens: int = 0  # of one step; 0: not said
 
 
 class StartStep(msgspec.Struct, frozen=True, array_like=True):

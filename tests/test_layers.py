@@ -45,6 +45,8 @@ THIRD_PARTY = {
         "engine/kv_cache.py",
         "engine/batching.py",
         "engine/decode_graphs.py",
+        "engine/gpu.py",
+        "engine/memory_plan.py",
         "engine/sampler.py",
         "engine/token_masks.py",
         "engine/runner.py",

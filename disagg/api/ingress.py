@@ -162,6 +162,10 @@ class IngressCore:
                 "num_decode": sum(w.record.role == "decode" for w in members),
                 "num_kv_blocks": sum(w.record.num_blocks for w in members),
                 "block_size": self._models[tier.name].block_size,
+                "max_num_seqs": max((w.record.max_num_seqs for w in members), default=0),
+                "max_num_batched_tokens": max(
+                    (w.record.max_num_batched_tokens for w in members), default=0
+                ),
             }
         lacking = [
             f"{tier.name}-{role}"

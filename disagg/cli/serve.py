@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_port(config)
     is_here = arguments.ray_address is None
     plan = _plan(config, gpus_here(), raw) if is_here else DevicePlan(config)
-    _check_models(plan.config)
+    _check_models(plan.config, plan.gpu_nbytes, is_here)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -130,13 +130,18 @@ def _plan(config: ServeConfig, gpus: Gpus, raw: Mapping[str, Any]) -> DevicePlan
     return plan
 
 
-def _check_models(config: ServeConfig) -> None:
-    """Refuse a model that cannot be served before any process starts."""
+def _check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
+    """Refuse a model that cannot be served before any process starts.
+
+    Args:
+        gpu_nbytes: memory of each GPU, where it is known.
+        is_here: whether workers run on this machine.
+    """
     from disagg.api.ingress import served_models
     from disagg.worker.check import check_tier
 
     for tier in config.tiers:
-        check_tier(tier)
+        check_tier(tier, gpu_nbytes, is_here)
     served_models(config)
 
 
@@ -225,7 +230,8 @@ def _print_ready_line(config: ServeConfig, ready: dict[str, Any], seconds: float
     url = _url(config)
     pools = "; ".join(
         f"{name}: {pool['num_prefill']} prefill + {pool['num_decode']} decode,"
-        f" {pool['num_kv_blocks']} KV blocks of {pool['block_size']} tokens"
+        f" {pool['num_kv_blocks']} KV blocks of {pool['block_size']} tokens, steps of up to"
+        f" {pool['max_num_seqs']} sequences and {pool['max_num_batched_tokens']} tokens"
         for name, pool in ready["pools"].items()
     )
     console.print(f"ready after {seconds:.0f} s: {url}/v1  ({pools})", soft_wrap=True)

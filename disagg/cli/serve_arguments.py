@@ -119,9 +119,23 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--block-size", type=int)
     group.add_argument("--max-model-len", type=int)
-    group.add_argument("--max-num-seqs", type=int, default=64)
-    group.add_argument("--max-num-batched-tokens", type=int, default=1024)
-    group.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        help="sequences in a step (default: 64 on a CPU; 64 to 512 on a GPU, by its memory)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        help="tokens in a step (default: 1024 on a CPU; 8192 on a GPU, 2048 at least where memory"
+        " is short)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="of a GPU's memory, for all workers on it together (default: 0.9)",
+    )
     group.add_argument("--kv-cache-memory-bytes", type=int)
     group.add_argument(
         "--kv-offloading-size",

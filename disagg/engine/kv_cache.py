@@ -156,13 +156,14 @@ def choose_num_blocks(
     config: EngineConfig,
     shape: KVShape,
     max_model_len: int,
-    device: torch.device,
-    workspace_nbytes: int,
+    room_nbytes: int | None,
+    max_num_seqs: int,
 ) -> int:
-    """How many blocks the cache has, with the weights loaded already.
+    """How many blocks the cache has.
 
     Args:
-        workspace_nbytes: what a step needs on the device besides weights and KV.
+        room_nbytes: of a GPU's memory, for KV; None on a CPU.
+        max_num_seqs: that run at once.
 
     Raises:
         NotEnoughMemory: one sequence of `max_model_len` tokens does not fit.
@@ -175,35 +176,34 @@ def choose_num_blocks(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // shape.block_nbytes
         source = f"kv_cache_memory_bytes = {config.kv_cache_memory_bytes}"
-    elif device.type == "cuda":
-        free_nbytes, total_nbytes = torch.cuda.mem_get_info(device)
-        usable = free_nbytes - (1.0 - config.gpu_memory_utilization) * total_nbytes
-        num_blocks = max(0, int(usable - workspace_nbytes)) // shape.block_nbytes
+    elif room_nbytes is not None:
+        num_blocks = max(0, room_nbytes) // shape.block_nbytes
         source = (
-            f"{free_nbytes} free bytes of {total_nbytes} on the GPU with gpu_memory_utilization ="
-            f" {config.gpu_memory_utilization}, less {workspace_nbytes} for a step,"
+            f"the {max(0, room_nbytes)} bytes that gpu_memory_utilization ="
+            f" {config.gpu_memory_utilization:g} leaves beside the weights and the largest step"
         )
     else:
         allowed = _host_memory_nbytes() // CPU_MEMORY_SHARE
         nbytes = max(CPU_CACHE_NBYTES, full_nbytes if full_nbytes <= allowed else 0)
-        num_blocks = min(nbytes // shape.block_nbytes, config.max_num_seqs * num_needed)
+        num_blocks = min(nbytes // shape.block_nbytes, max_num_seqs * num_needed)
         source = f"the {CPU_CACHE_NBYTES} bytes that a CPU's cache has unless it is set"
     if num_blocks < num_needed:
+        flag = _flag(config, on_gpu=room_nbytes is not None)
         raise NotEnoughMemory(
             f"One sequence of max_model_len = {max_model_len} tokens needs {num_needed} KV blocks"
             f" of {shape.block_size} tokens and {shape.block_nbytes} bytes ({shape.format.name}),"
             f" {full_nbytes} bytes in all; {source} give {num_blocks} blocks. Lower max_model_len"
-            f" to {num_blocks * shape.block_size} or less, or raise {_flag(config, device)}"
+            f" to {num_blocks * shape.block_size} or less, or raise {flag}"
             f"{_smaller_format(shape)}.",
-            param=_flag(config, device),
+            param=flag,
         )
     return num_blocks
 
 
-def _flag(config: EngineConfig, device: torch.device) -> str:
+def _flag(config: EngineConfig, on_gpu: bool) -> str:
     if config.num_gpu_blocks_override is not None:
         return "num_gpu_blocks_override"
-    if config.kv_cache_memory_bytes is None and device.type == "cuda":
+    if config.kv_cache_memory_bytes is None and on_gpu:
         return "gpu_memory_utilization"
     return "kv_cache_memory_bytes"
 

@@ -20,8 +20,10 @@ from disagg.config import EngineConfig
 from disagg.engine.batching import Batching, StepInputs
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
+from disagg.engine.gpu import GpuMemory, choose_device
 from disagg.engine.grammar import Grammars
 from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
+from disagg.engine.memory_plan import plan_memory
 from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.sampler import choose, needs_host, sample
 from disagg.engine.scheduler import Scheduler
@@ -31,7 +33,6 @@ from disagg.engine.speculation import Continued, rows
 from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
 from disagg.engine.step_threads import CONTEXT, StepThreads
 from disagg.engine.token_masks import token_masks
-from disagg.engine.workspace import captured_nbytes, step_nbytes
 from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.batch import Batch
@@ -262,19 +263,19 @@ def build_engine(
     """
     model = ModelConfig.from_directory(directory)
     max_model_len = _choose_max_model_len(config, model)
-    device = _choose_device(config)
+    device = choose_device(config)
+    gpu = GpuMemory(config, device) if device.type == "cuda" else None
     dtype = _choose_dtype(config, model, device)
-    format = choose_format(config, dtype, device)
+    shape = _choose_shape(config, model, dtype, device)
+    claim_nbytes = None if gpu is None else gpu.claim_nbytes
+    memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     decoder = load(
         directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
     )
-    default_block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
-    shape = KVShape.of(model, config.block_size or default_block_size, format)
-    max_num_blocks = -(-max_model_len // shape.block_size)
-    workspace_nbytes = _workspace_nbytes(config, model, dtype, device, max_num_blocks)
-    num_blocks = choose_num_blocks(config, shape, max_model_len, device, workspace_nbytes)
+    room_nbytes = None if gpu is None else gpu.left_nbytes() - memory.workspace_nbytes
+    num_blocks = choose_num_blocks(config, shape, max_model_len, room_nbytes, memory.max_num_seqs)
     progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
     grammars = Grammars(
@@ -283,18 +284,18 @@ def build_engine(
     runner = ModelRunner(decoder, kv_cache, grammars)
     progress(StartStep("warm_up"))
     is_cpu = device.type == "cpu"
-    num_tokens = min(config.max_num_batched_tokens, max_model_len - 1)
+    num_tokens = min(memory.max_num_batched_tokens, max_model_len - 1)
     runner.warm_up(
-        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, config.max_num_seqs
+        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
     )
     if is_cpu:
         runner.measure_threads(max_model_len)
     elif not config.enforce_eager:
-        runner.capture(config.max_num_seqs, max_model_len)
+        runner.capture(memory.max_num_seqs, max_model_len)
     scheduler = Scheduler(
         BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=memory.max_num_seqs,
+        max_num_batched_tokens=memory.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -312,22 +313,36 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
 
 
-def check_engine(config: EngineConfig, directory: Path) -> None:
+def check_engine(
+    config: EngineConfig,
+    directory: Path,
+    *,
+    gpu_nbytes: int | None = None,
+    is_here: bool = True,
+) -> None:
     """What `build_engine` would refuse, as far as the headers of the weights show it.
 
-    A GPU's memory is not looked at: this may run on a machine without one.
+    Args:
+        gpu_nbytes: memory of the GPU that it would be on; None: not known.
+        is_here: whether it would be on this machine; if not, only a CPU's memory is looked at.
 
     Raises:
         ModelError, NotEnoughMemory, StartupError: as `build_engine`.
     """
     model = ModelConfig.from_directory(directory)
     max_model_len = _choose_max_model_len(config, model)
-    device = _choose_device(config)
-    format = choose_format(config, _choose_dtype(config, model, device), device)
-    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
     check_weights(directory, model)
+    if not is_here and config.device != "cpu":
+        return
+    device = choose_device(config)
+    dtype = _choose_dtype(config, model, device)
+    shape = _choose_shape(config, model, dtype, device)
     if device.type == "cpu":
-        choose_num_blocks(config, KVShape.of(model, block_size, format), max_model_len, device, 0)
+        plan_memory(config, model, shape, max_model_len, dtype, None)
+    elif gpu_nbytes is not None:
+        is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+        claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
+        plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -341,15 +356,12 @@ def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted or model.max_model_len
 
 
-def _choose_device(config: EngineConfig) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise StartupError(
-            "device is 'cuda', but torch finds no GPU here; use device = 'cpu' or 'auto', or check"
-            " the driver.",
-            param="device",
-        )
-    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+def _choose_shape(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> KVShape:
+    format = choose_format(config, dtype, device)
+    block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
+    return KVShape.of(model, config.block_size or block_size, format)
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -367,20 +379,3 @@ def _cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False  # not Linux
     return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
-def _workspace_nbytes(
-    config: EngineConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_num_blocks: int,
-) -> int:
-    """What steps need on the device besides weights and KV, captured ones included."""
-    step = step_nbytes(model, dtype.itemsize, config.max_num_seqs, config.max_num_batched_tokens)
-    if device.type == "cpu" or config.enforce_eager:
-        return step
-    from disagg.engine.decode_graphs import capture_sizes
-
-    sizes = capture_sizes(config.max_num_seqs)
-    return step + captured_nbytes(model, dtype.itemsize, sizes, max_num_blocks)

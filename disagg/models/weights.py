@@ -109,6 +109,13 @@ def outer_parts(config: ModelConfig) -> dict[str, list[Part]]:
     return parts
 
 
+def num_weights(config: ModelConfig) -> int:
+    """Values in all tensors of a checkpoint."""
+    layers = (layer_parts(config, layer) for layer in range(config.num_layers))
+    fields = (outer_parts(config), *layers)
+    return sum(_num_values(part.shape) for each in fields for part in _flatten(each))
+
+
 def check_weights(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Read all headers, and compare what they hold with what the decoder needs.
 
@@ -142,9 +149,7 @@ def load_weights(
     stored = check_weights(directory, config)
     outer = outer_parts(config)
     layers = [layer_parts(config, layer) for layer in range(config.num_layers)]
-    wanted = {part.name: part for fields in (outer, *layers) for part in _flatten(fields)}
-    num_total = sum(_num_values(part.shape) for part in wanted.values()) * dtype.itemsize
-    reader = _Reader(stored, dtype, device, num_total, progress)
+    reader = _Reader(stored, dtype, device, num_weights(config) * dtype.itemsize, progress)
     tables = {field: reader.read(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
     # The reader goes with the last layer, and its mapped files with it.

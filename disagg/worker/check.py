@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from disagg.config import TierConfig
+from disagg.messages import Role
 
 
-def check_tier(tier: TierConfig) -> None:
-    """Read the model's description and, on a CPU, do the arithmetic of its memory.
+def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
+    """Read the model's description, and do the arithmetic of its memory.
+
+    Args:
+        gpu_nbytes: memory of each GPU; None: not known here, so a worker on one finds out.
+        is_here: whether workers run on this machine.
 
     Raises:
         StartupError: in words for the user; `ModelError` and `NotEnoughMemory` are two of them.
     """
     from disagg.engine.runner import check_engine
 
-    check_engine(tier.engine, tier.directory)
+    roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
+    for role in roles:
+        engine = tier.for_role(role).engine
+        check_engine(engine, tier.directory, gpu_nbytes=gpu_nbytes, is_here=is_here)

@@ -90,6 +90,7 @@ class Worker:
             StartupError: in words for the user.
         """
         loop = asyncio.get_running_loop()
+        tier = tier.for_role(role)
         parts = await loop.run_in_executor(None, build, config, tier, worker_id, epoch)
         record = WorkerRecord(
             worker_id=worker_id,
@@ -104,6 +105,7 @@ class Worker:
             peer=parts.transport.peer,
             pid=os.getpid(),
             max_num_seqs=parts.engine.scheduler.max_num_seqs,
+            max_num_batched_tokens=parts.engine.scheduler.max_num_batched_tokens,
         )
         worker = cls(parts, record, config.cluster_key.encode(), loop, clock)
         worker._thread.start()

@@ -26,7 +26,7 @@ SHAPE = KVShape(
 
 
 def choose(config: EngineConfig, max_model_len: int = 100, shape: KVShape = SHAPE) -> int:
-    return choose_num_blocks(config, shape, max_model_len, CPU, workspace_nbytes=0)
+    return choose_num_blocks(config, shape, max_model_len, None, config.max_num_seqs or 64)
 
 
 def test_a_block_is_one_run_of_bytes() -> None:
@@ -113,13 +113,11 @@ def test_too_little_memory_is_refused_with_the_arithmetic(config: EngineConfig, 
     assert flag in message
 
 
-def test_a_gpu_gets_a_share_of_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 1 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * gib, 16 * gib))
-    config = EngineConfig(gpu_memory_utilization=0.75)
-    num_blocks = choose_num_blocks(config, SHAPE, 100, torch.device("cuda"), gib)
-    assert num_blocks == 5 * gib // SHAPE.block_nbytes
+def test_a_gpu_gets_what_is_left_of_its_memory() -> None:
     config = EngineConfig(gpu_memory_utilization=0.4)
-    with pytest.raises(NotEnoughMemory, match=r"gpu_memory_utilization = 0\.4") as caught:
-        choose_num_blocks(config, SHAPE, 100, torch.device("cuda"), gib)
-    assert caught.value.param == "gpu_memory_utilization"
+    room_nbytes = 30 * SHAPE.block_nbytes + 1
+    assert choose_num_blocks(config, SHAPE, 100, room_nbytes, max_num_seqs=1) == 30
+    for too_little in (24 * SHAPE.block_nbytes, -1):
+        with pytest.raises(NotEnoughMemory, match=r"gpu_memory_utilization = 0\.4") as caught:
+            choose_num_blocks(config, SHAPE, 100, too_little, max_num_seqs=1)
+        assert caught.value.param == "gpu_memory_utilization"

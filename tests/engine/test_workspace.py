@@ -11,8 +11,10 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.engine.decode_graphs import capture_sizes
-from disagg.engine.runner import _workspace_nbytes
+from disagg.engine.kv_cache import KVShape
+from disagg.engine.memory_plan import plan_memory
 from disagg.engine.workspace import captured_nbytes
+from disagg.kernels.kv_pages import FORMATS
 from tests.models.paging import SMALL
 
 LLAMA_3_8B = dataclasses.replace(
@@ -26,7 +28,6 @@ LLAMA_3_8B = dataclasses.replace(
     vocab_size=128256,
     sliding_windows=(None,) * 32,
 )
-CUDA = torch.device("cuda")
 
 
 def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
@@ -38,10 +39,16 @@ def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
 
 
 def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
-    def workspace(device: torch.device, **changes: object) -> int:
-        config = EngineConfig(max_num_seqs=256, **changes)  # type: ignore[arg-type]
-        return _workspace_nbytes(config, LLAMA_3_8B, torch.bfloat16, device, 128)
+    shape = KVShape.of(LLAMA_3_8B, 64, FORMATS["bfloat16"])
 
-    captured = workspace(CUDA) - workspace(CUDA, enforce_eager=True)
-    assert captured == captured_nbytes(LLAMA_3_8B, 2, capture_sizes(256), 128)
-    assert workspace(torch.device("cpu")) == workspace(CUDA, enforce_eager=True)
+    def workspace(claim_nbytes: int | None, **changes: object) -> int:
+        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        config = EngineConfig(**sizes, **changes)  # type: ignore[arg-type]
+        plan = plan_memory(config, LLAMA_3_8B, shape, 2048, torch.bfloat16, claim_nbytes)
+        return plan.workspace_nbytes
+
+    claim_nbytes = 72 * 10**9
+    eager = workspace(claim_nbytes, enforce_eager=True)
+    captured = workspace(claim_nbytes) - eager
+    assert captured == captured_nbytes(LLAMA_3_8B, 2, capture_sizes(256), 2048 // 64)
+    assert workspace(None) == eager
