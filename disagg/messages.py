@@ -80,6 +80,7 @@ class GenerateRequest(
     block_hashes: tuple[BlockHash, ...]  # of the full blocks of `token_ids`
     sampling: SamplingParams
     deadline_unix_s: float
+    block_size: int = 0  # by which `block_hashes` were made; 0: that of whoever gets the request
     tenant: str = ""
     traceparent: str = ""
     draft_token_ids: tuple[int, ...] = ()

@@ -336,7 +336,13 @@ def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
     root = hash_root(model.fingerprint, model.block_size, cache_tenant)
     hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
-    return replace(request, model=model.name, hash_root=root, block_hashes=hashes)
+    return replace(
+        request,
+        model=model.name,
+        hash_root=root,
+        block_hashes=hashes,
+        block_size=model.block_size,
+    )
 
 
 def _priority(request: ChatRequest | CompletionRequest, caller: Caller) -> int:

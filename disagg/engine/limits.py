@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disagg.blocks import hash_blocks
 from disagg.engine.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Overloaded, RequestError, StartupError
 
@@ -36,6 +37,19 @@ def check_step_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
             " may decode in one step; raise it, or lower max_num_seqs.",
             param="max_num_batched_tokens",
         )
+
+
+def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
+    """Name its full blocks anew if they were named by blocks of another size.
+
+    That happens while an update changes the size. The names are then found nowhere else, but they
+    are sound: a name is a digest of all tokens up to its block's end, whatever its root is.
+
+    Args:
+        named_by: the size that the names were made for; 0: `block_size`.
+    """
+    if named_by not in (0, block_size):
+        sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
 
 
 def token_limit(

@@ -197,7 +197,7 @@ class Dispatcher:
         try:
             stream = self._workers.stream(
                 worker_id,
-                journey.request(self._block_size(journey.model)),
+                journey.request(self._block_size(journey)),
                 timeout_s=journey.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=journey.ticket,
@@ -233,7 +233,7 @@ class Dispatcher:
     async def _borrow(self, journey: Journey, lender: str) -> None:
         """Get a ticket for what the lender has cached. Without one, all of it is computed."""
         journey.lender = None
-        block_size = self._block_size(journey.model)
+        block_size = self._block_size(journey)
         if block_size is None:
             return
         loan = journey.loan(block_size)
@@ -307,7 +307,7 @@ class Dispatcher:
 
     def _route(self, journey: Journey) -> Route:
         view, now = self._fleet.view(), self._now()
-        request = journey.request(self._block_size(journey.model))
+        request = journey.request(self._block_size(journey))
         # Who has been taken in is not turned away again because the way got longer.
         is_new = not journey.worker_id
         ttft_slo_s = self._ttft_slo_s.get(journey.model, math.inf) if is_new else None
@@ -378,8 +378,11 @@ class Dispatcher:
             Visit(self._fleet.reserve(route.decode, Load(0, 1, num_tokens))),
         )
 
-    def _block_size(self, model: str) -> int | None:
-        """The same for all workers of a model; None while there are none."""
+    def _block_size(self, journey: Journey) -> int | None:
+        """By which its blocks are named. Workers of another size name them anew for themselves."""
+        if journey.block_size:
+            return journey.block_size
+        model = journey.model
         workers = self._fleet.view().workers.values()
         return next((w.record.block_size for w in workers if w.record.model == model), None)
 

@@ -67,6 +67,11 @@ class Journey:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self._request.num_prompt_tokens
 
+    @property
+    def block_size(self) -> int:
+        """By which its blocks are named; 0 where it does not say."""
+        return self._request.block_size
+
     def request(self, block_size: int | None) -> GenerateRequest:
         """What to ask the next worker: everything so far, and the names of its full blocks."""
         if self._generated and block_size is not None:

@@ -18,7 +18,7 @@ from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.decode_worker.host_prefix import HostPrefixes
 from disagg.decode_worker.prefetches import Prefetches
 from disagg.engine.engine_thread import StepResult
-from disagg.engine.limits import check_room
+from disagg.engine.limits import check_room, rename_blocks
 from disagg.engine.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -88,6 +88,7 @@ class Doors:
             if not self.accepting:
                 raise refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
+            rename_blocks(sequence, start.request.block_size, self._engine.pool.block_size)
             self._enter(sequence, start.ticket, now)
 
     def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:

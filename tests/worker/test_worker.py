@@ -391,3 +391,23 @@ async def test_a_worker_that_cannot_listen_leaves_nothing_behind() -> None:
             CONFIG, TIER, "decode", worker_id="x", epoch=1, host="192.0.2.1", build=build
         )
     assert not any(thread.name.startswith("engine") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("named_by", [2, 8])
+async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> None:
+    """While an update changes the size of blocks, ingresses name them by the old one."""
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        request = request_of(Trip(0, PROMPT, 6, deadline_s=1e12), "request", named_by)
+        request = msgspec.structs.replace(
+            request, sampling=make_request().sampling, block_size=named_by
+        )
+        *_, first = await r.all("prefill", request, hand_over=True)
+        assert first.error is None and first.ticket is not None
+        moved = grown(request, list(first.token_ids), named_by)
+        deltas = await r.all("decode", moved, ticket=first.ticket)
+        assert [*first.token_ids, *tokens(deltas)] == answer_to(make_request())
+        *_, again = await r.all("prefill", request, hand_over=True)
+        assert again.num_cached_tokens == 20, "the names of this worker were not found again"
+        await r.until_empty("decode")
