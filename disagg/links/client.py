@@ -131,10 +131,10 @@ class Link:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def send_peers(self, peers: Iterable[Peer]) -> None:
+    def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
         """Lost when the link is down: `link_up` is the place to send them all."""
         if self._connection is not None and self._connection.is_up:
-            self._connection.send(Peers(tuple(peers)))
+            self._connection.send(Peers(tuple(peers), tuple(gone)))
 
     def release(self, ticket: KVTicket) -> None:
         """Tell the worker that nobody comes for its ticket. Lost messages cost memory only."""

@@ -67,6 +67,7 @@ class FleetLinks:
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Make the links follow the membership. A changed record is a new worker."""
         wanted = {record.worker_id: record for record in records}
+        gone = []
         self._leaving.clear()
         for worker_id, link in list(self._links.items()):
             record = wanted.get(worker_id)
@@ -74,11 +75,13 @@ class FleetLinks:
                 self._leaving.add(worker_id)
             elif record != link.record:
                 self._drop(link)
+                if record is None:
+                    gone.append(worker_id)
         newcomers = [wanted[worker_id] for worker_id in wanted if worker_id not in self._links]
         for link in self._links.values():
             peers = [record.peer for record in newcomers if record.model == link.record.model]
-            if peers:
-                link.send_peers(peers)
+            if peers or gone:
+                link.send_peers(peers, gone)
         for record in newcomers:
             link = self._new_link(
                 record,
@@ -168,3 +171,5 @@ class FleetLinks:
         if worker_id in self._leaving:
             self._leaving.remove(worker_id)
             self._drop(self._links[worker_id])
+            for link in self._links.values():
+                link.send_peers((), (worker_id,))

@@ -131,6 +131,11 @@ class Doors:
             self._cancel(name)
         self._leaving.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
+    def forget_peers(self, gone: Iterable[str]) -> None:
+        """What pulling from these took goes out with each step, and nobody asks for it any more."""
+        for worker_id in gone:
+            self._transfer_times.forget(worker_id)
+
     def add_peers(self, peers: Iterable[Peer]) -> None:
         """Get to know the workers whose KV may be pulled."""
         for peer in peers:

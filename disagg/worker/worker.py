@@ -214,8 +214,9 @@ class Worker:
                 post(lambda: doors.cancel(link_id, stream_id))
             case Release(ticket_id=ticket_id):
                 post(lambda: doors.release(ticket_id))
-            case Peers(peers=peers):
+            case Peers(peers=peers, gone=gone):
                 post(lambda: doors.add_peers(peers))
+                post(lambda: doors.forget_peers(gone))
             case Resync():
                 post(lambda: self._snapshot(link_id))
             case LinkClosed():

@@ -24,6 +24,10 @@ from tests.links.fakes import (
 )
 
 
+def gone_of(worker: FakeWorker) -> list[str]:
+    return [worker_id for message in worker.of_type(Peers) for worker_id in message.gone]
+
+
 @asynccontextmanager
 async def fleet() -> AsyncIterator[tuple[FleetLinks, RecordingObserver]]:
     observer = RecordingObserver()
@@ -36,6 +40,27 @@ async def fleet() -> AsyncIterator[tuple[FleetLinks, RecordingObserver]]:
 
 def peers_of(worker: FakeWorker) -> set[str]:
     return {peer.worker_id for message in worker.of_type(Peers) for peer in message.peers}
+
+
+async def test_workers_hear_of_peers_that_have_left() -> None:
+    """Else what each pull from them took is kept, and sent with every step, for ever."""
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+        fake_worker(make_record("c")) as c,
+    ):
+        links.update([a.record, b.record, c.record])
+        await until(lambda: len(observer.held) == 3)
+        links.update([a.record, c.record])  # it is still linked, and may come back
+        links.update([a.record, b.record, c.record])
+        links.update([a.record, c.record])
+        await b.server.close()
+        await until(lambda: "b" in gone_of(a) and "b" in gone_of(c))
+        await c.server.close()
+        await until(lambda: not links.link("c").is_up)
+        links.update([a.record])
+        await until(lambda: gone_of(a) == ["b", "c"])
 
 
 async def test_workers_come_and_go_with_the_membership() -> None:

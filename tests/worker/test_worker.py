@@ -411,3 +411,15 @@ async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> Non
         *_, again = await r.all("prefill", request, hand_over=True)
         assert again.num_cached_tokens == 20, "the names of this worker were not found again"
         await r.until_empty("decode")
+
+
+async def test_what_pulls_took_is_forgotten_with_their_source() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        moved, first = await prefilled(r, make_request())
+        await r.all("decode", moved, ticket=first.ticket)
+        doors = r.workers["decode"]._doors
+        assert [figure.source_id for figure in doors.status().transfers] == ["prefill"]
+        r.links["decode"].send_peers((), ["prefill"])
+        await until(lambda: not doors.status().transfers)
