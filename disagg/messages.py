@@ -132,12 +132,12 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks became findable on a worker, or stopped being so. "cleared" names no blocks.
+    """Blocks became findable on a worker, or stopped being so.
 
     tier: where: in the cache that its engine computes with, or in the host memory behind it.
     """
 
-    kind: Literal["stored", "removed", "cleared"]
+    kind: Literal["stored", "removed"]
     block_hashes: tuple[BlockHash, ...] = ()
     tier: Literal["cache", "host"] = "cache"
 

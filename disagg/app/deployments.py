@@ -50,10 +50,6 @@ class WorkerReplica:
     async def check_health(self) -> None:
         self._worker.check_health()
 
-    async def warm(self) -> str:
-        """Answers when the replica is up: a control call that starts a pool from zero."""
-        return self._worker.record.worker_id
-
     async def __del__(self) -> None:
         await self._worker.drain(self._drain_s)
         telemetry.shutdown()

@@ -15,9 +15,8 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
 from disagg.engine.step import TokenEvent
-from disagg.errors import DisaggError, EngineFailed, WorkerLost
+from disagg.errors import EngineFailed, WorkerLost
 from disagg.messages import KVEvent, WorkerStatus
 from disagg.time_model import StepFeatures
 
@@ -79,10 +78,6 @@ class EngineThread:
         self._last_status = WorkerStatus()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and self.failed is None
-
     def start(self) -> None:
         self._thread.start()
 
@@ -90,27 +85,11 @@ class EngineThread:
         """Have `message()` called in the engine's thread before its next step. Thread-safe."""
         self._messages.put(message)
 
-    def submit(self, sequence: Sequence) -> None:
-        """`Engine.submit` from any thread; a refusal becomes the sequence's only event."""
-        self.post(lambda: self._enter(sequence, self.engine.submit))
-
-    def abort(self, request_id: str) -> None:
-        self.post(lambda: self._abort(request_id))
-
     def stop(self, timeout: float) -> bool:
         """End all sequences with `WorkerLost` and leave the thread; False if it does not end."""
         self.post(self._stop)
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    def _enter(self, sequence: Sequence, enter: Callable[[Sequence], None]) -> None:
-        try:
-            enter(sequence)
-        except DisaggError as error:
-            self.engine.end(sequence, error)
-
-    def _abort(self, request_id: str) -> None:
-        self.engine.abort(request_id)
 
     def _stop(self) -> None:
         self._stopping = True

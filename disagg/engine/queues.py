@@ -5,7 +5,7 @@ Keeps order and counts; decides nothing.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 from disagg.engine.require import require
 from disagg.engine.sequence import Sequence
@@ -66,8 +66,9 @@ class Queues:
     def forget(self, sequence: Sequence) -> None:
         del self.by_id[sequence.request_id]
         for queue in (self.running, self.arrived, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
+            place = bisect_left(queue, sequence.arrival, key=_by_arrival)
+            if place < len(queue) and queue[place] is sequence:
+                del queue[place]
                 if queue is not self.running:
                     self.num_queued_tokens -= sequence.num_uncomputed
                 return

@@ -26,10 +26,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from disagg.blocks import BlockHash
+from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.errors import StartupError
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import (
+    MAX_FRAME_NBYTES,
     BadFrame,
     fresh_nonce,
     ingress_proof,
@@ -60,6 +61,9 @@ from disagg.messages import (
 log = logging.getLogger(__name__)
 
 LinkId: TypeAlias = int
+# Half a frame, and so half of what may wait to be sent: a link that a snapshot ended would end with
+# the next one, too. Each name has two bytes before it.
+MAX_SNAPSHOT_NAMES = MAX_FRAME_NBYTES // 2 // (HASH_NBYTES + 2)
 MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
 
 
@@ -324,6 +328,15 @@ class _IngressLink(Connection):
     ) -> None:
         self._is_synced = True
         self._status = status
+        num_names = len(block_hashes) + len(host_block_hashes)
+        if num_names > MAX_SNAPSHOT_NAMES:  # routers then know of fewer prefixes, and no wrong ones
+            log.warning(
+                "A snapshot names %d blocks of %d; ingresses will not find the others.",
+                MAX_SNAPSHOT_NAMES,
+                num_names,
+            )
+            block_hashes = block_hashes[:MAX_SNAPSHOT_NAMES]
+            host_block_hashes = host_block_hashes[: MAX_SNAPSHOT_NAMES - len(block_hashes)]
         self._send_or_end(Snapshot(self._num_sent, block_hashes, status, host_block_hashes))
 
     def beat(self, status: WorkerStatus) -> None:

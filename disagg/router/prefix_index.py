@@ -112,10 +112,8 @@ class PrefixIndex:
         for event in events:
             if event.kind == "stored":
                 self._stored(self._bits[worker_id], event.block_hashes)
-            elif event.kind == "removed":
-                self._removed(self._bits[worker_id], event.block_hashes)
             else:
-                self.snapshot(worker_id, ())
+                self._removed(self._bits[worker_id], event.block_hashes)
 
     def drop(self, worker_id: str) -> None:
         """The worker holds nothing any more."""

@@ -64,7 +64,6 @@ class ColdTier:
             one may be shared, since both belong to the engine's thread.
         queue_nbytes: of blocks that wait to be stored.
         fetch_nbytes: of blocks that are being fetched or wait for `poll`.
-        wake: called from another thread when `poll` has something.
         clock: seconds, monotonic.
     """
 
@@ -76,7 +75,6 @@ class ColdTier:
         *,
         queue_nbytes: int = 64 << 20,
         fetch_nbytes: int = 256 << 20,
-        wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._block_nbytes = block_nbytes
@@ -85,7 +83,7 @@ class ColdTier:
         self._observed_s = clock()
         self._queue_nbytes = queue_nbytes
         self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
-        self._thread = StoreThread(store, block_nbytes, clock, wake)
+        self._thread = StoreThread(store, block_nbytes, clock)
         self._under_way: dict[int, tuple[Fetch, FetchJob]] = {}
         self._ended: list[Fetch] = []
         self._next_id = 0
@@ -119,13 +117,6 @@ class ColdTier:
         self.stats.queued_nbytes += len(block)
         self._thread.submit(PutJob(block_hash, block))
         return True
-
-    def likely(self, hashes: Sequence[BlockHash]) -> int:
-        """Leading blocks that this worker has lately seen in the store: a guess without a trip.
-
-        0 says nothing about what other workers stored there; `lookup` asks.
-        """
-        return next((i for i, name in enumerate(hashes) if name not in self._known), len(hashes))
 
     def predicted_s(self, num_blocks: int) -> float:
         """Seconds from a lookup until so many blocks are here, as lately observed or by prior."""

@@ -65,7 +65,6 @@ class StoreThread:
 
     Args:
         block_nbytes: of every block; a value of another size is not one of ours.
-        wake: called from the thread after each fetch.
     """
 
     def __init__(
@@ -73,13 +72,11 @@ class StoreThread:
         store: ColdStore,
         block_nbytes: int,
         clock: Callable[[], float],
-        wake: Callable[[], None],
     ) -> None:
         self._store = store
         self._block_nbytes = block_nbytes
         self._num_per_call = max(1, _CALL_NBYTES // block_nbytes)
         self._clock = clock
-        self._wake = wake
         self._inbox: SimpleQueue[FetchJob | PutJob | _Stop] = SimpleQueue()
         self._outbox: SimpleQueue[Done] = SimpleQueue()
         self._fetches: deque[FetchJob] = deque()
@@ -110,7 +107,6 @@ class StoreThread:
         while self._take_jobs():
             if self._fetches:
                 self._outbox.put(self._fetch(self._fetches.popleft()))
-                self._wake()
             elif self._puts:
                 num = min(len(self._puts), self._num_per_call)
                 self._outbox.put(self._put([self._puts.popleft() for _ in range(num)]))

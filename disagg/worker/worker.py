@@ -153,7 +153,8 @@ class Worker:
         stopped = await self._loop.run_in_executor(None, self._thread.stop, STOP_TIMEOUT_S)
         await self._server.close()
         if stopped:  # a thread that hangs may still use them
-            self._doors.close()
+            # Waits for threads of theirs: for a store that hangs up to seconds.
+            await self._loop.run_in_executor(None, self._doors.close)
 
     async def check(self) -> None:
         """Recount every block and hold, between two steps. Raises `AssertionError`."""

@@ -13,7 +13,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import EngineThread, StepResult
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent
-from disagg.errors import DeadlineExceeded, EngineFailed, RequestError, WorkerLost
+from disagg.errors import DeadlineExceeded, DisaggError, EngineFailed, RequestError, WorkerLost
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_engine, new_sequence
 
@@ -63,12 +63,24 @@ def started(
         assert thread.stop(LONG_S)
 
 
+def submit(thread: EngineThread, sequence: Sequence) -> None:
+    """As a worker's doors do: a refusal is the sequence's only event."""
+
+    def enter() -> None:
+        try:
+            thread.engine.submit(sequence)
+        except DisaggError as error:
+            thread.engine.end(sequence, error)
+
+    thread.post(enter)
+
+
 def test_submitted_sequences_come_back_as_events() -> None:
     engine, _ = new_engine(40, 4)
     with started(engine) as (thread, inbox):
         sequences = [new_sequence((5, 6, i), 4, 6, stop_ids=NO_STOP) for i in range(6)]
         for sequence in sequences:
-            thread.submit(sequence)
+            submit(thread, sequence)
         for i, sequence in enumerate(sequences):
             tokens = [t for event in inbox.events_of(sequence) for t in event.token_ids]
             assert tokens == expected_tokens((5, 6, i), 6)
@@ -77,14 +89,14 @@ def test_submitted_sequences_come_back_as_events() -> None:
         assert inbox.wait_for(lambda r: r.status.num_running == 0).status.num_free_blocks == 40
         stored = {n for r in inbox.seen for e in r.kv_events for n in e.block_hashes}
         assert stored == set(engine.pool.hashes())
-        assert thread.is_alive and thread.failed is None
+        assert thread.failed is None
 
 
 def test_a_refusal_is_the_only_event() -> None:
     engine, _ = new_engine(2, 4)
     with started(engine) as (thread, inbox):
         sequence = new_sequence((5,) * 30, 4)
-        thread.submit(sequence)
+        submit(thread, sequence)
         (event,) = inbox.events_of(sequence)
         assert isinstance(event.error, RequestError)
         assert thread.failed is None
@@ -94,9 +106,9 @@ def test_abort_frees_the_blocks() -> None:
     engine, _ = new_engine(300, 4)
     with started(engine) as (thread, inbox):
         sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP)
-        thread.submit(sequence)
+        submit(thread, sequence)
         inbox.wait_for(lambda r: r.status.num_running == 1)
-        thread.abort(sequence.request_id)
+        thread.post(lambda: engine.abort(sequence.request_id))
         inbox.wait_for(lambda r: r.status.num_running == 0 and r.status.num_free_blocks == 300)
 
 
@@ -106,7 +118,7 @@ def test_deadlines_are_kept_by_the_given_clock() -> None:
     with started(engine, clock=lambda: float(next(seconds))) as (thread, inbox):
         next_s = next(seconds)
         sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP, deadline_unix_s=next_s + 500.0)
-        thread.submit(sequence)
+        submit(thread, sequence)
         *events, last = inbox.events_of(sequence)
         assert isinstance(last.error, DeadlineExceeded)
         assert any(event.token_ids for event in events)
@@ -154,12 +166,12 @@ def test_a_failure_ends_every_request_also_those_that_come_later() -> None:
     engine.runner = BrokenRunner()
     with started(engine) as (thread, inbox):
         first, second = new_sequence((5, 6), 4), new_sequence((7, 8), 4)
-        thread.submit(first)
+        submit(thread, first)
         (event,) = inbox.events_of(first)
         assert isinstance(event.error, EngineFailed)
         assert "device on fire" in event.error.message
-        assert isinstance(thread.failed, RuntimeError) and not thread.is_alive
-        thread.submit(second)
+        assert isinstance(thread.failed, RuntimeError)
+        submit(thread, second)
         (event,) = inbox.events_of(second)
         assert isinstance(event.error, EngineFailed)
         assert all(result.failure is not None for result in inbox.seen[-2:])
@@ -176,7 +188,7 @@ def test_a_failure_between_steps_is_told_even_if_nothing_runs() -> None:
         assert result.failure is not None and "transport gone" in result.failure.message
         thread.post(lambda: 1 / 0)  # type: ignore[arg-type]
         sequence = new_sequence((5, 6), 4)
-        thread.submit(sequence)
+        submit(thread, sequence)
         assert isinstance(inbox.events_of(sequence)[0].error, EngineFailed)
 
 
@@ -184,9 +196,8 @@ def test_stopping_ends_what_still_runs() -> None:
     engine, _ = new_engine(300, 4)
     with started(engine) as (thread, inbox):
         sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP)
-        thread.submit(sequence)
+        submit(thread, sequence)
         inbox.wait_for(lambda r: bool(r.events))
         assert thread.stop(LONG_S)
         assert isinstance(inbox.events_of(sequence)[-1].error, WorkerLost)
         assert engine.pool.num_free == 300
-        assert not thread.is_alive

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.errors import StartupError
 from disagg.links import server
-from disagg.links.frames import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
+from disagg.links.frames import HEADER, MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
 from disagg.links.server import LinkClosed, LinkServer
 from disagg.messages import (
     WIRE_VERSION,
@@ -111,6 +111,24 @@ async def test_an_idle_link_hears_a_heartbeat() -> None:
             2,
             3,
         ]
+
+
+async def test_a_snapshot_that_fits_into_no_frame_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the link, and so did the one of the next link."""
+    names = [bytes([number]) * 16 for number in range(8)]
+    nbytes = len(encode(Snapshot(0, tuple(names * 1000), BUSY)))
+    assert nbytes * server.MAX_SNAPSHOT_NAMES // 8000 < MAX_FRAME_NBYTES * 0.51
+    monkeypatch.setattr(server, "MAX_SNAPSHOT_NAMES", 5)
+    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
+        worker.answers_resync = False
+        await ingress.greet()
+        worker.server.publish_snapshot(1, names[:4], BUSY, names[4:])
+        snapshot = await ingress.read()
+        assert isinstance(snapshot, Snapshot)
+        assert (snapshot.block_hashes, snapshot.host_block_hashes) == (
+            tuple(names[:4]),
+            tuple(names[4:5]),
+        )
 
 
 async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:

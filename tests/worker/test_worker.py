@@ -423,3 +423,16 @@ async def test_what_pulls_took_is_forgotten_with_their_source() -> None:
         assert [figure.source_id for figure in doors.status().transfers] == ["prefill"]
         r.links["decode"].send_peers((), ["prefill"])
         await until(lambda: not doors.status().transfers)
+
+
+async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that hangs makes its thread late, which must not hold up what else the loop does."""
+    idents: list[int] = []
+    async with rig() as r:
+        await r.start("decode")
+        doors = r.workers["decode"]._doors
+        close = doors.close
+        monkeypatch.setattr(doors, "close", lambda: (idents.append(threading.get_ident()), close()))
+        await r.workers["decode"].close()
+        assert idents and idents[0] != threading.get_ident()
+        monkeypatch.setattr(doors, "close", lambda: None)  # the rig closes it once more
