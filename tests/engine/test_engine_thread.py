@@ -108,7 +108,11 @@ def test_abort_frees_the_blocks() -> None:
         sequence = new_sequence((5, 6), 4, 900, stop_ids=NO_STOP)
         submit(thread, sequence)
         inbox.wait_for(lambda r: r.status.num_running == 1)
-        thread.post(lambda: engine.abort(sequence.request_id))
+
+        def abort() -> None:
+            engine.abort(sequence.request_id)
+
+        thread.post(abort)
         inbox.wait_for(lambda r: r.status.num_running == 0 and r.status.num_free_blocks == 300)
 
 

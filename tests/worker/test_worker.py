@@ -432,7 +432,12 @@ async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.Monke
         await r.start("decode")
         doors = r.workers["decode"]._doors
         close = doors.close
-        monkeypatch.setattr(doors, "close", lambda: (idents.append(threading.get_ident()), close()))
+
+        def noted() -> None:
+            idents.append(threading.get_ident())
+            close()
+
+        monkeypatch.setattr(doors, "close", noted)
         await r.workers["decode"].close()
         assert idents and idents[0] != threading.get_ident()
         monkeypatch.setattr(doors, "close", lambda: None)  # the rig closes it once more
