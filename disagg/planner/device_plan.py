@@ -224,7 +224,7 @@ def _line(gpus: Gpus, used: Sequence[_Gpu], merged: Sequence[str]) -> str:
     if not used:
         has_gpus = gpus.devices or gpus.num_held or gpus.problem
         return "devices: CPU" + ("" if has_gpus else f" ({gpus.where} has no GPU)")
-    workers = sorted((each for gpu in used for each in gpu.workers), key=lambda each: each.pool)
+    workers = [each for gpu in used for each in gpu.workers]
     ids = ", ".join(gpu.device.id for gpu in used if gpu.device.id)
     names = ", ".join(sorted({gpu.device.name for gpu in used if gpu.device.name}))
     line = f"devices: {_named(workers)} on " + (f"GPU {ids}" if ids else f"{len(used)}")

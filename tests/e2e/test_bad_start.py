@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def refusal(*arguments: str, port: int | None = None) -> str:
+def refusal(
+    *arguments: str, port: int | None = None, environment: Mapping[str, str] | None = None
+) -> str:
     """What `disagg serve` says when it gives up. Nothing that it started may outlive it."""
     port = free_port() if port is None else port
     # A mark in the environment, which children inherit whatever becomes of their parents.
@@ -35,7 +38,7 @@ def refusal(*arguments: str, port: int | None = None) -> str:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, name: value, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **(environment or {}), name: value, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

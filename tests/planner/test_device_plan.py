@@ -48,7 +48,7 @@ def test_each_worker_has_a_gpu_for_itself() -> None:
     assert pools_of(found.config) == [(2, 1, 2, 1)]
     assert found.config.tiers[0].engine.device == "cuda"
     assert found.device_ids == ["0", "1", "2", "3"]
-    assert found.line == "devices: 2 m-decode, 2 m-prefill on GPU 0, 1, 2, 3 of 8 (NVIDIA H100)"
+    assert found.line == "devices: 2 m-prefill, 2 m-decode on GPU 0, 1, 2, 3 of 8 (NVIDIA H100)"
 
 
 def test_one_gpu_has_one_worker_that_does_both() -> None:
@@ -145,7 +145,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_serve_from_the_cpu() -> Non
 
 def test_gpus_that_others_hold_are_not_planned_with() -> None:
     cluster = Gpus((Device(""),) * 2, where="the cluster", num_held=6)
-    assert plan(cluster).line == "devices: 1 m-decode, 1 m-prefill on 2 of 2 GPUs"
+    assert plan(cluster).line == "devices: 1 m-prefill, 1 m-decode on 2 of 2 GPUs"
     with pytest.raises(StartupError, match="the cluster has 2 free, beside 6 that others hold"):
         plan(cluster, {"prefill": {"num_replicas": 3}})
 

@@ -1,0 +1,100 @@
+"""Stands in for the GPUs of a machine, in every Python process that has this directory in its path.
+
+Python imports this module at its start, and it changes others as these are imported. `torch.cuda`
+answers as on a machine with GPUs of 80 GB, of which `DISAGG_TEST_GPUS` says how many GB each has
+free ("80,80,3"), hidden by CUDA_VISIBLE_DEVICES as by the driver. `nvidia-smi` beside this file
+answers the same. A worker that opens a GPU claims its memory by the product's own code, leaves a
+file in `DISAGG_TEST_OPENED` that says which one, and then computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TOTAL_NBYTES = 80 * 10**9
+FREE_NBYTES = [int(gb) * 10**9 for gb in os.environ.get("DISAGG_TEST_GPUS", "").split(",") if gb]
+IS_TOO_OLD = "DISAGG_TEST_DRIVER_IS_TOO_OLD" in os.environ
+
+
+def visible() -> list[int]:
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if ids is None:
+        return list(range(len(FREE_NBYTES)))
+    return [int(each) for each in ids.split(",") if each.strip().isdigit()]
+
+
+def change_cuda(cuda: Any) -> None:
+    import torch.version
+
+    def is_available() -> bool:
+        if IS_TOO_OLD:
+            warnings.warn(
+                "CUDA initialization: The NVIDIA driver on your system is too old (found version"
+                " 11040). Please update your GPU driver.",
+                stacklevel=2,
+            )
+        return bool(visible()) and not IS_TOO_OLD
+
+    torch.version.cuda = "13.0"
+    cuda.is_available = is_available
+    cuda.device_count = lambda: len(visible())
+    cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
+    cuda.memory_reserved = lambda device=None: 0
+    cuda.mem_get_info = lambda device=None: (FREE_NBYTES[visible()[0]], TOTAL_NBYTES)
+
+
+def change_runner(runner: Any) -> None:
+    choose_device = runner.choose_device
+
+    def open_device(config: Any) -> Any:
+        device = choose_device(config)
+        is_worker = any("default_worker" in word for word in sys.orig_argv)  # of Ray
+        if device.type != "cuda" or not is_worker:
+            return device
+        from ray import serve
+
+        claim_nbytes = runner.GpuMemory(config, device).claim_nbytes
+        pool = serve.get_replica_context().deployment
+        opened = {"pool": pool, "gpu": visible()[0], "claim_nbytes": claim_nbytes}
+        directory = Path(os.environ["DISAGG_TEST_OPENED"])
+        (directory / f"{os.getpid()}.json").write_text(json.dumps(opened))
+        return type(device)("cpu")
+
+    runner.choose_device = open_device
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch.cuda": change_cuda,
+    "disagg.engine.runner": change_runner,
+}
+
+
+class ChangeOnImport(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in CHANGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            CHANGES[name](module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+if FREE_NBYTES:
+    sys.meta_path.insert(0, ChangeOnImport())
