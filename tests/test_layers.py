@@ -48,6 +48,7 @@ THIRD_PARTY = {
         "engine/gpu.py",
         "engine/memory_plan.py",
         "engine/sampler.py",
+        "engine/sampling_state.py",
         "engine/token_masks.py",
         "engine/runner.py",
         "engine/step_threads.py",

@@ -25,7 +25,7 @@ from disagg.engine.grammar import Grammars
 from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
 from disagg.engine.memory_plan import plan_memory
 from disagg.engine.prompt_lookup import PromptLookup
-from disagg.engine.sampler import choose, needs_host, sample
+from disagg.engine.sampler import Sampler, needs_host
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.slots import Slots
@@ -69,35 +69,35 @@ class ModelRunner:
         block_size = kv_cache.block_size
         max_num_blocks = -(-decoder.config.max_model_len // block_size)
         self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
+        self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
     def launch(self, plan: StepPlan) -> Results:
         """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
-        return self._launch(plan, self._inputs(plan))
+        return self._launch(plan, *self._inputs(plan))
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
-        return self.batching.inputs(plan, self.slots.enter(plan.sequences))
+    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
+        """What the device is told, and slots that others had before."""
+        entered = self.slots.enter(plan.sequences)
+        return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
 
-    def _launch(self, plan: StepPlan, step: StepInputs) -> Results:
+    def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
         """The part of `launch` that the device is given."""
+        self.sampler.enter(entered)
         batch, slots = self.batching.batch(step)
-        logits = self._forward(batch)
+        logits, positions = self._forward(batch)
         # Whose tokens all have been computed: a row of logits each.
         ends = [*map(_ends, plan.sequences, step.ends)]
         sampled = [*compress(plan.sequences, ends)]
-        if sampled:
-            nums_known = compress([len(sequence.tokens) for sequence in plan.sequences], ends)
-            unread = [*map(sub, compress(step.ends, ends), nums_known)]
-            token_ids = choose(logits, sampled, unread)
-        else:
-            token_ids = torch.empty(0, dtype=torch.int64, device=logits.device)
-        self.batching.remember(slots, token_ids)
-        read = _reader(token_ids)
+        nums_known = compress([len(sequence.tokens) for sequence in plan.sequences], ends)
+        unread = [*map(sub, compress(step.ends, ends), nums_known)]
+        chosen = self.sampler.sample(logits, sampled, positions, nums_unread=unread)
+        self.batching.remember(slots, chosen.token_ids)
 
         def results() -> list[Sampled]:
-            tokens = iter(read())
+            tokens = iter(chosen.read())
             return [next(tokens) if is_end else None for is_end in ends]
 
-        return read if all(ends) else results
+        return chosen.read if all(ends) else results
 
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether the device alone finds a token for each sequence, and so can go on with it."""
@@ -112,27 +112,33 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
         self.threads.use_for(plan.features)
-        batch, _ = self.batching.batch(self._inputs(plan))
-        logits = self._forward(batch)
+        step, entered = self._inputs(plan)
+        self.sampler.enter(entered)
+        batch, _ = self.batching.batch(step)
+        logits, positions = self._forward(batch)
         if plan.num_ahead:
-            return self._verified(plan, logits)
+            return self._verified(plan, logits, positions)
         if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
-            return [*self._sample(logits, plan.sequences)]
+            return [*self._sample(logits, plan.sequences, positions)]
         ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
         if not any(ends):  # nobody reads a token, which would wait for all of the step
             _synchronize(self.decoder.device)
             return [None] * len(ends)
-        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)]))
+        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)], positions))
         return [next(tokens) if is_end else None for is_end in ends]
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits, and the positions of the tokens that they follow."""
         logits = None if self.graphs is None else self.graphs.forward(batch)
-        return self.decoder.forward(batch, self.kv_cache.pages) if logits is None else logits
+        if logits is None:
+            logits = self.decoder.forward(batch, self.kv_cache.pages)
+        is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
+        return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
 
-    def _verified(self, plan: StepPlan, logits: Tensor) -> list[Sampled]:
+    def _verified(self, plan: StepPlan, logits: Tensor, positions: Tensor) -> list[Sampled]:
         """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
         continued = [list(rows(work)) for work in plan.work]
-        tokens = iter(self._sample(logits, list(chain.from_iterable(continued))))
+        tokens = iter(self._sample(logits, list(chain.from_iterable(continued)), positions))
         sampled: list[Sampled] = []
         for each in continued:
             some = [next(tokens) for _ in each]
@@ -142,15 +148,16 @@ class ModelRunner:
         return sampled
 
     def _sample(
-        self, logits: Tensor, sequences: SequenceOf[Continued]
+        self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[SampledToken | DisaggError]:
         """The next token of each, or why its grammar has none."""
         bound = [row for row, each in enumerate(sequences) if each.sampling.grammar is not None]
         if not bound:
-            return sample(logits, sequences)
+            return self.sampler.sample(logits, sequences, positions).read()
         # On a GPU the logits are still being computed.
         masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
-        sampled: list[SampledToken | DisaggError] = [*sample(logits, sequences, masks)]
+        chosen = self.sampler.sample(logits, sequences, positions, masks)
+        sampled: list[SampledToken | DisaggError] = [*chosen.read()]
         for row, error in failed.items():
             sampled[row] = error
         return sampled
@@ -202,22 +209,6 @@ def _synchronize(device: torch.device) -> None:
 def _ends(sequence: Sequence, end: int) -> bool:
     """Whether a step up to `end` computes the last of a sequence's tokens."""
     return end >= len(sequence.tokens)
-
-
-def _reader(token_ids: Tensor) -> Results:
-    """Waits for the tokens, and for nothing that is launched after them."""
-    if token_ids.device.type == "cpu":
-        return lambda: [*map(SampledToken, token_ids.tolist())]
-    on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-    on_host.copy_(token_ids, non_blocking=True)
-    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    is_there.record()
-
-    def read() -> list[Sampled]:
-        is_there.synchronize()
-        return [*map(SampledToken, on_host.tolist())]
-
-    return read
 
 
 def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:

@@ -8,140 +8,169 @@ cumulative sum, rounding that differs from one device to another hardly ever cha
 
 Order, as in vLLM: what a grammar allows, penalties, temperature, min-p, top-k, top-p. Reported
 log-probabilities are of the model's own distribution, before any of these.
+
+Nothing here waits for a device but `Chosen.read`. What it computes is `kernels.sampling_rows`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from operator import add
+from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.engine.sampling_state import SamplingState, Step
+from disagg.engine.slots import Slots
 from disagg.engine.speculation import Continued
 from disagg.engine.step import SampledToken
 from disagg.engine.token_masks import TokenMasks
-from disagg.messages import SamplingParams, TokenLogprobs
-
-GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
-SORTED_COLUMNS = (
-    1024,
-    16384,
-)  # the first is enough for nearly every row; the rest are sorted whole
-
-GROUP_SIZE = 256
-FIRST_GROUP_COUNTER = 1 << 32  # the noise of groups is not that of tokens
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea and Flood, 2014): increment ...
-_MIX_1 = 0xBF58476D1CE4E5B9  # ... and multipliers of the finalizer
-_MIX_2 = 0x94D049BB133111EB
-
-
-@torch.inference_mode()
-def sample(
-    logits: Tensor, sequences: SequenceOf[Continued], masks: TokenMasks | None = None
-) -> list[SampledToken]:
-    """The next token of each sequence.
-
-    Args:
-        logits: float32 [num_sequences, vocab_size]; consumed.
-        sequences: row i belongs to sequences[i], whose tokens all have been computed.
-        masks: what grammars allow.
-    """
-    wanted = [i for i, sequence in enumerate(sequences) if _is_scored(sequence)]
-    log_probs = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
-    if masks is not None:
-        masks.apply_(logits)
-    for i, sequence in enumerate(sequences):
-        if _is_adjusted(sequence):
-            _adjust_(logits[i], sequence)
-    token_ids = _choose(logits, sequences, [0] * len(sequences))
-    chosen = token_ids.tolist()
-    logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
-    if log_probs is not None:
-        nums_top = [sequences[i].sampling.logprobs or 0 for i in wanted]
-        for i, found in zip(wanted, _report(log_probs, token_ids[wanted], nums_top), strict=True):
-            logprobs[i] = found
-    return [SampledToken(*pair) for pair in zip(chosen, logprobs, strict=True)]
+from disagg.kernels.dispatch import sampling_ops_for
+from disagg.kernels.sampling_rows import SamplingOps, upload
+from disagg.messages import TokenLogprobs
 
 
 def needs_host(sequence: Continued) -> bool:
-    """Whether the host must see logits, or earlier tokens, before the next token can be chosen."""
-    sampling = sequence.sampling
-    return (
-        _is_scored(sequence)
-        or _is_adjusted(sequence)
-        or _is_narrowed(sampling)
-        or sampling.grammar is not None
-    )
+    """Whether the host must see earlier tokens before the next token can be chosen."""
+    return sequence.sampling.grammar is not None
 
 
-@torch.inference_mode()
-def choose(
-    logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]
-) -> Tensor:
-    """As `sample` for sequences that `needs_host` is false of, without waiting for a device.
+class Sampler:
+    """Chooses tokens of the sequences that have a slot.
 
     Args:
-        nums_unread: tokens of each that only the device knows so far.
-
-    Returns:
-        int64 [num_sequences], where the logits are.
+        ops: the device's operations; by default what `sampling_ops_for` chooses.
     """
-    return _choose(logits, sequences, nums_unread)
+
+    def __init__(
+        self, slots: Slots, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
+    ) -> None:
+        self._ops = ops or sampling_ops_for(device)
+        self._state = SamplingState(self._ops, slots, vocab_size, device)
+
+    def enter(self, entered: SequenceOf[int]) -> None:
+        """These slots have just been given to sequences; others had them before."""
+        self._state.enter(entered)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: SequenceOf[Continued],
+        positions: Tensor,
+        masks: TokenMasks | None = None,
+        nums_unread: SequenceOf[int] = (),
+    ) -> Chosen:
+        """Choose the next token of each sequence.
+
+        Args:
+            logits: float32 [num_sequences, vocab_size]; consumed.
+            sequences: row i belongs to sequences[i], whose tokens all have been computed.
+            positions: int64 [num_sequences], of the last token of each.
+            masks: what grammars allow.
+            nums_unread: tokens of each that only the device knows so far, because the step before
+                has chosen them: 0 or 1. Empty: none of any.
+        """
+        if not sequences:
+            return Chosen(positions, None)
+        state, ops = self._state, self._ops
+        step = state.step(sequences, nums_unread)
+        scores = _Scores.of(logits, step, sequences, nums_unread)
+        if masks is not None:
+            masks.apply_(logits)
+        positions = positions + 1
+        if step.is_adjusted:
+            ops.adjust_(logits, state.tables, step.rows, positions)
+        for row in step.foreseen:
+            _adjust_(logits[row], sequences[row])
+        token_ids = ops.choose(logits, state.tables, step.rows, positions)
+        state.remember(step, token_ids)
+        return Chosen(token_ids, scores)
 
 
-def _choose(
-    logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]
-) -> Tensor:
-    drawn = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence)]
-    if len(drawn) == len(sequences):
-        return _draw(logits, sequences, nums_unread)
-    token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
-    if drawn:
-        rows = _upload(drawn, torch.int64, logits.device)
-        nums_unread = [nums_unread[i] for i in drawn]
-        token_ids[rows] = _draw(logits[rows], [sequences[i] for i in drawn], nums_unread)
-    return token_ids
+class _Scores:
+    """Log-probabilities of some rows, while the token is still to be chosen.
+
+    wanted: [row, how many of the most likely tokens].
+    """
+
+    def __init__(self, logits: Tensor, wanted: list[tuple[int, int]]) -> None:
+        self.wanted = wanted
+        self.rows = upload([row for row, _ in wanted], torch.int64, logits.device)
+        is_whole = len(wanted) == logits.shape[0]
+        self.log_probs = torch.log_softmax(logits if is_whole else logits[self.rows], dim=-1)
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        step: Step,
+        sequences: SequenceOf[Continued],
+        nums_unread: SequenceOf[int],
+    ) -> _Scores | None:
+        wanted = []
+        for row in step.scored:
+            params, num_tokens = sequences[row].sampling, sequences[row].num_output_tokens
+            num_tokens += nums_unread[row] if nums_unread else 0
+            if params.logprobs_until is None or num_tokens < params.logprobs_until:
+                wanted.append((row, params.logprobs or 0))
+        return cls(logits, wanted) if wanted else None
+
+    def tensors(self, token_ids: Tensor) -> list[Tensor]:
+        """Of the chosen tokens [n], and if any are wanted the largest [n, k] and their ids."""
+        chosen = self.log_probs.gather(1, token_ids[self.rows].unsqueeze(1)).flatten()
+        num_top = max(num_top for _, num_top in self.wanted)
+        if not num_top:
+            return [chosen]
+        return [chosen, *self.log_probs.topk(min(num_top, self.log_probs.shape[-1]), dim=-1)]
 
 
-def _upload(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[len(values)] on the device, without waiting for what it computes."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+class Chosen:
+    """A step's tokens, on their device and on the way to the host.
+
+    token_ids: int64 [num_sequences].
+    """
+
+    def __init__(self, token_ids: Tensor, scores: _Scores | None) -> None:
+        self.token_ids = token_ids
+        self._wanted = scores.wanted if scores else []
+        self._read = _reader([token_ids, *(scores.tensors(token_ids) if scores else ())])
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the tokens, and for nothing that is launched after them."""
+        token_ids, *scores = self._read()
+        sampled = [*map(SampledToken, token_ids)]
+        if not scores:
+            return sampled
+        tops: list[Any] = [()] * len(self._wanted)
+        if len(scores) > 1:
+            tops = [tuple(zip(*pair, strict=True)) for pair in zip(*scores[:0:-1], strict=True)]
+        for (row, num_top), chosen, top in zip(self._wanted, scores[0], tops, strict=True):
+            sampled[row] = SampledToken(token_ids[row], TokenLogprobs(chosen, top[:num_top]))
+        return sampled
 
 
-def _is_scored(sequence: Continued) -> bool:
-    sampling = sequence.sampling
-    if sampling.logprobs is None:
-        return False
-    return sampling.logprobs_until is None or sequence.num_output_tokens < sampling.logprobs_until
+def _reader(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
+    if tensors[0].device.type == "cpu":
+        return lambda: [tensor.tolist() for tensor in tensors]
+    on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    for host, device in zip(on_host, tensors, strict=True):
+        host.copy_(device, non_blocking=True)
+    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_there.record()
 
+    def read() -> list[list[Any]]:
+        is_there.synchronize()
+        return [tensor.tolist() for tensor in on_host]
 
-def _is_greedy(sequence: Continued) -> bool:
-    return sequence.sampling.temperature < GREEDY_BELOW
-
-
-def _is_adjusted(sequence: Continued) -> bool:
-    sampling = sequence.sampling
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.min_tokens > 0
-    )
+    return read
 
 
 def _adjust_(row: Tensor, sequence: Continued) -> None:
-    """Apply the penalties, and before `min_tokens` rule out the end, in place.
-
-    Repetition (Keskar et al., 2019) is over prompt and output; presence and frequency, as OpenAI
-    defines them, over the output.
-    """
+    """As `SamplingOps.adjust_`, for one row from the tokens that the host knows, in place."""
     sampling, tokens = sequence.sampling, sequence.tokens
     if sampling.repetition_penalty != 1.0:
         present = torch.tensor(sorted(set(tokens)), device=row.device)
@@ -159,147 +188,3 @@ def _adjust_(row: Tensor, sequence: Continued) -> None:
     if sequence.stop_ids and len(output) < sampling.min_tokens:
         # A client may name any number; only those of the vocabulary can be drawn.
         row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf
-
-
-def _draw(logits: Tensor, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]) -> Tensor:
-    """One token id for each row, int64 [num_rows]; consumes the logits.
-
-    Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
-    token of that group: the same distribution for a fraction of the noise.
-    """
-    device = logits.device
-    params = [sequence.sampling for sequence in sequences]
-    scaled = logits.div_(_column([p.temperature for p in params], device))
-    if any(p.min_p > 0 or _is_narrowed(p) for p in params):
-        scaled.masked_fill_(scaled < _floor(scaled, params), -math.inf)
-    num_rows, vocab_size = scaled.shape
-    padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-math.inf)
-    groups = padded.view(num_rows, -1, GROUP_SIZE)
-    nums_tokens = [sequence.num_tokens for sequence in sequences]
-    positions = map(add, nums_tokens, nums_unread)
-    seeds = [_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
-    keys = _upload(seeds, torch.int64, device).unsqueeze(1)
-    counters = torch.arange(groups.shape[1], device=device) + FIRST_GROUP_COUNTER
-    weights = groups.logsumexp(dim=-1).double()
-    chosen = (weights + _gumbel(keys, counters)).argmax(dim=-1)  # [num_rows]
-    members = groups[torch.arange(num_rows, device=device), chosen].double()
-    first_ids = chosen * GROUP_SIZE
-    token_ids = first_ids.unsqueeze(1) + torch.arange(GROUP_SIZE, device=device)
-    return first_ids + (members + _gumbel(keys, token_ids)).argmax(dim=-1)
-
-
-def _floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest scaled logit that stays a candidate, float32 [num_rows, 1]."""
-    device = scaled.device
-    reach = [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params]
-    floor = scaled.amax(dim=-1, keepdim=True) - _column(reach, device)
-    narrowed = [i for i, p in enumerate(params) if _is_narrowed(p)]
-    if narrowed:
-        floor[narrowed] = _nucleus_floor(scaled[narrowed], [params[i] for i in narrowed])
-    return floor
-
-
-def _is_narrowed(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
-
-
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return _upload(values, torch.float32, device).unsqueeze(1)
-
-
-def _nucleus_floor(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest scaled logit that min-p, top-k and top-p keep, float32 [num_rows, 1].
-
-    Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
-    probabilities, among what min-p and top-k have kept, add up to at least p.
-    """
-    vocab_size = scaled.shape[-1]
-    floor = scaled.new_empty(len(params), 1)
-    rows = list(range(len(params)))
-    for num_columns in (*SORTED_COLUMNS, vocab_size):
-        some = [params[i] for i in rows]
-        floor[rows], is_cut = _floor_of_sorted(scaled[rows], some, min(num_columns, vocab_size))
-        if num_columns >= vocab_size or not bool(is_cut.any()):
-            break
-        rows = [i for i, cut in zip(rows, is_cut.tolist(), strict=True) if cut]
-    return floor
-
-
-def _floor_of_sorted(
-    scaled: Tensor, params: list[SamplingParams], num_columns: int
-) -> tuple[Tensor, Tensor]:
-    """The floor as found in the largest `num_columns` of each row, and bool [num_rows]: whether
-    columns that were not looked at could matter.
-    """
-    device, vocab_size = scaled.device, scaled.shape[-1]
-    ordered = scaled.topk(num_columns, dim=-1).values  # [num_rows, num_columns], falling
-    ranks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    last_kept = torch.tensor(ranks, device=device).clamp(max=num_columns).unsqueeze(1) - 1
-    is_limited = torch.tensor([rank <= num_columns for rank in ranks], device=device).unsqueeze(1)
-    reach = [-math.log(p.min_p) if p.min_p > 0 else math.inf for p in params]
-    lowest = ordered[:, :1] - _column(reach, device)  # of min-p
-    lowest = torch.where(is_limited, lowest.maximum(ordered.gather(1, last_kept)), lowest)
-    is_kept = ordered >= lowest
-    ends_inside = is_limited | ~is_kept[:, -1:]
-    # The probabilities are relative to all that is kept, also in columns that are not looked at.
-    total = torch.where(
-        ends_inside,
-        ordered.masked_fill(~is_kept, -math.inf).logsumexp(dim=-1, keepdim=True),
-        scaled.masked_fill(scaled < lowest, -math.inf).logsumexp(dim=-1, keepdim=True),
-    )
-    mass = (ordered - total).double().exp().masked_fill(~is_kept, 0.0)
-    before = mass.cumsum(dim=-1) - mass
-    enough = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
-    is_kept &= before < torch.tensor(enough, device=device).unsqueeze(1)
-    is_kept[:, 0] = True
-    floor = ordered.masked_fill(~is_kept, math.inf).amin(dim=-1, keepdim=True)
-    is_cut = is_kept[:, -1] & ~is_limited.squeeze(1)
-    # Nor is the total known of what a larger top-k keeps.
-    is_ranked = torch.tensor([rank < vocab_size for rank in ranks], device=device)
-    return floor, is_cut | (is_ranked & ~ends_inside.squeeze(1))
-
-
-def _report(log_probs: Tensor, token_ids: Tensor, nums_top: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of the chosen tokens and of the most likely `nums_top[i]` ones."""
-    chosen = log_probs.gather(1, token_ids.unsqueeze(1)).flatten().tolist()
-    if not any(nums_top):
-        return [TokenLogprobs(logprob) for logprob in chosen]
-    values, ids = log_probs.topk(min(max(nums_top), log_probs.shape[-1]), dim=-1)
-    tops = [
-        tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True))
-        for row_ids, row_values, num_top in zip(
-            ids.tolist(), values.tolist(), nums_top, strict=True
-        )
-    ]
-    return [TokenLogprobs(*pair) for pair in zip(chosen, tops, strict=True)]
-
-
-def _key(seed: int, position: int) -> int:
-    """Where the noise of one position starts, as a signed 64-bit integer."""
-    return _signed(_mix(_mix(seed & _MASK) + position * _GOLDEN & _MASK))
-
-
-def _mix(x: int) -> int:
-    """SplitMix64's finalizer on Python integers; `_gumbel` has the same on tensors."""
-    x = (x ^ (x >> 30)) * _MIX_1 & _MASK
-    x = (x ^ (x >> 27)) * _MIX_2 & _MASK
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
-
-
-def _gumbel(keys: Tensor, counters: Tensor) -> Tensor:
-    """Standard Gumbel noise for each (key, counter), float64; int64 arithmetic wraps around."""
-    x = keys + (counters + 1) * _signed(_GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    bits = _shift_right(x ^ _shift_right(x, 31), 32)
-    uniform = (bits.double() + 0.5) / (1 << 32)
-    return -torch.log(-torch.log(uniform))
-
-
-def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """Logical shift; torch's is arithmetic."""
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

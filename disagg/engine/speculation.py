@@ -91,12 +91,13 @@ class Ahead:
     What a sampler asks of a sequence, for one row of the logits.
     """
 
-    __slots__ = ("num_ahead", "num_prompt_tokens", "sampling", "sequence", "stop_ids")
+    __slots__ = ("num_ahead", "num_prompt_tokens", "sampling", "sequence", "slot", "stop_ids")
 
     def __init__(self, sequence: Sequence, num_ahead: int) -> None:
         self.sequence = sequence
         self.num_ahead = num_ahead
         self.sampling: SamplingParams = sequence.sampling
+        self.slot = sequence.slot
         self.stop_ids = sequence.stop_ids
         self.num_prompt_tokens = sequence.num_prompt_tokens
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from disagg.kernels.ops import Ops
+from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch_sampling import TorchSampling
 
 
 def ops_for(device: torch.device, num_heads: int) -> Ops:
@@ -21,3 +23,8 @@ def ops_for(device: torch.device, num_heads: int) -> Ops:
 def device_name(device_id: int) -> str:
     """What the driver calls a GPU; empty for a CPU, whose id is -1."""
     return torch.cuda.get_device_name(device_id) if device_id >= 0 else ""
+
+
+def sampling_ops_for(device: torch.device) -> SamplingOps:
+    """Return plain torch."""
+    return TorchSampling()

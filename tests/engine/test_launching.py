@@ -20,7 +20,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.runner import ModelRunner, build_engine
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import Results, StepPlan
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.tiny_model import write_tiny_model
 
 BLOCK_SIZE = 4
@@ -35,10 +35,10 @@ class LateRunner(ModelRunner):
         self.num_chunks_followed += bool(plan.starts) and plan.num_new_tokens > plan.num_decodes
         return super().launch(plan)
 
-    def _launch(self, plan: StepPlan, step: StepInputs) -> Results:
+    def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
         as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
         launch = super()._launch
-        return lambda: launch(as_now, step)()
+        return lambda: launch(as_now, step, entered)()
 
 
 def _as_now(sequence: Sequence) -> Sequence:
@@ -90,9 +90,12 @@ def sequences(
     return made
 
 
-def play(engine: Engine, todo: list[Sequence]) -> dict[str, list[int]]:
+Said = list[tuple[int, TokenLogprobs | None]]
+
+
+def play(engine: Engine, todo: list[Sequence]) -> dict[str, Said]:
     """One new request every third step, and one that is cancelled on the way."""
-    outputs: dict[str, list[int]] = {}
+    outputs: dict[str, Said] = {}
     todo = todo[::-1]
     num_steps = 0
     while todo or engine.has_work:
@@ -101,7 +104,9 @@ def play(engine: Engine, todo: list[Sequence]) -> dict[str, list[int]]:
         if num_steps == 10:
             engine.abort("1")
         for event in engine.step():
-            outputs.setdefault(event.sequence.request_id, []).extend(event.token_ids)
+            logprobs = event.logprobs or (None,) * len(event.token_ids)
+            said = zip(event.token_ids, logprobs, strict=True)
+            outputs.setdefault(event.sequence.request_id, []).extend(said)
         engine.check()
         num_steps += 1
     assert engine.pool.num_free == engine.pool.num_blocks
@@ -115,13 +120,21 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
     "greedy": [GREEDY] * 6,
     "drawn": [DRAWN] * 6,
     "both": [GREEDY, DRAWN, GREEDY, {**DRAWN, "seed": 8}, DRAWN, GREEDY],
-    "some need the host": [
+    "everything": [
         GREEDY,
-        DRAWN,
-        {**DRAWN, "top_p": 0.8},
+        {**DRAWN, "min_tokens": 5, "stop_token_ids": tuple(range(0, 260, 3))},
+        {**DRAWN, "top_p": 0.8, "logprobs": 1},
         {**GREEDY, "repetition_penalty": 1.3},
         {**GREEDY, "logprobs": 2, "logprobs_until": 3},
-        GREEDY,
+        {**DRAWN, "presence_penalty": 0.5, "frequency_penalty": 0.2, "top_k": 40},
+    ],
+    "defaults of Llama-3": [{"temperature": 0.6, "top_p": 0.9, "seed": n} for n in range(6)],
+    "defaults of Qwen2.5": [
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "seed": n}
+        for n in range(6)
+    ],
+    "defaults of Qwen3": [
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "seed": n} for n in range(6)
     ],
     "early ends": [{**GREEDY, "stop_token_ids": tuple(range(0, 260, 6))}] * 6,
 }
@@ -134,17 +147,47 @@ def test_the_same_tokens_in_any_order(mixture: str, num_blocks: int, directory: 
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = ahead.runner
     expected = play(in_order, sequences(3, MIXTURES[mixture]))
-    assert play(ahead, sequences(3, MIXTURES[mixture])) == expected
+    found = play(ahead, sequences(3, MIXTURES[mixture]))
+    assert tokens_of(found) == tokens_of(expected)
+    for request_id, said in found.items():
+        for (_, logprobs), (_, wanted) in zip(said, expected[request_id], strict=True):
+            assert (logprobs is None) == (wanted is None)
+            if logprobs is not None and wanted is not None:
+                assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+                assert [token for token, _ in logprobs.top] == [t for t, _ in wanted.top]
     assert ahead.runner.num_followed
 
 
-def test_chunks_of_prompts_are_launched_ahead(directory: Path) -> None:
+def tokens_of(outputs: dict[str, Said]) -> dict[str, list[int]]:
+    return {request_id: [token for token, _ in said] for request_id, said in outputs.items()}
+
+
+@pytest.mark.parametrize("mixture", ["both", "everything"])
+def test_chunks_of_prompts_are_launched_ahead(mixture: str, directory: Path) -> None:
     """Steps with some in the middle of a prompt, some at its end, and some that decode."""
     in_order, ahead = (build(directory, 60, max_num_seqs=4) for _ in range(2))
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = ahead.runner
     for engine in (in_order, ahead):
         engine.scheduler.max_num_batched_tokens = 9
-    expected = play(in_order, sequences(4, MIXTURES["both"], max_prompt=40))
-    assert play(ahead, sequences(4, MIXTURES["both"], max_prompt=40)) == expected
+    expected = tokens_of(play(in_order, sequences(4, MIXTURES[mixture], max_prompt=40)))
+    found = tokens_of(play(ahead, sequences(4, MIXTURES[mixture], max_prompt=40)))
+    assert found == expected
     assert ahead.runner.num_chunks_followed > 2
+
+
+@pytest.mark.parametrize("mixture", [name for name in MIXTURES if name.startswith("defaults")])
+def test_default_traffic_is_launched_ahead(mixture: str, directory: Path) -> None:
+    """Every step behind the one before it, from the last prompt's on."""
+    engine = build(directory, 60, max_num_seqs=6)
+    assert isinstance(engine.runner, LateRunner)
+    engine.launcher = engine.runner
+    for sequence in sequences(3, MIXTURES[mixture]):
+        engine.submit(sequence)
+    are_ahead = []
+    while engine.has_work:
+        engine.step()
+        are_ahead.append(bool(engine.last_plan.starts))
+    first = are_ahead.index(True)
+    assert all(are_ahead[first:]) and len(are_ahead) - first > 12
+    assert first < 5, "the prompts are as many steps"

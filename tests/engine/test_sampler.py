@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine import sampler
-from disagg.engine.sampler import GROUP_SIZE, _gumbel, _key, sample
+from disagg.engine.sampler import Sampler
 from disagg.engine.sequence import Sequence
+from disagg.engine.slots import Slots
+from disagg.engine.step import SampledToken
+from disagg.kernels.sampling_rows import GROUP_SIZE
+from disagg.kernels.torch_sampling import gumbel, mix, noise_keys, signed
 from disagg.messages import GenerateRequest, SamplingParams
 
 VOCAB_SIZE = 50
@@ -39,6 +42,22 @@ def params(**changes: object) -> SamplingParams:
 def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, scale: float = 2.0) -> Tensor:
     generator = torch.Generator().manual_seed(num_rows * vocab_size)
     return torch.randn(num_rows, vocab_size, generator=generator) * scale
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    """By a sampler that has seen none of them before."""
+    slots = Slots()
+    sampler = Sampler(slots, logits.shape[1], logits.device)
+    sampler.enter([new.slot for new in slots.enter(sequences)])
+    positions = torch.tensor([each.num_tokens - 1 for each in sequences])
+    tokens = sampler.sample(logits, sequences, positions).read()
+    for each in sequences:
+        each.slot = -1
+    return tokens
+
+
+def noise_key(seed: int, position: int) -> Tensor:
+    return noise_keys(torch.tensor([signed(mix(seed))]), torch.tensor([position]))
 
 
 def draw_many(logits: Tensor, num_draws: int, **changes: object) -> list[int]:
@@ -132,7 +151,7 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_unrelated() -> None
     """Uniform and uncorrelated."""
     ids = torch.arange(512)
     rows = [
-        _gumbel(torch.tensor(_key(seed, position)), ids)
+        gumbel(noise_key(seed, position), ids)
         for seed in (0, 1, 2**63, 2**64 - 1)
         for position in range(16)
     ]
@@ -146,7 +165,7 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_unrelated() -> None
 
 def test_the_noise_is_the_documented_one() -> None:
     """Moved requests go on on other machines and versions, so the noise is part of the wire."""
-    noise = _gumbel(torch.tensor([_key(7, 9)] * 2), torch.tensor([0, 49]))
+    noise = gumbel(noise_key(7, 9), torch.tensor([0, 49]))
     x = reference_bits(7, 9, 0), reference_bits(7, 9, 49)
     expected = [-math.log(-math.log((bits + 0.5) / 2**32)) for bits in x]
     assert noise.tolist() == pytest.approx(expected, abs=1e-12)
@@ -199,35 +218,6 @@ def test_edges_of_the_filters() -> None:
     ratio = float(probs[3] / probs[0])
     assert set(draw_many(row, 300, min_p=ratio * 0.999)) == {0, 1, 2, 3}
     assert set(draw_many(row, 300, min_p=ratio * 1.001)) == {0, 1, 2}
-
-
-@pytest.mark.parametrize("top_k", [1023, 1024, 1025, 16_383, 16_384, 16_385])
-@pytest.mark.parametrize("min_p", [0.0, 0.3])
-def test_a_nucleus_of_a_large_top_k_is_of_those_alone(top_k: int, min_p: float) -> None:
-    """At the edges of the steps in which columns are sorted."""
-    vocab_size = 4_099 if top_k < 4_000 else 20_011
-    row = random_logits(1, vocab_size, scale=1.5)
-    changes = params(top_k=top_k, top_p=0.7, min_p=min_p)
-    kept = plain_distribution(row[0], changes) > 0
-    assert float(sampler._nucleus_floor(row, [changes])) == float(row[0][kept].min())
-
-
-@pytest.mark.parametrize(
-    "changes", [{"top_p": 0.95}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.99}]
-)
-@pytest.mark.parametrize("looks", [(64, 256), (64, 4096), (4096,)])
-def test_flat_rows_are_looked_at_further(
-    changes: dict[str, float], looks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More tokens stay than the first look covers; the floor is still the defined one."""
-    monkeypatch.setattr(sampler, "SORTED_COLUMNS", looks)
-    flat = random_logits(1, 2048, scale=0.1)[0]
-    peaked = random_logits(1, 2048, scale=4.0)[0]
-    both = torch.stack([flat, peaked])
-    floors = sampler._nucleus_floor(both, [params(**changes)] * 2).flatten()
-    for row, floor in zip(both, floors, strict=True):
-        expected = plain_distribution(row, params(**changes))
-        assert float(floor) == float(row[expected > 0].min())
 
 
 def test_penalties_follow_their_formulas() -> None:

@@ -1,0 +1,131 @@
+"""What the kernels that choose tokens read: numbers of each running sequence, and a step's rows.
+
+Everything of a sequence lies in the row of tensors that is its slot, and stays there while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
+
+# The noise of a draw: a group of neighbouring token ids is drawn first, then one of them.
+GROUP_SIZE = 256
+FIRST_GROUP_COUNTER = 1 << 32  # the noise of groups is not that of tokens
+GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea and Flood, 2014): increment ...
+MIX_1 = 0xBF58476D1CE4E5B9  # ... and multipliers of the finalizer
+MIX_2 = 0x94D049BB133111EB
+
+# Columns of `SamplingTables.numbers`; from FIRST_FLOAT on these are the bits of float64.
+SEED, TOP_K, MIN_TOKENS, FIRST_FLOAT = 0, 1, 2, 3
+TEMPERATURE, TOP_P, REACH, REPETITION, PRESENCE, FREQUENCY = range(FIRST_FLOAT, 9)
+NUM_COLUMNS = 9
+
+
+class Numbers(NamedTuple):
+    """The sampling parameters of a sequence, as the kernels read them.
+
+    seed: mixed once, as a signed 64-bit integer.
+    top_k: a number beyond the vocabulary where it is off.
+    min_tokens: of prompt and output, before the sequence may end; 0 where it always may.
+    temperature: 0 where the most likely token is taken.
+    top_p: infinite where it is off.
+    reach: how far below the largest scaled logit a candidate may be, as min-p says.
+    """
+
+    seed: int
+    top_k: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    reach: float
+    repetition: float
+    presence: float
+    frequency: float
+
+
+@dataclass(slots=True)
+class SamplingTables:
+    """What is known of running sequences, on the device that computes their logits.
+
+    numbers: int64 [num_slots, NUM_COLUMNS].
+    stop_ids: int32 [num_slots, n], padded with -1; of those with `min_tokens`.
+    seen_ids: int32 [num_slots, n]: different tokens of prompt and output, in any order; only of
+        those with penalties, as the next two.
+    num_seen: int32 [num_slots].
+    counts: int32 [num_slots, vocab_size]: 0 for tokens that were not seen, else one more than the
+        times that the token is in the output.
+    """
+
+    numbers: Tensor
+    stop_ids: Tensor
+    seen_ids: Tensor
+    num_seen: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Whose rows a step's logits are.
+
+    slots: int64 [num_rows].
+    drawn: int64, the rows that are not greedy.
+    narrowed: int64, places in `drawn` of the rows with top-k or top-p.
+    adjusted: int64, the rows with penalties or `min_tokens`, which the tables know of.
+    remembered: int64, those of them with penalties.
+    has_min_p: some row has it.
+    largest_top_k: of the narrowed; beyond the vocabulary where one has none.
+    """
+
+    slots: Tensor
+    drawn: Tensor
+    narrowed: Tensor
+    adjusted: Tensor
+    remembered: Tensor
+    has_min_p: bool
+    largest_top_k: int
+
+
+class SamplingOps(Protocol):
+    """The device's part of choosing tokens. No call waits for the device."""
+
+    def adjust_(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> None:
+        """Apply penalties, and before `min_tokens` rule out the end, in place.
+
+        Repetition (Keskar et al., 2019) is over prompt and output; presence and frequency, as
+        OpenAI defines them, over the output.
+
+        Args:
+            logits: float32 [num_rows, vocab_size].
+            positions: int64 [num_rows], of the tokens that are to be chosen.
+        """
+        ...
+
+    def choose(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> Tensor:
+        """The next token of each row, int64 [num_rows]; consumes the logits. Args: `adjust_`."""
+        ...
+
+    def remember(self, tables: SamplingTables, slots: Tensor, token_ids: Tensor) -> None:
+        """Count one more token of each slot's output. No slot twice.
+
+        Args:
+            slots, token_ids: int64 [n].
+        """
+        ...
+
+
+def upload(
+    values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[len(values)] on the device, without waiting for what it computes."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,205 @@
+"""Choosing tokens in plain torch: how a CPU does it, and what the kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.kernels.sampling_rows import (
+    FIRST_GROUP_COUNTER,
+    FREQUENCY,
+    GOLDEN,
+    GROUP_SIZE,
+    MIN_TOKENS,
+    MIX_1,
+    MIX_2,
+    PRESENCE,
+    REACH,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    SampledRows,
+    SamplingTables,
+)
+
+# Of the most likely tokens: the first number is enough for nearly every row; the rest are sorted
+# whole.
+SORTED_COLUMNS = (1024, 16384)
+
+
+class TorchSampling:
+    """`SamplingOps` for every device; only a CPU has the answers at once that `choose` asks for."""
+
+    def adjust_(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> None:
+        vocab_size = logits.shape[1]
+        flat = logits.view(-1)
+        if rows.remembered.shape[0]:
+            slots = rows.slots[rows.remembered]
+            numbers = tables.numbers[slots].view(torch.float64)
+            num_seen = tables.num_seen[slots].unsqueeze(1)
+            ids = tables.seen_ids[slots, : int(num_seen.max())]
+            # Places that are not filled repeat the first token, which is then written twice alike.
+            ids = torch.where(torch.arange(ids.shape[1]) < num_seen, ids, ids[:, :1]).long()
+            counts = tables.counts.view(-1)[ids + (slots * vocab_size).unsqueeze(1)] - 1
+            places = ids + (rows.remembered * vocab_size).unsqueeze(1)
+            scores, repetition = flat[places], _column(numbers, REPETITION).float()
+            scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+            said = _column(numbers, PRESENCE) * (counts > 0) + _column(numbers, FREQUENCY) * counts
+            flat[places] = scores - said.float()
+        slots = rows.slots[rows.adjusted]
+        is_early = positions[rows.adjusted] < tables.numbers[slots, MIN_TOKENS]
+        stop_ids = tables.stop_ids[slots].long()
+        # A client may name any number; only those of the vocabulary can be drawn.
+        is_banned = is_early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab_size)
+        flat[(stop_ids + (rows.adjusted * vocab_size).unsqueeze(1))[is_banned]] = -torch.inf
+
+    def choose(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> Tensor:
+        drawn = rows.drawn
+        if drawn.shape[0] == logits.shape[0]:
+            return _draw(logits, tables.numbers[rows.slots], rows, positions)
+        token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
+        if drawn.shape[0]:
+            numbers = tables.numbers[rows.slots[drawn]]
+            token_ids[drawn] = _draw(logits[drawn], numbers, rows, positions[drawn])
+        return token_ids
+
+    def remember(self, tables: SamplingTables, slots: Tensor, token_ids: Tensor) -> None:
+        counts = tables.counts[slots, token_ids]
+        tables.counts[slots, token_ids] = counts.clamp(min=1) + 1
+        num_seen = tables.num_seen[slots]
+        # One that was seen before is written behind the end, and overwritten by the next.
+        tables.seen_ids[slots, num_seen.long()] = token_ids.int()
+        tables.num_seen[slots] = num_seen + (counts == 0)
+
+
+def _column(numbers: Tensor, column: int) -> Tensor:
+    return numbers[:, column : column + 1]
+
+
+def _draw(logits: Tensor, numbers: Tensor, rows: SampledRows, positions: Tensor) -> Tensor:
+    """One token id for each of the drawn rows, int64 [num_rows]; consumes their logits.
+
+    Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
+    token of that group: the same distribution for a fraction of the noise.
+
+    Args:
+        numbers: int64 [num_rows, NUM_COLUMNS], those of the rows' slots.
+    """
+    scaled = logits.div_(_column(numbers.view(torch.float64), TEMPERATURE).float())
+    if rows.has_min_p or rows.narrowed.shape[0]:
+        scaled.masked_fill_(scaled < floors(scaled, numbers, rows), -torch.inf)
+    num_rows, vocab_size = scaled.shape
+    padded = functional.pad(scaled, (0, -vocab_size % GROUP_SIZE), value=-torch.inf)
+    groups = padded.view(num_rows, -1, GROUP_SIZE)
+    keys = noise_keys(numbers[:, SEED], positions).unsqueeze(1)
+    counters = torch.arange(groups.shape[1], device=logits.device) + FIRST_GROUP_COUNTER
+    weights = groups.logsumexp(dim=-1).double()
+    chosen = (weights + gumbel(keys, counters)).argmax(dim=-1)  # [num_rows]
+    members = groups[torch.arange(num_rows, device=logits.device), chosen].double()
+    first_ids = chosen * GROUP_SIZE
+    token_ids = first_ids.unsqueeze(1) + torch.arange(GROUP_SIZE, device=logits.device)
+    return first_ids + (members + gumbel(keys, token_ids)).argmax(dim=-1)
+
+
+def floors(scaled: Tensor, numbers: Tensor, rows: SampledRows) -> Tensor:
+    """The smallest scaled logit that stays a candidate, float32 [num_rows, 1].
+
+    Args:
+        scaled: of the drawn rows; numbers: int64 [num_rows, NUM_COLUMNS], those of their slots.
+    """
+    floats = numbers.view(torch.float64).float()
+    found = scaled.amax(dim=-1, keepdim=True) - _column(floats, REACH)
+    narrowed, vocab_size = rows.narrowed, scaled.shape[1]
+    top_k, top_p = _column(numbers, TOP_K), _column(floats, TOP_P)
+    first = SORTED_COLUMNS[0]
+    for num_columns in (min(first, rows.largest_top_k), *SORTED_COLUMNS, vocab_size):
+        if not narrowed.shape[0]:
+            break
+        some = scaled, found, top_k, top_p
+        if narrowed.shape[0] < scaled.shape[0]:
+            some = scaled[narrowed], found[narrowed], top_k[narrowed], top_p[narrowed]
+        inside, is_cut = floors_of_sorted(*some, min(num_columns, vocab_size))
+        found[narrowed] = torch.where(is_cut.unsqueeze(1), some[1], inside)
+        narrowed = narrowed[is_cut]
+    return found
+
+
+def floors_of_sorted(
+    scaled: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor, num_columns: int
+) -> tuple[Tensor, Tensor]:
+    """The smallest scaled logit that min-p, top-k and top-p keep, float32 [num_rows, 1], as found
+    in the largest `num_columns` of each row, and bool [num_rows]: whether others could matter.
+
+    Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
+    probabilities, among what min-p and top-k have kept, add up to at least p.
+
+    Args:
+        lowest: float32 [num_rows, 1], what min-p keeps.
+        top_k: int64 [num_rows, 1]; top_p: float32 [num_rows, 1]. As in `Numbers`.
+    """
+    vocab_size = scaled.shape[-1]
+    ordered = scaled.topk(num_columns, dim=-1).values  # [num_rows, num_columns], falling
+    is_limited = top_k.clamp(max=vocab_size) <= num_columns
+    last_kept = top_k.clamp(max=num_columns) - 1
+    lowest = torch.where(is_limited, lowest.maximum(ordered.gather(1, last_kept)), lowest)
+    is_kept = ordered >= lowest
+    ends_inside = is_limited | ~is_kept[:, -1:]
+    totals = ordered.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    is_whole = ends_inside | (top_k < vocab_size)
+    if not bool(is_whole.all()):
+        # The probabilities are relative to all that is kept, also in columns not looked at.
+        whole = scaled.masked_fill(scaled < lowest, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        totals = torch.where(is_whole, totals, whole)
+    mass = (ordered - totals).double().exp().masked_fill(~is_kept, 0.0)
+    before = mass.cumsum(dim=-1) - mass
+    is_inside = is_kept & (before < top_p)
+    is_inside[:, 0] = True
+    floors = ordered.masked_fill(~is_inside, torch.inf).amin(dim=-1, keepdim=True)
+    # Nor is the total known of what a larger top-k keeps.
+    is_cut = ~ends_inside & (is_inside[:, -1:] | (top_k < vocab_size))
+    return floors, is_cut.flatten()
+
+
+def mix(x: int) -> int:
+    """SplitMix64's finalizer on a Python integer of 64 bits; `_mix` has the same on tensors."""
+    x = (x ^ (x >> 30)) * MIX_1 & _MASK
+    x = (x ^ (x >> 27)) * MIX_2 & _MASK
+    return x ^ (x >> 31)
+
+
+def signed(x: int) -> int:
+    """A 64-bit integer as torch has it."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Where the noise of each position starts, int64; seeds are mixed."""
+    return _mix(seeds + positions * signed(GOLDEN))
+
+
+def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
+    """Standard Gumbel noise for each (key, counter), float64; int64 arithmetic wraps around."""
+    bits = _shift_right(_mix(keys + (counters + 1) * signed(GOLDEN)), 32)
+    uniform = (bits.double() + 0.5) / (1 << 32)
+    return -torch.log(-torch.log(uniform))
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, num_bits: int) -> Tensor:
+    """Logical shift; torch's is arithmetic."""
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -1,0 +1,53 @@
+"""Rows to sample, as tables by slot; for tests of `SamplingOps`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from disagg.kernels.sampling_rows import FIRST_FLOAT, Numbers, SampledRows, SamplingTables
+
+OFF = 1 << 31
+PLAIN = Numbers(7, OFF, 0, 1.0, math.inf, math.inf, 1.0, 0.0, 0.0)
+
+
+def tables_of(numbers: Sequence[Numbers], vocab_size: int, num_ids: int = 1) -> SamplingTables:
+    """Slot i has numbers[i], and has seen nothing."""
+    whole = torch.tensor([each[:FIRST_FLOAT] for each in numbers], dtype=torch.int64)
+    floats = torch.tensor([each[FIRST_FLOAT:] for each in numbers], dtype=torch.float64)
+    return SamplingTables(
+        numbers=torch.cat((whole, floats.view(torch.int64)), dim=1),
+        stop_ids=torch.full((len(numbers), 1), -1, dtype=torch.int32),
+        seen_ids=torch.zeros(len(numbers), num_ids, dtype=torch.int32),
+        num_seen=torch.zeros(len(numbers), dtype=torch.int32),
+        counts=torch.zeros(len(numbers), vocab_size, dtype=torch.int32),
+    )
+
+
+def rows_of(numbers: Sequence[Numbers], slots: Sequence[int] | None = None) -> SampledRows:
+    """Row i is of slots[i], by default of slot i."""
+    slots = range(len(numbers)) if slots is None else slots
+    own = [numbers[slot] for slot in slots]
+    drawn = [row for row, each in enumerate(own) if each.temperature > 0]
+    cut = [own[row].top_k < OFF or own[row].top_p < 1 for row in drawn]
+    penalised = [
+        row
+        for row, each in enumerate(own)
+        if (each.repetition, each.presence, each.frequency) != (1.0, 0.0, 0.0)
+    ]
+    adjusted = [row for row, each in enumerate(own) if row in penalised or each.min_tokens]
+
+    def rows(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    return SampledRows(
+        slots=rows(list(slots)),
+        drawn=rows(drawn),
+        narrowed=rows([place for place, is_cut in enumerate(cut) if is_cut]),
+        adjusted=rows(adjusted),
+        remembered=rows(penalised),
+        has_min_p=any(own[row].reach < math.inf for row in drawn),
+        largest_top_k=max((own[row].top_k for row in drawn), default=0),
+    )

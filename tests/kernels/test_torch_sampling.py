@@ -1,0 +1,64 @@
+"""What min-p, top-k and top-p keep, by their definitions, however many columns are sorted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import torch_sampling
+from disagg.kernels.sampling_rows import Numbers
+from tests.kernels.sampling_cases import OFF, PLAIN, rows_of, tables_of
+
+
+def random_row(vocab_size: int, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab_size)
+    return torch.randn(vocab_size, generator=generator) * scale
+
+
+def kept_by_definition(row: Tensor, top_k: int, top_p: float, reach: float) -> Tensor:
+    """bool [vocab_size], one token at a time."""
+    probs = torch.softmax(row.double(), dim=-1).tolist()
+    largest = max(probs)
+    kept = [i for i, prob in enumerate(probs) if prob >= largest * math.exp(-reach)]
+    kept.sort(key=lambda i: -probs[i])
+    kept = kept[:top_k]
+    total = math.fsum(probs[i] for i in kept)
+    nucleus, mass = torch.zeros(len(probs), dtype=torch.bool), 0.0
+    for i in kept:
+        if mass >= top_p * total:
+            break
+        nucleus[i] = True
+        mass += probs[i]
+    return nucleus
+
+
+def kept(rows: Tensor, numbers: list[Numbers]) -> Tensor:
+    tables = tables_of(numbers, rows.shape[1])
+    return rows >= torch_sampling.floors(rows, tables.numbers, rows_of(numbers))
+
+
+@pytest.mark.parametrize("top_k", [1023, 1024, 1025, 16_383, 16_384, 16_385])
+@pytest.mark.parametrize("reach", [math.inf, -math.log(0.3)])
+def test_a_nucleus_of_a_large_top_k_is_of_those_alone(top_k: int, reach: float) -> None:
+    """At the edges of the steps in which columns are sorted."""
+    row = random_row(4_099 if top_k < 4_000 else 20_011, scale=1.5)
+    numbers = PLAIN._replace(top_k=top_k, top_p=0.7, reach=reach)
+    found = kept(row.unsqueeze(0), [numbers])
+    assert torch.equal(found[0], kept_by_definition(row, top_k, 0.7, reach))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(OFF, 0.95), (1500, math.inf), (1500, 0.99)])
+@pytest.mark.parametrize("looks", [(64, 256), (64, 4096), (4096,)])
+def test_flat_rows_are_looked_at_further(
+    top_k: int, top_p: float, looks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens stay than the first look covers, in one row of two, and beside other rows."""
+    monkeypatch.setattr(torch_sampling, "SORTED_COLUMNS", looks)
+    rows = [random_row(2048, scale=scale) for scale in (0.1, 4.0, 1.0)]
+    numbers = [PLAIN._replace(top_k=top_k, top_p=top_p)] * 2 + [PLAIN]
+    found = kept(torch.stack(rows), numbers)
+    for row, each, its in zip(rows, numbers, found, strict=True):
+        assert torch.equal(its, kept_by_definition(row, each.top_k, each.top_p, each.reach))
