@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.report import finish, print_table
 from disagg.engine import grammar as grammar_module
-from disagg.engine.grammar import Grammars, GrammarState
+from disagg.engine.grammar import Grammars
 from disagg.engine.token_masks import TokenMasks
 from disagg.messages import Grammar
 
@@ -99,7 +99,7 @@ def walk(
     rng = random.Random(1)
     fills: list[float] = []
     applies: list[float] = []
-    state, tokens = GrammarState(grammars, grammar, 0), list[int]()
+    state, tokens = grammars.follow(grammar, 0), list[int]()
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)
     logits, cpu = torch.zeros(1, num_tokens), torch.device("cpu")
 
@@ -116,7 +116,7 @@ def walk(
         tokens.append(rng.choice(allowed))
         logits.zero_()
         if tokens[-1] == eos_id:
-            state, tokens = GrammarState(grammars, grammar, 0), []
+            state, tokens = grammars.follow(grammar, 0), []
     return fills, applies
 
 

@@ -19,7 +19,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from disagg.engine.grammar import Compiled
+from disagg.engine.grammar import Compiled, GrammarState
 from disagg.errors import GrammarError
 from disagg.local import LocalCluster
 from disagg.messages import Grammar
@@ -235,6 +235,10 @@ class SlowGrammars:
             return False
         self.future.result()
         return True
+
+    def follow(self, grammar: Grammar, num_prompt_tokens: int) -> GrammarState:
+        assert self.grammars is not None
+        return self.grammars.follow(grammar, num_prompt_tokens)
 
 
 async def until_waiting(num_sequences: int, slow: list[SlowGrammars]) -> None:

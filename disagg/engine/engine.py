@@ -107,12 +107,19 @@ class Engine:
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether no step would have to wait for the sequence's grammar. If not, ask again.
 
+        What is ready stays so for this sequence, however many other grammars come meanwhile.
+
         Raises:
             GrammarError: it cannot be followed.
             Overloaded: too many others are being compiled.
         """
-        grammar = sequence.sampling.grammar
-        return grammar is None or self.grammars is None or self.grammars.is_ready(grammar)
+        grammar, grammars = sequence.sampling.grammar, self.grammars
+        if grammar is None or grammars is None or sequence.grammar_state is not None:
+            return True
+        if not grammars.is_ready(grammar):
+            return False
+        sequence.grammar_state = grammars.follow(grammar, sequence.num_prompt_tokens)
+        return True
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed here from its first token on.

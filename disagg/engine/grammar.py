@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from disagg.errors import GrammarError, Overloaded
 from disagg.messages import Grammar
@@ -32,7 +33,12 @@ MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
 MAX_WAITING = 64  # grammars that wait to be compiled
-MAX_CACHED = 16  # compiling takes about a millisecond, and a large one has 50 MB of lexer states
+MAX_CACHED = 16  # that nobody follows; compiling takes about a millisecond
+MAX_NBYTES = 512 << 20  # of all compiled grammars, whether followed or only kept
+MAX_LEXER_STATES = 10_000  # of one; who needs more begins anew, with the states of its answer alone
+# Measured: 57 MB at 50,000 states, and 6.8 MB after compiling a schema of 65 kB.
+LEXER_STATE_NBYTES = 1200
+NBYTES_PER_SOURCE_BYTE = 110
 NUM_PROBES = 3
 # Recursion over a source of the largest size took 22 MB. Only pages that are touched take memory.
 STACK_NBYTES = 128 << 20
@@ -42,7 +48,7 @@ WHITE_SPACE = r" |\n[ \t]{0,32}"
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,  # at the default a{1000000} takes seconds
-    "max_lexer_states": 50_000,  # of all answers that share a compiled grammar; about 1 KB each
+    "max_lexer_states": MAX_LEXER_STATES,  # of all answers that share a compiled grammar
     "verbose_errors": False,
 }
 
@@ -71,6 +77,7 @@ class Grammars:
         eos_token_ids: what may follow a complete answer, and nothing else may.
         max_compile_s: of processor time; what takes longer is refused.
         timer: processor seconds of the calling thread.
+        max_nbytes: of the grammars that are followed or kept: one more waits until it has room.
     """
 
     def __init__(
@@ -80,14 +87,36 @@ class Grammars:
         *,
         max_compile_s: float = math.inf,
         timer: Callable[[], float] = time.thread_time,
+        max_nbytes: int = MAX_NBYTES,
     ) -> None:
         self._read_tokenizer = read_tokenizer
         self._eos_token_ids = list(eos_token_ids)
         self._max_compile_s = max_compile_s
         self._timer = timer
+        self._max_nbytes = max_nbytes
         self._tokenizer: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._states: WeakSet[GrammarState] = WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """What all compiled grammars may come to hold."""
+        followed = {id(compiled): compiled for compiled in self._followed()}
+        of_followed = sum(most_nbytes(compiled.grammar) for compiled in followed.values())
+        names = {compiled.grammar for compiled in followed.values()}
+        return of_followed + sum(most_nbytes(each) for each in self._compiled if each not in names)
+
+    def follow(self, grammar: Grammar, num_prompt_tokens: int) -> GrammarState:
+        """Where an answer begins. The compiled grammar stays for as long as the state does.
+
+        Raises:
+            GrammarError: it cannot be followed.
+        """
+        compiled = self.compile(grammar).result()
+        state = GrammarState(self, compiled, num_prompt_tokens)
+        self._states.add(state)
+        return state
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, or find it; its failure is a `GrammarError`.
@@ -106,17 +135,38 @@ class Grammars:
         if self._thread is None:
             self._thread = _deep_thread()
         future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-        while len(self._compiled) > MAX_CACHED and next(iter(self._compiled.values())).done():
-            self._compiled.popitem(last=False)
+        while len(self._compiled) > MAX_CACHED and self._let_one_go():
+            pass
         return future
 
     def is_ready(self, grammar: Grammar) -> bool:
-        """Whether it is compiled; if not, that has begun. Raises as `compile` does."""
+        """Whether it is compiled; if not, that has begun, or there is no room for it beside those
+        that are followed. Raises as `compile` does."""
+        if grammar not in self._compiled and not self._make_room(most_nbytes(grammar)):
+            return False
         future = self.compile(grammar)
         if not future.done():
             return False
         future.result()
         return True
+
+    def _followed(self) -> list[Compiled]:
+        return [state.compiled for state in self._states]
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self.nbytes + nbytes > self._max_nbytes:
+            if not self._let_one_go():
+                return not self._states  # one alone always may
+        return True
+
+    def _let_one_go(self) -> bool:
+        """Forget the compiled grammar that was asked for longest ago, of those nobody follows."""
+        names = {compiled.grammar for compiled in self._followed()}
+        for grammar, future in self._compiled.items():
+            if future.done() and grammar not in names:
+                del self._compiled[grammar]
+                return True
+        return False
 
     def refresh(self, worn: Compiled) -> Compiled:
         """The same grammar without the lexer states that answers have left behind."""
@@ -145,20 +195,28 @@ class GrammarState:
     """Where one answer is in its grammar. Belongs to the engine's thread.
 
     Args:
+        compiled: of these grammars; see `Grammars.follow`.
         num_prompt_tokens: after so many of a sequence's tokens the answer begins.
     """
 
-    __slots__ = ("_compiled", "_grammars", "_matcher", "_num_prompt_tokens", "_num_seen")
+    __slots__ = (
+        "__weakref__",
+        "_grammars",
+        "_matcher",
+        "_num_prompt_tokens",
+        "_num_seen",
+        "compiled",
+    )
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, num_prompt_tokens: int) -> None:
+    def __init__(self, grammars: Grammars, compiled: Compiled, num_prompt_tokens: int) -> None:
         self._grammars = grammars
-        self._compiled = grammars.compile(grammar).result()
-        self._matcher = self._compiled.matcher()
+        self.compiled = compiled
+        self._matcher = compiled.matcher()
         self._num_prompt_tokens = self._num_seen = num_prompt_tokens
 
     @property
     def num_mask_nbytes(self) -> int:
-        return self._compiled.num_mask_nbytes
+        return self.compiled.num_mask_nbytes
 
     def fill_mask(self, tokens: Sequence[int], address: int) -> None:
         """Write which tokens may come next, to `num_mask_nbytes` bytes of memory.
@@ -174,8 +232,8 @@ class GrammarState:
         self._advance(tokens, address)
         if self._matcher.is_error():
             # Lexer states are shared by all answers and never forgotten: with new ones it may fit.
-            self._compiled = self._grammars.refresh(self._compiled)
-            self._matcher = self._compiled.matcher()
+            self.compiled = self._grammars.refresh(self.compiled)
+            self._matcher = self.compiled.matcher()
             self._num_seen = self._num_prompt_tokens
             self._advance(tokens, address)
             _refuse_error(self._matcher)
@@ -185,6 +243,11 @@ class GrammarState:
         self._num_seen = len(tokens)
         if not news or self._matcher.consume_tokens(news):
             self._matcher.unsafe_compute_mask_ptr(address, self.num_mask_nbytes)
+
+
+def most_nbytes(grammar: Grammar) -> int:
+    """What it may hold, compiled and with all lexer states that it may have."""
+    return MAX_LEXER_STATES * LEXER_STATE_NBYTES + NBYTES_PER_SOURCE_BYTE * len(grammar.source)
 
 
 def check_size(grammar: Grammar) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.engine.grammar import Grammars, GrammarState
+from disagg.engine.grammar import Grammars
 from disagg.engine.sequence import Sequence
 from disagg.engine.speculation import Continued
 from disagg.errors import DisaggError, GrammarError
@@ -83,7 +83,7 @@ def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor:
         raise GrammarError("This engine follows no grammars.")
     state = sequence.grammar_state
     if state is None:
-        state = GrammarState(grammars, grammar, sequence.num_prompt_tokens)
+        state = grammars.follow(grammar, sequence.num_prompt_tokens)
         sequence.grammar_state = state
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)
     state.fill_mask(sequence.tokens, mask.data_ptr())

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from disagg.engine import grammar as grammar_module
-from disagg.engine.grammar import MAX_CACHED, MAX_WAITING, Compiled, Grammars, GrammarState
+from disagg.engine.grammar import (
+    MAX_CACHED,
+    MAX_WAITING,
+    Compiled,
+    Grammars,
+    GrammarState,
+    most_nbytes,
+)
 from disagg.errors import GrammarError, Overloaded
 from disagg.messages import Grammar
 from tests.tiny_model import write_tiny_tokenizer
@@ -61,7 +68,7 @@ def allowed(state: GrammarState, tokens: list[int]) -> list[int]:
 def walk(grammars: Grammars, grammar: Grammar, seed: int, prompt: list[int]) -> list[int]:
     """An answer of random tokens among those that are allowed, up to its end."""
     rng = random.Random(seed)
-    state = GrammarState(grammars, grammar, len(prompt))
+    state = grammars.follow(grammar, len(prompt))
     answer: list[int] = []
     while not answer or answer[-1] not in EOS_IDS:
         assert len(answer) < 5000
@@ -155,7 +162,7 @@ def test_a_lark_grammar_is_followed(tokenizer_text: str, grammars: Grammars) -> 
 def test_the_end_is_allowed_exactly_where_the_answer_is_complete(
     tokenizer_text: str, grammars: Grammars
 ) -> None:
-    state = GrammarState(grammars, Grammar("regex", "ab?"), 0)
+    state = grammars.follow(Grammar("regex", "ab?"), 0)
     a: Any = Tokenizer.from_str(tokenizer_text).token_to_id("a")
     ends = [set(EOS_IDS) <= set(allowed(state, tokens)) for tokens in ([], [a])]
     assert ends == [False, True]
@@ -165,7 +172,7 @@ def test_white_space_has_an_end(tokenizer_text: str, grammars: Grammars) -> None
     tokenizer = Tokenizer.from_str(tokenizer_text)
     schema = json_grammar({"type": "array", "items": {"type": "integer"}})
     for start, goes_on in (("[", True), ("[ ", False), ("[\n", True), ("[\n" + " " * 32, False)):
-        state = GrammarState(grammars, schema, 0)
+        state = grammars.follow(schema, 0)
         nexts = allowed(state, tokenizer.encode(start).ids)
         assert (tokenizer.token_to_id("Ġ") in nexts) == goes_on, start
 
@@ -177,16 +184,16 @@ def test_the_state_is_a_function_of_the_tokens(
 ) -> None:
     answer = walk(grammars, json_grammar(schema), seed, [])
     cut = draw.draw(st.integers(0, len(answer)))
-    stepwise = GrammarState(grammars, json_grammar(schema), 2)
+    stepwise = grammars.follow(json_grammar(schema), 2)
     for end in range(cut):
         allowed(stepwise, [0, 0, *answer[:end]])
-    elsewhere = GrammarState(Grammars(lambda: tokenizer_text, EOS_IDS), json_grammar(schema), 2)
+    elsewhere = Grammars(lambda: tokenizer_text, EOS_IDS).follow(json_grammar(schema), 2)
     prefix = [0, 0, *answer[:cut]]
     assert allowed(stepwise, prefix) == allowed(elsewhere, prefix)
 
 
 def test_a_token_that_is_not_allowed_ends_the_answer(grammars: Grammars) -> None:
-    state = GrammarState(grammars, Grammar("choice", '["yes"]'), 0)
+    state = grammars.follow(Grammar("choice", '["yes"]'), 0)
     with pytest.raises(GrammarError, match="cannot be followed"):
         allowed(state, [3, 4])
 
@@ -285,7 +292,7 @@ BIG_BUT_RIGHT = {
 def test_the_largest_that_are_allowed_do_not_exhaust_the_stack(
     large_grammars: Grammars, name: str
 ) -> None:
-    state = GrammarState(large_grammars, BIG_BUT_RIGHT[name], 0)
+    state = large_grammars.follow(BIG_BUT_RIGHT[name], 0)
     assert allowed(state, [])
 
 
@@ -319,6 +326,35 @@ def test_few_grammars_are_kept(grammars: Grammars) -> None:
         grammars.compile(Grammar("regex", f"x{number}")).result()
     assert len(grammars._compiled) == MAX_CACHED
     assert grammars.compile(first).result() is not compiled
+
+
+def test_compiled_grammars_are_bounded_in_bytes(tokenizer_text: str) -> None:
+    """Those that are followed count, whether or not they are kept for others."""
+    three = 3 * most_nbytes(Grammar("regex", "x0"))
+    grammars = Grammars(lambda: tokenizer_text, EOS_IDS, max_nbytes=three)
+    states = []
+
+    def ready(number: int) -> bool:
+        grammar = Grammar("regex", f"x{number}")
+        if not grammars.is_ready(grammar) and grammar not in grammars._compiled:
+            return False
+        while not grammars.is_ready(grammar):
+            pass
+        return True
+
+    for number in range(3):
+        assert ready(number)
+        states.append(grammars.follow(Grammar("regex", f"x{number}"), 0))
+        assert ready(0), "what is there needs no more room"
+    assert not ready(3) and grammars.nbytes == three
+    again = grammars.follow(Grammar("regex", "x1"), 0)  # the same one
+    states.pop(1)
+    assert not ready(3)
+    del again
+    assert ready(3) and grammars.nbytes == three
+    states.clear()
+    huge = Grammars(lambda: tokenizer_text, EOS_IDS, max_nbytes=1)
+    assert not huge.is_ready(Grammar("regex", "y")) and huge._compiled, "one alone always may"
 
 
 def test_no_more_wait_than_may(tokenizer_text: str) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from disagg.blocks import hash_root
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
+from disagg.engine.grammar import MAX_CACHED
 from disagg.engine.runner import build_engine
 from disagg.engine.sequence import Sequence
 from disagg.engine.token_masks import TokenMasks
@@ -212,6 +213,22 @@ def test_a_grammar_is_compiled_before_its_sequence_needs_it(engine: Engine) -> N
     with pytest.raises(GrammarError):
         for _ in iter(lambda: engine.is_ready(sequence(Grammar("regex", "("))), True):
             pass
+
+
+def test_a_grammar_that_was_ready_stays_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come before its sequence's first step, none is compiled inside of it."""
+    waits = sequence(Grammar("regex", "[x-z]{3}"))
+    while not engine.is_ready(waits):
+        pass
+    assert engine.grammars is not None
+    for number in range(MAX_CACHED + 1):
+        engine.grammars.compile(Grammar("regex", f"other{number}")).result()
+
+    def fails(grammar: Grammar) -> None:
+        raise AssertionError("compiled in a step")
+
+    monkeypatch.setattr(engine.grammars, "compile", fails)
+    assert run(engine, waits) == ["stop"]
 
 
 def test_masks_fit_models_with_more_rows_than_tokens_and_with_fewer() -> None:
