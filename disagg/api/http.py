@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -39,7 +39,7 @@ from disagg.api.refusals import (
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, Service
 from disagg.config import AUTO, HttpConfig
-from disagg.errors import Overloaded
+from disagg.errors import Overloaded, Unavailable
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -47,7 +47,12 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
 
+CUT_TIMEOUT_S = 1.0  # for writing the error to clients that may read slowly
+
 logger = logging.getLogger("disagg.api")
+
+_STOPPING = Unavailable("This server is stopping and takes no new requests; ask again.")
+_CUT = Unavailable("The server stopped before this answer was complete; ask again.")
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -57,6 +62,13 @@ class Readiness(msgspec.Struct, frozen=True):
     reason: str = ""
     pools: dict[str, dict[str, int]] = {}
     ingress: str = ""  # which of several answers
+
+
+class Drained(NamedTuple):
+    """How the requests that ran when a server was told to stop have ended."""
+
+    num_ended: int
+    num_cut: int  # with an error, when their time was over
 
 
 class _Version(msgspec.Struct):
@@ -76,7 +88,7 @@ def build_app(
     refresh: Callable[[], None] = lambda: None,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     quota: Quota | None = None,
-) -> AsgiApp:
+) -> HttpApp:
     """The ASGI application.
 
     Args:
@@ -89,10 +101,12 @@ def build_app(
     """
     metrics = metrics or ApiMetrics()
     quota = quota or Quota.unlimited(metrics.clock)
-    return _App(service, config, readiness, metrics, explain, refresh, new_id, quota)
+    return HttpApp(service, config, readiness, metrics, explain, refresh, new_id, quota)
 
 
-class _App:
+class HttpApp:
+    """An ASGI application; made by `build_app`."""
+
     def __init__(
         self,
         service: Service,
@@ -113,9 +127,12 @@ class _App:
         self._new_id = new_id
         self._key_check = KeyCheck(config.api_key, config.api_keys)
         self._quota = quota
-        self._num_running = 0
+        self._running: set[asyncio.Task[None]] = set()  # not those of open paths
+        self._stopping: Unavailable | None = None  # what new requests are told
+        self._is_cutting = False
         self._bodies = Bodies(config.max_requests_nbytes)
         metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
+        metrics.num_running.set_function(lambda: len(self._running))
         metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
@@ -158,9 +175,9 @@ class _App:
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent; 499 if the client went away before."""
         writer = Writer(send, request.reply_headers)
-        self._metrics.num_running.inc()
-        self._num_running += 1
         work = asyncio.create_task(self._answer(request, writer))
+        if request.path not in OPEN_PATHS:
+            self._running.add(work)
         gone = asyncio.create_task(watch(request, writer))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,8 +191,7 @@ class _App:
             try:
                 await asyncio.gather(work, gone, return_exceptions=True)
             finally:  # also when we are cancelled a second time
-                self._num_running -= 1
-                self._metrics.num_running.dec()
+                self._running.discard(work)
                 self._bodies.give_back(request.num_body_bytes)
                 self._quota.end(request)
         return status
@@ -187,6 +203,10 @@ class _App:
                 await writer.reply(answer)
             else:
                 await writer.stream(answer)
+        except asyncio.CancelledError:
+            if not self._is_cutting:
+                raise
+            await writer.fail(_CUT, close=True)
         except Exception as problem:  # the one place where errors become replies
             error = as_disagg_error(problem, request.request_id)
             if error is not problem:
@@ -197,18 +217,38 @@ class _App:
                 self._quota.say(request)
             await writer.fail(error, close=not request.body_is_read)
 
+    async def drain(self, timeout_s: float) -> Drained:
+        """Refuse what is new, and wait for what runs.
+
+        What still runs after `timeout_s` ends with an error: as a reply, or as the last event of
+        a stream. There is no way back.
+        """
+        self._stopping = _STOPPING
+        running = {work for work in self._running if not work.done()}
+        if running and timeout_s > 0:
+            await asyncio.wait(running, timeout=timeout_s)
+        cut = {work for work in running if not work.done()}
+        self._is_cutting = True
+        for work in cut:
+            work.cancel()
+        if cut:
+            await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
+        return Drained(len(running) - len(cut), len(cut))
+
     async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
         method, endpoint = self._route(request)
         request.check_head()
         if request.path not in OPEN_PATHS:
             self._key_check(request)
+            if self._stopping is not None:
+                raise self._stopping
         if endpoint is None:
             raise UnknownUrl(f"There is no {request.path[:128]!r} here.")
         if request.method not in (method, "HEAD" if method == "GET" else method):
             raise MethodNotAllowed(
                 f"{request.path} takes {method}, not {request.method[:16]}.", allowed=method
             )
-        if method == "POST" and self._num_running > self._config.max_num_requests:
+        if method == "POST" and len(self._running) > self._config.max_num_requests:
             raise Overloaded(
                 f"{self._config.max_num_requests} requests are in flight here already."
             )
@@ -318,6 +358,8 @@ class _App:
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()
+        if self._stopping is not None:
+            state = msgspec.structs.replace(state, ready=False, reason="the server is stopping")
         return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
 
     async def _live(self, request: HttpRequest) -> Reply:

@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.api.auto_model import auto_model, check_one_language
 from disagg.api.fleet_metrics import FleetMetrics
-from disagg.api.http import AsgiApp, Readiness, build_app
+from disagg.api.http import HttpApp, Readiness, build_app
 from disagg.api.metrics import ApiMetrics
 from disagg.api.quota import Quota
 from disagg.api.served_model import ServedModel
@@ -125,7 +125,7 @@ class IngressCore:
             default_timeout_s=config.http.default_timeout_s,
             clock=now,
         )
-        self.app: AsgiApp = build_app(
+        self.app: HttpApp = build_app(
             self.service,
             config.http,
             readiness=self.readiness,

@@ -50,6 +50,10 @@ class Ingress:
         """Called from Serve's router thread."""
         self._loop.call_soon_threadsafe(self._core.update, records)
 
+    async def drain(self, timeout_s: float) -> tuple[int, int]:
+        """See `HttpApp.drain`."""
+        return await self._core.app.drain(timeout_s)
+
     async def __del__(self) -> None:
         membership.unsubscribe(self._membership_changed)
         await self._core.close()

@@ -10,6 +10,7 @@ for ever, and a time model that is wrong would never meet the step that corrects
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from disagg.errors import Overloaded
@@ -37,7 +38,7 @@ def in_time(
     first_s = delay * min(each.own_s + each.wait_s for each in candidates)
     raise Overloaded(
         f"All workers are busy: the first token would come after up to {first_s:.1f} s, and"
-        f" {min(ttft_slo_s, left_s):.1f} s are allowed. Try again in {least_s:.0f} s.",
+        f" {min(ttft_slo_s, left_s):.1f} s are allowed. Try again in {math.ceil(least_s)} s.",
         retry_after_s=least_s,
         reason="predicted_late",
     )

@@ -281,7 +281,7 @@ class Turns:
             raise Overloaded(
                 f"All workers are busy: {first_s:.1f} s are predicted until the first token,"
                 f" behind the requests that come before this one, and"
-                f" {min(slo_s, left_s):.1f} s are allowed. Try again in {late_s:.0f} s.",
+                f" {min(slo_s, left_s):.1f} s are allowed. Try again in {math.ceil(late_s)} s.",
                 retry_after_s=late_s,
                 reason="predicted_late",
             )
@@ -303,7 +303,7 @@ class Turns:
         wait_s = line.seconds(line.queue.ahead_s(waiter))
         return Overloaded(
             "All workers were busy for as long as this request could wait for its first token."
-            f" Try again in {wait_s:.0f} s.",
+            f" Try again in {max(1, math.ceil(wait_s))} s.",
             retry_after_s=wait_s,
             reason="became_late",
         )

@@ -13,7 +13,7 @@ import httpx2
 import openai
 
 from disagg.api.answers import Generate
-from disagg.api.http import AsgiApp, Readiness, build_app
+from disagg.api.http import AsgiApp, HttpApp, Readiness, build_app
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.config import HttpConfig
@@ -29,7 +29,7 @@ def make_app(
     config: HttpConfig | None = None,
     timeout_s: float = 30.0,
     **options: Any,
-) -> AsgiApp:
+) -> HttpApp:
     """An app whose time stands still and whose ids and seeds count up."""
     table = {model.name: model for model in models or (served_model(),)}
     counter = itertools.count(1)

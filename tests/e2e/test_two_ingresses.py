@@ -51,7 +51,7 @@ async def test_an_ingress_is_killed(system: System) -> None:
     (victim, of_victim), (_, of_other) = system.ingress_urls().items()
 
     def num_running(url: str) -> int:
-        return int(system.counters_of(url)["disagg_num_requests_running"]) - 1  # that asks
+        return int(system.counters_of(url)["disagg_num_requests_running"])
 
     asked = [ask(system.port, questions.next(LONG)) for _ in range(NUM_STREAMS)]
     streams = [asyncio.create_task(each) for each in asked]

@@ -1,0 +1,56 @@
+"""A server that is told to stop: nothing new, running answers end, the last ones with an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.api.apps import URL, Exchange, http_client, make_app, never, until
+from tests.api.fakes import FakeGenerate
+from tests.api.hostile_requests import CHAT
+
+
+async def test_what_runs_ends_and_what_is_new_is_refused() -> None:
+    gate = asyncio.Event()
+    generate = FakeGenerate(pause=lambda: asyncio.ensure_future(gate.wait()))  # type: ignore[arg-type]
+    app = make_app(generate)
+    exchange = Exchange(app, CHAT | {"stream": True})
+    await until(lambda: generate.num_open == 1)
+    drained = asyncio.create_task(app.drain(10))
+    await asyncio.sleep(0)
+    async with http_client(app) as client:
+        refused = await client.post(URL, json=CHAT)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
+        assert "disagg_num_requests_running 1.0" in (await client.get("/metrics")).text
+    gate.set()
+    assert await drained == (1, 0)
+    await exchange.done
+    assert exchange.text.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_takes_too_long_ends_with_an_error(stream: bool) -> None:
+    pauses = iter(range(2))
+    generate = FakeGenerate(
+        pause=lambda: (
+            asyncio.ensure_future(asyncio.sleep(0)) if next(pauses, None) is not None else never()
+        )
+    )
+    app = make_app(generate)
+    exchange = Exchange(app, CHAT | {"stream": stream})
+    await until(lambda: generate.num_open == 1)
+    if stream:
+        await exchange.until_text("quick")
+    assert await app.drain(0.0) == (0, 1)
+    await exchange.done
+    assert generate.num_open == 0
+    error = json.loads(exchange.text.rstrip().removeprefix("data: ").split("data: ")[-1])["error"]
+    assert error["code"] == "unavailable" and "stopped" in error["message"]
+
+
+async def test_an_idle_server_has_drained_at_once() -> None:
+    assert await make_app().drain(60.0) == (0, 0)
