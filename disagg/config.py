@@ -140,6 +140,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
 
+def url_of(http: HttpConfig) -> str:
+    """The address of the server on the machine that it runs on."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
+    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+
+
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one tenant may use, in all ingresses together (docs/admission.md).
 

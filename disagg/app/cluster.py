@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +18,18 @@ from ray.serve.schema import ApplicationStatus
 from disagg.app import start_board
 from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster
-from disagg.config import HttpConfig, ServeConfig
+from disagg.app.haproxy import HAProxyWatch
+from disagg.app.watch import Say, Watch
+from disagg.config import HttpConfig, ServeConfig, url_of
 from disagg.errors import StartupError
 from disagg.kernels.devices import Gpus, see_only
 from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
+CONNECT_TIMEOUT_S = 5.0
+DRAIN_MARGIN_S = 5.0
+logger = logging.getLogger(__name__)
+
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
@@ -39,17 +46,19 @@ class Cluster:
         self._scratch = scratch
         self._board: start_board.Board | None = None
         self._has_left = False
+        self._url = ""
 
     def start(self, http: HttpConfig, device_ids: Sequence[str] = ()) -> None:
-        """Raises `StartupError` when Ray Serve does not come up.
+        """Raises `StartupError` when Ray or Ray Serve does not come up.
 
         Args:
             device_ids: the GPUs of a cluster of our own; one of others has its own.
         """
+        self._url = url_of(http)
         if self._address is None:
-            self._start_local(device_ids)
+            self._try_ray(lambda: self._start_local(device_ids))
         else:
-            self._join()
+            self._try_ray(self._join)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             serve.start(
@@ -63,7 +72,22 @@ class Cluster:
                 f" Its own words: {str(error).splitlines()[0]}"
             ) from error
 
+    def _try_ray(self, init: Callable[[], None]) -> None:
+        """Raises `StartupError` with Ray's own words, of which there are many."""
+        try:
+            init()
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            if self._address is None:
+                raise StartupError(f"Ray did not start: {_first_sentence(error)}") from error
+            raise StartupError(
+                f"The Ray cluster at {self._address} cannot be joined: {_first_sentence(error)}"
+                f"{_advice(error)}",
+                param="ray_address",
+            ) from error
+
     def _join(self) -> None:
+        assert self._address is not None
+        check_address(self._address)
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def gpus(self) -> Gpus:
@@ -127,6 +151,34 @@ class Cluster:
         if not stop.is_set():
             raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
 
+    def watch(self, say: Say, stop: threading.Event) -> Watch:
+        """Look after all that serves, from now on."""
+        if self._address is not None:
+            return Watch(None, None, self._url, say, stop)
+        directory = self._scratch / "h"
+        haproxy = HAProxyWatch(directory, say) if directory.exists() else None
+        return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
+
+    def drain(self, timeout_s: float) -> tuple[int, int]:
+        """Let every ingress end what it answers, and refuse what is new.
+
+        Returns:
+            How many requests have ended, and how many were cut after `timeout_s`.
+        """
+        try:
+            if self._has_left:
+                self._join()
+                self._has_left = False
+            handle = serve.get_app_handle(APPLICATION)
+            handle._init(_run_router_in_separate_loop=True)
+            answers = handle.broadcast("drain", timeout_s).results(
+                timeout_s=timeout_s + DRAIN_MARGIN_S
+            )
+        except Exception as error:  # of Ray, Serve or the ingress: what is left is to stop
+            logger.exception("The ingresses could not be told to stop: %r", error)
+            return 0, 0
+        return sum(ended for ended, _ in answers), sum(cut for _, cut in answers)
+
     def leave(self) -> None:
         """Let go of a cluster that is not ours until `stop`.
 
@@ -141,6 +193,7 @@ class Cluster:
         """Take down what this object started: the application, and Ray if it is ours."""
         if self._has_left:
             self._join()
+            self._has_left = False
         if not ray.is_initialized():
             return
         if self._address is None:
@@ -148,6 +201,35 @@ class Cluster:
         else:
             serve.delete(APPLICATION)
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raises `StartupError` if nobody listens at HOST:PORT; other forms are Ray's to read."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StartupError(
+            f"No Ray cluster answers at {address}: {error.strerror or error}. Start one with"
+            " `ray start --head`, or give the address that it printed.",
+            param="ray_address",
+        ) from error
+
+
+def _advice(error: Exception) -> str:
+    if "auth" not in f"{type(error).__name__} {error}".lower():
+        return ""
+    return (
+        " The cluster wants its token: copy ~/.ray/auth_token from its head to this machine, or"
+        " set RAY_AUTH_TOKEN (docs/reliability.md)."
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")[:300] + "."
 
 
 def _own_words(messages: list[str]) -> str | None:

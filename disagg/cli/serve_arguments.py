@@ -96,6 +96,23 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument("--max-workers", type=int, help="of all pools together, if they are scaled")
     group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
+    group.add_argument(
+        "--drain-s",
+        type=float,
+        default=60.0,
+        help="how long running requests may go on after a signal to stop (default: 60)",
+    )
+    group.add_argument(
+        "--log-dir",
+        help="where logs are kept; default: a directory of the run in ~/.local/state/disagg, of"
+        " which the last ten are kept",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("auto", "text", "json"),
+        default="auto",
+        help="of the command's own lines; auto: text on a terminal, JSON elsewhere",
+    )
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -235,6 +252,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "num_ingress": arguments.ingress,
         "max_num_workers": arguments.max_workers,
+        "drain_s": arguments.drain_s,
         "transport": arguments.transport,
         "redis_url": arguments.redis_url,
         "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from disagg.cli import serve
+from disagg.cli.server_process import pool_sizes
+from disagg.cli.start_checks import check_models
 from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
 from tests.tiny_model import write_tiny_model
@@ -66,12 +68,12 @@ def test_models_of_two_families_are_refused_before_any_process_starts(tmp_path: 
     model = write_tiny_model(tmp_path / "tiny")
     config = config_of("demo-small", str(model), "--cascade", "--num-gpu-blocks-override", "128")
     with pytest.raises(StartupError, match="cannot form a cascade: their tokenizers differ"):
-        serve._check_models(config)
+        check_models(config)
 
 
 def test_pools_without_workers_are_not_waited_for() -> None:
     config = config_of("demo-small", "demo-large", "--prefill", "0", "--decode", "2")
-    assert serve._pool_sizes(config) == {"demo-small-decode": 2, "demo-large-decode": 2}
+    assert pool_sizes(config) == {"demo-small-decode": 2, "demo-large-decode": 2}
 
 
 def test_a_pool_between_two_numbers_follows_the_load() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from disagg.cli import serve
+from disagg.cli.lines import Lines
 from disagg.cli.start_lines import StartLog, one_line
 from disagg.messages import StartPhase, StartStep
 
@@ -81,13 +81,12 @@ def test_a_log_says_of_a_pool_what_holds_for_all_its_workers() -> None:
     assert log.news({"m": {"a": ready, "b": ready}})[-1] == "m: slowest of 2: ready"
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_brackets_in_a_name_are_no_markup(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
+def test_brackets_in_a_name_are_no_markup() -> None:
     shown = io.StringIO()
-    console = Console(file=shown, force_terminal=is_terminal, highlight=False, width=100)
-    monkeypatch.setattr(serve, "console", console)
-    with serve._phase("starting workers", {"[bold]-decode": 1}) as tell:
-        tell({"[bold]-decode": {"a": worker(72 * GB // 10)}})
-    assert "[bold]-decode: weights 7.2 of 15.5 GB (46 %)" in shown.getvalue()
+    console = Console(file=shown, force_terminal=True, highlight=False, width=100)
+    lines = Lines("text", console=console)
+    lines.show("[bold]-decode: weights")
+    lines.say("progress", "[bold]-decode: ready")
+    lines.close()
+    assert "[bold]-decode: weights" in shown.getvalue()
+    assert "[bold]-decode: ready" in shown.getvalue()

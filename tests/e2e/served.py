@@ -57,9 +57,10 @@ def served(
     """
     port = free_port()
     log = directory / "serve.log"
+    own = f"--port {port} --log-format text --log-dir {directory}/logs".split()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, "--port", str(port)],
+            [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, *own],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

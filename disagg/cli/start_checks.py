@@ -1,0 +1,96 @@
+"""What can be found wrong with a start before Ray runs: in a sentence, and at once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+from disagg.cli.reports import Order
+from disagg.config import HttpConfig, ServeConfig
+from disagg.errors import StartupError
+
+MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
+MIN_SHARED_MEMORY_NBYTES = 64 << 20  # what Docker gives a container
+MIN_DISK_NBYTES = 256 << 20  # logs and sockets of Ray; KV is not on disk
+
+
+def check_before_ray(order: Order) -> None:
+    """Raises `StartupError` in words for the user."""
+    check_port(order.config.http)
+    if order.ray_address is None:
+        check_machine(Path(order.directory))
+    if order.haproxy and order.ray_address is None:
+        check_haproxy()
+
+
+def check_port(http: HttpConfig) -> None:
+    try:
+        found = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StartupError(
+            f"{http.host!r} is no address of this machine: {error.strerror}.", param="host"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise StartupError(
+            f"Cannot listen on {http.host}:{http.port}: {error.strerror}."
+            " Stop the other program or choose another port.",
+            param="port",
+        ) from error
+
+
+def check_machine(directory: Path) -> None:
+    """Open files, shared memory and disk: without them Ray fails late and in its own words."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # and for all that is started
+    elif soft < MIN_OPEN_FILES:
+        raise StartupError(
+            f"A process may have only {soft} files open here, and Ray needs {MIN_OPEN_FILES};"
+            f" raise the limit with `ulimit -n {4 * MIN_OPEN_FILES}`."
+        )
+    free_nbytes = shutil.disk_usage(directory).free
+    if free_nbytes < MIN_DISK_NBYTES:
+        raise StartupError(
+            f"{directory.parent} has {free_nbytes >> 20} MiB left, and Ray keeps its files there;"
+            f" make {MIN_DISK_NBYTES >> 20} MiB free."
+        )
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return
+    if not os.access(shared, os.W_OK):
+        raise StartupError(f"{shared} cannot be written to, and Ray keeps its objects there.")
+    free_nbytes = shutil.disk_usage(shared).free
+    if free_nbytes < MIN_SHARED_MEMORY_NBYTES:
+        raise StartupError(
+            f"{shared} has {free_nbytes >> 20} MiB left, and workers and Ray share memory there;"
+            f" give it {MIN_SHARED_MEMORY_NBYTES >> 20} MiB or more (Docker: --shm-size=1g)."
+        )
+
+
+def check_haproxy() -> None:
+    from disagg.app.haproxy import find_haproxy
+
+    find_haproxy()
+
+
+def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
+    """Refuse a model that cannot be served before any process starts.
+
+    Args:
+        gpu_nbytes: memory of each GPU, where it is known.
+        is_here: whether workers run on this machine.
+    """
+    from disagg.api.ingress import served_models
+    from disagg.worker.check import check_tier
+
+    for tier in config.tiers:
+        check_tier(tier, gpu_nbytes, is_here)
+    served_models(config)

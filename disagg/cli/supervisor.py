@@ -1,0 +1,270 @@
+"""The command in front of the process that serves: it answers signals, shows lines, cleans up.
+
+It imports nothing that could keep it from doing so within milliseconds, Ray above all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from disagg.cli import process_tree
+from disagg.cli.lines import Lines
+from disagg.cli.reports import (
+    STOP,
+    Broken,
+    Drained,
+    Happened,
+    Order,
+    Phase,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    read_report,
+)
+from disagg.cli.start_lines import StartLog, one_line
+from disagg.errors import StartupError
+
+LOOK_PERIOD_S = 0.2
+LEAVE_TIMEOUT_S = 15.0  # for taking an application off a cluster that stays
+END_TIMEOUT_S = 20.0  # for Serve and Ray to end after the last stream
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """Counts the signals that ask for an end, from its making on."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.last = 0
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants SIGHUP ignored
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.num += 1
+        self.last = number
+
+
+class Supervisor:
+    """One run of a process that serves.
+
+    Args:
+        order: for it.
+    """
+
+    def __init__(self, order: Order, lines: Lines, signals: Signals) -> None:
+        self._order = order
+        self._lines = lines
+        self._signals = signals
+        self._log = StartLog({})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._phase = Phase("checking")
+        self._phase_ends_s = 0.0
+        self._ends_by_s = 0.0  # once it was told to stop
+        self._refused: Refused | None = None
+        self._broken: Broken | None = None
+        self.ready: Ready | None = None
+        self.when_ready: Callable[[], None] = lambda: None
+
+    def run(self) -> int:
+        """Until it has ended; nothing of it is left then.
+
+        Returns:
+            0 after a stop, 1 when it broke, 128 and the signal's number after a second signal.
+
+        Raises:
+            StartupError: it cannot serve, in its own words.
+        """
+        process_tree.adopt_orphans()
+        began_s = time.monotonic()
+        with self._started() as (process, reports):
+            self._process = process
+            for report in self._reports(reports):
+                self._take(report, began_s)
+            status = self._status()
+        if self._refused is not None:
+            raise StartupError(self._refused.message, param=self._refused.param)
+        return status
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        read, write = os.pipe()
+        output = Path(self._order.log_directory) / "server.log"
+        try:
+            with output.open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "disagg.cli.server_process", str(write)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[write],
+                    start_new_session=True,  # Ctrl-C is for the command alone
+                )
+        finally:
+            os.close(write)
+        try:
+            self._tell(process, msgspec.json.encode(self._order) + b"\n")
+            yield process, read
+        finally:
+            self._end_everything(process)
+            os.close(read)
+
+    def _end_everything(self, process: subprocess.Popen[bytes]) -> None:
+        self._lines.show("")
+        if process.poll() is None:
+            process.kill()
+        for left in process_tree.end_family():
+            self._lines.say("left", f"Process {left.pid} does not end.", pid=left.pid)
+        process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.close()
+        process_tree.keep_logs(Path(self._order.directory), Path(self._order.log_directory))
+        shutil.rmtree(self._order.directory, ignore_errors=True)
+
+    def _reports(self, descriptor: int) -> Iterator[Report]:
+        """What it says, until it has no more to say or its time is over."""
+        assert self._process is not None
+        buffer = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not self._is_over():
+                if selector.select(LOOK_PERIOD_S):
+                    piece = os.read(descriptor, 1 << 16)
+                    *lines, buffer = (buffer + piece).split(b"\n")
+                    yield from map(read_report, lines)
+                    if not piece:
+                        return
+                process_tree.reap(besides=self._process.pid)
+
+    def _is_over(self) -> bool:
+        """Whether to go on without what it might still say; passes signals on."""
+        now_s = time.monotonic()
+        if self._refused is not None or self._broken is not None:
+            return True
+        if self._phase.limit_s and now_s > self._phase_ends_s:
+            self._refused = Refused(self._phase.too_late)
+            return True
+        if self._signals.num == 0:
+            return False
+        if self._signals.num > 1 or (self._ends_by_s and now_s > self._ends_by_s):
+            return True
+        if not self._ends_by_s:
+            return self._begin_stop(now_s)
+        return False
+
+    def _begin_stop(self, now_s: float) -> bool:
+        """The first signal. Returns whether there is nothing to wait for."""
+        name = signal.Signals(self._signals.last).name
+        if self.ready is None:
+            self._lines.say("stopping", f"{name}: stopped before it was ready.", signal=name)
+            if self._order.ray_address is None:
+                return True
+            self._ends_by_s = now_s + LEAVE_TIMEOUT_S
+        else:
+            drain_s = self._order.config.drain_s
+            self._lines.say(
+                "stopping",
+                f"{name}: no new requests from now on; running ones may end within {drain_s:g} s"
+                " (again: at once).",
+                signal=name,
+            )
+            self._ends_by_s = now_s + drain_s + END_TIMEOUT_S
+        assert self._process is not None
+        self._tell(self._process, STOP)
+        return False
+
+    def _tell(self, process: subprocess.Popen[bytes], words: bytes) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: that is seen elsewhere
+            process.stdin.write(words)
+            process.stdin.flush()
+
+    def _take(self, report: Report, began_s: float) -> None:
+        match report:
+            case Phase():
+                self._phase = report
+                self._log = StartLog(report.pool_sizes)
+                self._phase_ends_s = time.monotonic() + report.limit_s
+                self._lines.show(report.name)
+                if not self._lines.is_live:
+                    self._lines.say("phase", report.name)
+            case Progress():
+                self._lines.show(one_line(report.pools, self._phase.pool_sizes))
+                if not self._lines.is_live:
+                    for line in self._log.news(report.pools):
+                        self._lines.say("progress", line)
+            case Ready():
+                self.ready = report
+                self._lines.show("")
+                self._lines.say(
+                    "ready",
+                    ready_line(report, time.monotonic() - began_s),
+                    url=report.url,
+                    pools=report.body["pools"],
+                )
+                self.when_ready()
+            case Happened():
+                self._lines.say(report.event, report.message, **report.fields)
+            case Drained():
+                cut = f"; {report.num_cut} had no more time and ended with an error"
+                self._lines.say(
+                    "drained",
+                    f"{report.num_ended} running requests have ended"
+                    f"{cut if report.num_cut else ''}.",
+                    num_ended=report.num_ended,
+                    num_cut=report.num_cut,
+                )
+            case Refused():
+                self._refused = report
+            case Broken():
+                self._broken = report
+
+    def _status(self) -> int:
+        """What became of it, as a line and an exit status."""
+        assert self._process is not None
+        if self._refused is not None:
+            return 2
+        if self._signals.num > 1:
+            self._lines.say("stopped", "Stopped at once, as a second signal asked.")
+            return 128 + self._signals.last
+        if self._broken is not None:
+            self._lines.say("broken", self._broken.message)
+            return 1
+        if self._signals.num:
+            self._lines.say("stopped", "Stopped.")
+            return 0
+        status = self._process.wait()
+        self._lines.say(
+            "broken",
+            f"The process that serves ended by itself ({_how(status)}); its own words are in"
+            f" {self._order.log_directory}/server.log.",
+        )
+        return 1
+
+
+def ready_line(ready: Ready, seconds: float) -> str:
+    pools = "; ".join(
+        f"{name}: {pool['num_prefill']} prefill + {pool['num_decode']} decode,"
+        f" {pool['num_kv_blocks']} KV blocks of {pool['block_size']} tokens, steps of up to"
+        f" {pool['max_num_seqs']} sequences and {pool['max_num_batched_tokens']} tokens"
+        for name, pool in ready.body["pools"].items()
+    )
+    return f"ready after {seconds:.0f} s: {ready.url}/v1  ({pools})"
+
+
+def _how(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"status {status}"

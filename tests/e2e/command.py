@@ -1,0 +1,196 @@
+"""`disagg serve` as a process that is signalled, killed and robbed, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from disagg.cli import process_tree
+from disagg.cli.ports import free_port
+
+TIMEOUT_S = 150.0
+_MARK = "DISAGG_TEST_MARK"
+
+
+def until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
+    """What `condition` returns when it is true at last."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+class Command:
+    """A `disagg serve`, whose lines are JSON, with a home directory of its own."""
+
+    def __init__(
+        self,
+        arguments: str,
+        home: Path,
+        environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        before: str = "",
+    ) -> None:
+        """Args:
+        before: what a shell does first, such as `ulimit`.
+        """
+        self.port = free_port()
+        netloc = f"[{host}]" if ":" in host else host
+        self.url = f"http://{netloc}:{self.port}"
+        self._mark = os.urandom(8).hex()
+        self._shared_memory, self._runs = _shared_memory(), _dead_runs()
+        self._output = (home / f"output-{self.port}").open("w+")
+        command = f"{sys.executable} -m disagg.cli.main serve {arguments} --port {self.port}"
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", f"{before} exec {command}"],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "HOME": str(home),
+                _MARK: self._mark,
+                **(environment or {}),
+            },
+        )
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The lines of one event."""
+        found = [json.loads(each) for each in self.output().splitlines() if each.startswith("{")]
+        return [each for each in found if each["event"] == name]
+
+    def wait_ready(self) -> None:
+        self.wait_for("ready")
+
+    def wait_for(self, event: str, number: int = 1) -> dict[str, Any]:
+        """A line of an event; the process must not end before it."""
+
+        def seen() -> list[dict[str, Any]]:
+            found = self.events(event)
+            assert len(found) >= number or self.process.poll() is None, self.output()
+            return found[number - 1 :]
+
+        return dict(until(seen)[0])
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def one(self, words: str) -> psutil.Process:
+        """The process below it with this name or in whose title these words are."""
+        (found,) = [
+            each
+            for each in self.family()
+            if each.name() == words or words in " ".join(each.cmdline()[:1])
+        ]
+        return found
+
+    def ended(self) -> int:
+        """Its exit status, when it and all that it started are gone."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        finally:
+            self.process.kill()
+            self._output.close()
+
+    def assert_nothing_left(self) -> None:
+        """No process, port, directory or shared memory."""
+        until(lambda: not self._processes(), 5)
+        until(lambda: _dead_runs() <= self._runs, 5)
+        until(lambda: _shared_memory() <= self._shared_memory, 5)
+        with socket.create_server(("", self.port)):
+            pass
+
+    def _processes(self) -> list[psutil.Process]:
+        """By a mark in the environment, which children inherit whatever becomes of parents."""
+        return [each for each in psutil.process_iter() if _environment(each) == self._mark]
+
+
+class Streams:
+    """Completions that are streamed to threads.
+
+    Attributes:
+        ends: of each that has ended: the last event, a refusal's status, or the error.
+    """
+
+    def __init__(self, url: str, number: int, max_tokens: int) -> None:
+        self.ends: list[str | int] = []
+        self._num_begun = 0
+        self._threads = [
+            threading.Thread(target=self._read, args=(url, i, max_tokens)) for i in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+        until(lambda: self._num_begun == number or self.ends)
+        assert not self.ends, self.ends
+
+    def wait(self) -> list[str | int]:
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        return self.ends
+
+    def _read(self, url: str, seed: int, max_tokens: int) -> None:
+        body = {
+            "model": "demo-small",
+            "prompt": f"a story about number {seed}",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        last = ""
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                if answer.status_code != 200:
+                    self.ends.append(answer.status_code)
+                    return
+                self._num_begun += 1
+                for line in answer.iter_lines():
+                    last = line or last
+            self.ends.append(last)
+        except httpx.HTTPError as error:
+            self.ends.append(repr(error))
+
+
+def ask(url: str) -> httpx.Response:
+    """A short completion on a connection of its own. Raises `httpx.HTTPError`."""
+    body = {"model": "demo-small", "prompt": "once", "max_tokens": 3}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+
+
+def _environment(process: psutil.Process) -> str | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process.environ().get(_MARK)
+    except psutil.Error:
+        return None
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _dead_runs() -> set[Path]:
+    """Directories of runs that are not alive."""
+    found = set()
+    for directory in process_tree.temporary_directory().glob(f"{process_tree.PREFIX}*"):
+        try:
+            if process_tree._is_dead(directory):
+                found.add(directory)
+        except OSError:
+            continue
+    return found
