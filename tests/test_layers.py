@@ -34,6 +34,7 @@ LAYERS = {
     "blocks": 0,
     "errors": -1,  # everybody may raise them
     "telemetry": 0,
+    "logs": 0,
 }
 
 # Third-party packages and the only places (path prefixes) that may import them.

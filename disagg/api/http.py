@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from disagg import telemetry
+from disagg import logs, telemetry
 from disagg.api import openai_responses as responses
 from disagg.api.answers import Piece, Run
 from disagg.api.http_reply import Reply, Send, Writer, watch
@@ -170,6 +170,7 @@ class HttpApp:
         named = {"http.request.method": request.method, "url.path": request.path[:128]}
         with telemetry.span("http", request.traceparent, named, "server") as span:
             request.traceparent = span.traceparent
+            logs.set_request(request.request_id, request.traceparent)
             span.set("http.response.status_code", await self._serve_untraced(request, send))
 
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import ray
 from ray import serve
 
-from disagg import telemetry
+from disagg import logs, telemetry
 from disagg.app import membership, start_board
 from disagg.config import ServeConfig
 from disagg.kernels.devices import see_only
@@ -30,6 +30,7 @@ class WorkerReplica:
     ) -> None:
         self._drain_s = config.drain_s
         replica = serve.get_replica_context().replica_id.unique_id
+        logs.setup(f"{tier_name}-{role}-{replica}")
         telemetry.setup(f"disagg-{role}", {"disagg.worker": replica})
         see_only(ray.get_gpu_ids())
         tell = start_board.reporter(f"{tier_name}-{role}", replica)

@@ -7,7 +7,7 @@ import asyncio
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from disagg import telemetry
+from disagg import logs, telemetry
 from disagg.api.http import AsgiApp
 from disagg.api.ingress import IngressCore
 from disagg.app import membership
@@ -29,6 +29,7 @@ class Ingress:
         self, config: ServeConfig, *pools: DeploymentHandle
     ) -> None:
         replica = serve.get_replica_context().replica_id.unique_id
+        logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
         self._core = IngressCore(config, replica)
         self._loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from disagg import logs
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
@@ -31,6 +32,7 @@ def prepare_environment(order: Order) -> None:
     if order.ray_address is not None:
         _use_token_of_ray()
         return
+    os.environ.setdefault(logs.DIRECTORY, order.log_directory)
     if order.haproxy:
         directory = Path(order.directory) / "h"
         os.environ.update(haproxy_environment(directory, order.config.http.host, free_port))

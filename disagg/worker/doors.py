@@ -274,7 +274,8 @@ class Doors:
         except DisaggError as error:
             self._engine.end(sequence, error)
         except Exception as error:
-            log.exception("A request could not be taken in.")
+            named = {"request_id": sequence.request_id}
+            log.exception("A request could not be taken in.", extra=named)
             self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
 
     def _cancel(self, name: str) -> None:

@@ -120,7 +120,8 @@ class Streams:
                 delta = _delta(event, stream, ticket)
                 stream.phases.gained(now, event)
             except Exception as error:
-                log.exception("What a request gained could not be told.")
+                named = {"request_id": event.sequence.request_id}
+                log.exception("What a request gained could not be told.", extra=named)
                 give_up(event.sequence)
                 failed = EngineFailed(f"The worker failed on this request: {error}.")
                 delta = TokenDelta(stream.stream_id, (), error=WireError.of(failed))

@@ -1,0 +1,77 @@
+"""The lines that our processes log: a JSON object each, with the request that it is about.
+
+The request is set where its work begins and follows it through tasks; a line about another one
+names it in `extra={"request_id": ...}`. What a client has written is never logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+DIRECTORY = "DISAGG_LOG_DIR"  # variable; without it lines go to standard error
+LEVEL = "DISAGG_LOG_LEVEL"  # variable: a name that `logging` knows
+MAX_FILE_NBYTES = 64 << 20
+
+# Request id and trace id, "" where there is none.
+about: ContextVar[tuple[str, str]] = ContextVar("about", default=("", ""))
+
+
+def set_request(request_id: str, traceparent: str) -> None:
+    """Say which request the lines of this task, and of the tasks that it begins, are about.
+
+    Args:
+        traceparent: a valid W3C header, or "".
+    """
+    about.set((request_id, traceparent.split("-")[1] if traceparent else ""))
+
+
+class JsonLines(logging.Formatter):
+    """Args:
+    process: names the process in each line.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        request_id, trace_id = about.get()
+        line = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", request_id),
+            "trace_id": getattr(record, "trace_id", trace_id),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def setup(process: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Write the lines of this process to a file of its own, or to standard error."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    directory = environment.get(DIRECTORY)
+    if directory:
+        with contextlib.suppress(OSError):  # it may be of another node, or full
+            handler = RotatingFileHandler(
+                Path(directory) / f"{process}.log", maxBytes=MAX_FILE_NBYTES, backupCount=1
+            )
+    handler.setFormatter(JsonLines(process))
+    logger = logging.getLogger("disagg")
+    logger.handlers = [handler]
+    logger.propagate = False
+    level = environment.get(LEVEL, "INFO").upper()
+    logger.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
