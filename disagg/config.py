@@ -128,6 +128,18 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
 
+class TransferPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What KV transfers are believed to take before a worker has pulled; `disagg doctor` measures.
+
+    Attributes:
+        latency_s: of a transfer of next to nothing.
+        bytes_per_s: of a long one.
+    """
+
+    latency_s: Annotated[float, Meta(gt=0)]
+    bytes_per_s: Annotated[float, Meta(gt=0)]
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -197,6 +209,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenants: dict[str, TenantConfig] = {}  # of those with a name in `http.api_keys`, or "default"
     num_ingress: Positive = 1
     transport: Literal["nixl", "local"] = "nixl"
+    transfer_prior: TransferPrior | None = None  # None: an ordinary network is assumed
     redis_url: str | None = None  # None: no store; the CLI starts an embedded server
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one

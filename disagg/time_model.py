@@ -31,6 +31,7 @@ CHUNK_TOKENS = 1024  # of a prompt in one step, where a caller does not know bet
 NUM_ERRORS_KEPT = 65
 PULL_TO_PRIOR = 1e-4
 MAX_BYTES_PER_S = 1e13
+PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured before serving
 
 # Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
 # and those that took longer or shorter than predicted. Learning from each costs 17 us, as much as
@@ -191,6 +192,7 @@ class TransferTimeModel:
 
     Args:
         latency_s, bytes_per_s: what to believe of a source before its first pull.
+        is_measured: these were measured before serving, and are reported until the first pull.
     """
 
     def __init__(
@@ -198,11 +200,13 @@ class TransferTimeModel:
         latency_s: float = 1e-3,
         bytes_per_s: float = 1e9,
         forgetting: float = 0.98,
+        is_measured: bool = False,
     ) -> None:
         self._prior = (latency_s, 1.0 / bytes_per_s)
         self._forgetting = forgetting
         self._sources: dict[str, tuple[_Evidence, _Solver]] = {}
-        self._figures: tuple[TransferFigure, ...] | None = ()  # until the next pull
+        self._before_any = (PRIOR_SOURCE,) if is_measured else ()
+        self._figures: tuple[TransferFigure, ...] | None = None  # until the next pull
 
     def observe(self, source_id: str, nbytes: int, seconds: float) -> None:
         if seconds <= 0.0:
@@ -226,7 +230,7 @@ class TransferTimeModel:
     def figures(self) -> tuple[TransferFigure, ...]:
         """For `WorkerStatus`."""
         if self._figures is None:
-            self._figures = tuple(self._figure(source_id) for source_id in self._sources)
+            self._figures = tuple(map(self._figure, self._sources or self._before_any))
         return self._figures
 
     def _figure(self, source_id: str) -> TransferFigure:

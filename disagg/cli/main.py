@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from disagg.cli import cascade, chat, plan, serve, sim
+from disagg.cli import cascade, chat, doctor, plan, serve, sim
 from disagg.errors import DisaggError
 
 
@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Large language models served with prefill and decode on separate workers.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (serve, chat, plan, sim, cascade):
+    for verb in (serve, chat, plan, sim, cascade, doctor):
         name = verb.__name__.rsplit(".", 1)[-1]
         subparser = verbs.add_parser(name, help=(verb.__doc__ or "").split("\n")[0])
         verb.add_arguments(subparser)

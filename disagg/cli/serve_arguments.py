@@ -10,7 +10,10 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from disagg.config import EngineConfig, ServeConfig, parse_config
+from disagg.doctor.findings import Report
 from disagg.errors import StartupError
 
 DEFAULT_MODEL = "demo-large"
@@ -192,6 +195,12 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cold-tier-bytes", type=int, default=1 << 30)
     group.add_argument("--transport", default="nixl", help="how KV moves: nixl or local")
     group.add_argument(
+        "--doctor-report",
+        metavar="FILE",
+        help="what `disagg doctor --json` measured: KV transfers are believed to take that long"
+        " until there were some",
+    )
+    group.add_argument(
         "--haproxy",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -254,6 +263,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_num_workers": arguments.max_workers,
         "drain_s": arguments.drain_s,
         "transport": arguments.transport,
+        "transfer_prior": _transfer_prior(arguments.doctor_report),
         "redis_url": arguments.redis_url,
         "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
         "link_host": None if arguments.ray_address else "127.0.0.1",
@@ -270,6 +280,25 @@ def _pool(size: PoolSize | None, num_gpus: float | None) -> dict[str, Any]:
         return {"num_replicas": size.least, **gpus}
     limits = {"min_replicas": size.least, "max_replicas": size.most}
     return {"num_replicas": max(1, size.least), "autoscaling": limits, **gpus}
+
+
+def _transfer_prior(path: str | None) -> dict[str, float] | None:
+    if path is None:
+        return None
+    try:
+        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StartupError(
+            f"{path} is no report of `disagg doctor --json`: {error}.", param="doctor_report"
+        ) from error
+    prior = report.transfer_prior
+    if prior is None:
+        raise StartupError(
+            f"{path} has no measured KV transfer in it: run `disagg doctor --json` without"
+            " --no-transfers, and mend what it finds.",
+            param="doctor_report",
+        )
+    return {"latency_s": prior.latency_s, "bytes_per_s": prior.bytes_per_s}
 
 
 def _tenants(file: str | None) -> tuple[Any, Any]:

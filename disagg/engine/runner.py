@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain, compress
 from operator import sub
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -334,6 +334,36 @@ def check_engine(
         is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
         claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
         plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
+
+
+class KVRoom(NamedTuple):
+    """The KV cache that a worker would have; `nbytes_per_token` is of all layers."""
+
+    device: str
+    max_model_len: int
+    num_tokens: int
+    nbytes_per_token: int
+
+
+def kv_room(config: EngineConfig, directory: Path, weights_nbytes: int) -> KVRoom:
+    """The cache as `build_engine` would size it here and now, without reading the weights.
+
+    Raises:
+        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
+    """
+    model = ModelConfig.from_directory(directory)
+    max_model_len = _choose_max_model_len(config, model)
+    device = _choose_device(config)
+    dtype = _choose_dtype(config, model, device)
+    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
+    shape = KVShape.of(model, block_size, choose_format(config, dtype, device))
+    taken_nbytes = weights_nbytes + _workspace_nbytes(
+        config, model, dtype, device, -(-max_model_len // block_size)
+    )
+    num_blocks = choose_num_blocks(config, shape, max_model_len, device, taken_nbytes)
+    return KVRoom(
+        device.type, max_model_len, num_blocks * block_size, shape.block_nbytes // block_size
+    )
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -46,7 +46,12 @@ class Doors:
         self._max_requests_nbytes = parts.max_requests_nbytes
         self._transport = parts.transport
         self._step_times = StepTimeFit(parts.first_times)
-        self._transfer_times = TransferTimeModel()
+        prior = parts.transfer_prior
+        self._transfer_times = (
+            TransferTimeModel(prior.latency_s, prior.bytes_per_s, is_measured=True)
+            if prior is not None
+            else TransferTimeModel()
+        )
         self._streams = Streams()
         self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
         self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)

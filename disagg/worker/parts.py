@@ -10,7 +10,7 @@ from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
@@ -41,6 +41,7 @@ class Parts:
     first_times: what steps took before the first request, and where these do not show it, what the
         roofline says: believed until requests teach better.
     max_requests_nbytes: what prompts may take here, waiting and running.
+    transfer_prior: what pulls are believed to take until there was one.
     """
 
     engine: Engine
@@ -52,6 +53,7 @@ class Parts:
     first_times: StepTimeModel = StepTimeModel()  # noqa: RUF009 - it is frozen
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
     host_tier: HostTier | None = None
+    transfer_prior: TransferPrior | None = None
 
 
 def build_parts(
@@ -110,6 +112,7 @@ def build_parts(
         first_steps(engine, time.perf_counter, prior),
         tier.engine.max_requests_nbytes,
         host_tier,
+        config.transfer_prior,
     )
 
 

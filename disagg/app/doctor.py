@@ -1,0 +1,206 @@
+"""`disagg doctor` on every node of a running Ray cluster: one actor a node looks and measures."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from disagg.doctor.devices import check_devices, num_gpus
+from disagg.doctor.findings import Finding, NodeReport, TransferReport
+from disagg.doctor.machine import Machine, check_machine, clock, here
+from disagg.doctor.transfer_probe import Figures
+from disagg.doctor.transfers import ProbeProcess, judge, measure_here
+from disagg.errors import StartupError
+from disagg.kvtransfer.slab import HOST
+from disagg.kvtransfer.ticket import Peer
+
+CONNECT_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 120.0
+MEASURE_TIMEOUT_S = 300.0
+NUM_CLOCK_LOOKS = 3
+MAX_NODES_IN_PAIRS = 8  # of more, each is measured with the next one only
+
+
+class NodeDoctor:
+    """Looks at the node it is placed on. What it returns is JSON of our own structs."""
+
+    def __init__(self) -> None:
+        self._probe: ProbeProcess | None = None
+
+    def look(self) -> bytes:
+        return msgspec.json.encode([*check_devices(), *check_machine()])
+
+    def machine(self, name: str) -> bytes:
+        return msgspec.json.encode(here(name, num_gpus()))
+
+    def now_s(self) -> float:
+        return time.time()
+
+    def measure_here(self, name: str) -> bytes:
+        return msgspec.json.encode(measure_here(here(name, num_gpus())))
+
+    def start_probe(self, name: str) -> bytes:
+        """How others reach a probe on this node. Raises `TransferFailed` if they cannot."""
+        self._probe = ProbeProcess(name, 0 if num_gpus() else HOST)
+        return msgspec.json.encode(self._probe.peer())
+
+    def measure(self, peer: bytes) -> bytes:
+        assert self._probe is not None
+        return msgspec.json.encode(self._probe.measure(msgspec.json.decode(peer, type=Peer)))
+
+    def stop_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
+class _Node(NamedTuple):
+    machine: Machine
+    actor: Any
+
+
+def examine(
+    address: str, with_transfers: bool = True
+) -> tuple[list[NodeReport], list[TransferReport]]:
+    """Look at all nodes of the cluster at `address`, and measure transfers between them.
+
+    Raises:
+        StartupError: there is no cluster that answers.
+    """
+    _check_listens(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise StartupError(
+            f"No Ray cluster answers at {address}: {first}", param="ray_address"
+        ) from error
+    try:
+        return _examine(with_transfers)
+    finally:
+        ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto", or a form that only Ray knows
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StartupError(
+            f"No Ray cluster answers at {address}: {error.strerror or error}. `ray status` on the"
+            " head's machine says whether it runs; its port is 6379 unless it was given another.",
+            param="ray_address",
+        ) from error
+
+
+def _examine(with_transfers: bool) -> tuple[list[NodeReport], list[TransferReport]]:
+    alive = sorted(
+        (each for each in ray.nodes() if each["Alive"]), key=lambda each: str(each["NodeName"])
+    )
+    reports: list[NodeReport] = []
+    nodes: list[_Node] = []
+    for each in alive:
+        name = f"{each['NodeName']} ({each['NodeID'][:6]})"
+        actor = _place(each["NodeID"])
+        try:
+            findings = msgspec.json.decode(
+                ray.get(actor.look.remote(), timeout=LOOK_TIMEOUT_S), type=list[Finding]
+            )
+            findings.append(clock(_clock_offset_s(actor)))
+            machine = msgspec.json.decode(ray.get(actor.machine.remote(name)), type=Machine)
+        except (RayError, TimeoutError) as error:
+            findings = [_not_looked_at(error)]
+        else:
+            nodes.append(_Node(machine, actor))
+        reports.append(NodeReport(name, tuple(findings)))
+    return reports, [*_within(nodes), *_between(nodes)] if with_transfers else []
+
+
+def _place(node_id: str) -> Any:
+    """An actor on that node; it takes no share of it, so that a busy node can be looked at."""
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=strategy)(NodeDoctor).remote()
+
+
+def last_words(error: Exception) -> str:
+    """The last line of an error of Ray's, which is what was raised in the actor."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
+
+
+def _not_looked_at(error: Exception) -> Finding:
+    return Finding(
+        "this node",
+        f"nothing could be looked at: {last_words(error)}",
+        "wrong",
+        "install the same disagg there, with the same Python and Ray as here",
+    )
+
+
+def _clock_offset_s(actor: Any) -> float:
+    """By the quickest of some answers, whose way takes the least of the difference."""
+    looks: list[tuple[float, float]] = []
+    for _ in range(NUM_CLOCK_LOOKS):
+        asked_s = time.time()
+        there_s = ray.get(actor.now_s.remote())
+        heard_s = time.time()
+        looks.append((heard_s - asked_s, there_s - (asked_s + heard_s) / 2))
+    return min(looks)[1]
+
+
+def _within(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
+    """Between two processes of each node, one node after another: some may share a machine."""
+    for node in nodes:
+        answer = _ask(node.actor.measure_here.remote, node.machine.name)
+        if isinstance(answer, Figures):
+            yield judge(node.machine, node.machine, answer)
+        else:
+            yield from msgspec.json.decode(answer, type=list[TransferReport])
+
+
+def _between(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
+    """Pairs of nodes in both directions, one after another."""
+    if len(nodes) < 2:
+        return
+    peers = [_ask(node.actor.start_probe.remote, node.machine.name) for node in nodes]
+    for source, reader in _pairs(len(nodes)):
+        figures = _pull(peers[source], nodes[reader], peers[reader])
+        yield judge(nodes[source].machine, nodes[reader].machine, figures, is_between_nodes=True)
+    for node in nodes:
+        _ask(node.actor.stop_probe.remote)
+
+
+def _pairs(num_nodes: int) -> list[tuple[int, int]]:
+    if num_nodes <= MAX_NODES_IN_PAIRS:
+        return list(itertools.permutations(range(num_nodes), 2))
+    ring = [(i, (i + 1) % num_nodes) for i in range(num_nodes)]
+    return ring + [(reader, source) for source, reader in ring]
+
+
+def _pull(source: bytes | Figures, reader: _Node, own: bytes | Figures) -> Figures:
+    """Args: how to reach the source's probe; the reader, and how its own one is reached."""
+    for peer in (source, own):
+        if isinstance(peer, Figures):
+            return peer
+    answer = _ask(reader.actor.measure.remote, source)
+    return answer if isinstance(answer, Figures) else msgspec.json.decode(answer, type=Figures)
+
+
+def _ask(method: Callable[..., Any], *arguments: Any) -> bytes | Figures:
+    """The answer of an actor, or why there is none."""
+    try:
+        answer: bytes = ray.get(method(*arguments), timeout=MEASURE_TIMEOUT_S)
+    except (RayError, TimeoutError) as error:
+        return Figures(error=last_words(error))
+    return answer

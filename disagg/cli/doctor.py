@@ -1,0 +1,124 @@
+"""Look at this machine, or at every node of a cluster, before the first request.
+
+Says what is there and what is wrong, each with the one line to change: GPUs and drivers, limits,
+ports, versions, the lanes, latency and bandwidth of KV transfers, clocks, and whether a model fits.
+Exit status 1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from disagg.cli.embedded_redis import find_redis_server
+from disagg.config import EngineConfig, TierConfig
+from disagg.doctor.findings import Finding, NodeReport, Report, TransferReport
+from disagg.errors import StartupError
+
+_MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="*", help="model directories or bundled models to check")
+    parser.add_argument("--ray-address", help="look at every node of this running cluster")
+    parser.add_argument("--host", default="127.0.0.1", help="where HTTP is to listen")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument(
+        "--transfers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure KV transfers, which takes some seconds for each pair of nodes",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object for machines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = _look(arguments)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        _show(Console(highlight=False), report)
+    return 0 if report.is_healthy else 1
+
+
+def _look(arguments: argparse.Namespace) -> Report:
+    from disagg.doctor.models import check_model
+
+    models = [
+        finding for model in arguments.model for finding in check_model(_tier(arguments, model))
+    ]
+    if arguments.ray_address is not None:
+        from disagg.app.doctor import examine
+
+        nodes, transfers = examine(arguments.ray_address, with_transfers=arguments.transfers)
+    else:
+        nodes, transfers = _look_here(arguments)
+    return Report(tuple(nodes), tuple(transfers), tuple(models))
+
+
+def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
+    from disagg.doctor.devices import check_devices, num_gpus
+    from disagg.doctor.machine import check_machine, here, port
+    from disagg.doctor.transfers import measure_here
+
+    findings = [*check_devices(), *check_machine()]
+    findings += [port(arguments.host, arguments.port), _store()]
+    machine = here("this machine", num_gpus())
+    transfers = measure_here(machine) if arguments.transfers else []
+    return [NodeReport(machine.name, tuple(findings))], transfers
+
+
+def _store() -> Finding:
+    try:
+        return Finding("store", f"embedded server: {find_redis_server()}")
+    except StartupError as error:
+        return Finding("store", error.message, "warn", "disagg serve --no-redis, or --redis-url")
+
+
+def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
+    engine = msgspec.convert(
+        {
+            "device": arguments.device,
+            "dtype": arguments.dtype,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
+            "max_model_len": arguments.max_model_len,
+            "gpu_memory_utilization": arguments.gpu_memory_utilization,
+        },
+        EngineConfig,
+    )
+    return TierConfig(model=model, engine=engine)
+
+
+def _show(console: Console, report: Report) -> None:
+    for node in report.nodes:
+        _table(console, node.name, node.findings)
+    if report.transfers:
+        _table(console, "KV transfers", [transfer.finding for transfer in report.transfers])
+    if report.models:
+        _table(console, "models", report.models)
+    wrong = [finding for finding in report.findings() if finding.status == "wrong"]
+    if wrong:
+        console.print(f"\n{len(wrong)} wrong; the first to change: {escape(wrong[0].change)}")
+    else:
+        console.print("\nnothing is wrong")
+
+
+def _table(console: Console, title: str, findings: list[Finding] | tuple[Finding, ...]) -> None:
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    for name in ("", "check", "found", "change"):
+        table.add_column(name, overflow="fold")
+    for each in findings:
+        row = (escape(each.check), escape(each.found), escape(each.change))
+        table.add_row(_MARKS[each.status], *row)
+    console.print()
+    console.print(table)

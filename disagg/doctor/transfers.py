@@ -1,0 +1,199 @@
+"""Measures KV transfers between two probes, and judges them by what lies between the two."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from disagg.doctor.findings import Finding, TransferReport
+from disagg.doctor.machine import Machine
+from disagg.doctor.transfer_probe import Figures
+from disagg.errors import TransferFailed
+from disagg.kvtransfer.slab import HOST
+from disagg.kvtransfer.ticket import Peer
+
+START_TIMEOUT_S = 60.0
+MEASURE_TIMEOUT_S = 120.0
+LEAST_SHARE = 0.3  # of what the hardware could do; below it something is in the way
+# UCX's tables of what it chose, which UCX_PROTO_INFO=y writes to its log.
+_READ_TABLE = "remote memory read by ucp_get"
+_ROW = re.compile(r"\|\s*\S+\.\.inf\s*\|\s*(?P<how>[^|]+?)\s*\|\s*(?P<lane>[^|]+?)\s*\|")
+
+
+class ProbeProcess:
+    """A probe on this machine.
+
+    Args:
+        device_id: -1 measures host memory, otherwise a GPU's memory.
+    """
+
+    def __init__(self, name: str, device_id: int, ucx_config: str = "") -> None:
+        self._log = Path(tempfile.mkdtemp(prefix="disagg-doctor-")) / "ucx.log"
+        environment = {**os.environ, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(self._log)}
+        command = [sys.executable, "-m", "disagg.doctor.transfer_probe", name, str(device_id)]
+        self._process = subprocess.Popen(
+            [*command, ucx_config],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+        )
+
+    def peer(self) -> Peer:
+        """How others reach it. Raises `TransferFailed` with the reason why nobody can."""
+        line = self._line(START_TIMEOUT_S)
+        try:
+            return msgspec.json.decode(line, type=Peer)
+        except msgspec.ValidationError:
+            raise TransferFailed(msgspec.json.decode(line, type=Figures).error) from None
+
+    def measure(self, peer: Peer) -> Figures:
+        """Pull from another probe. It never raises: what goes wrong is in the figures."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(peer) + b"\n")
+            figures = msgspec.json.decode(self._line(MEASURE_TIMEOUT_S), type=Figures)
+        except (OSError, TransferFailed) as error:
+            return Figures(error=str(error))
+        lane = lane_of_reads(self._log.read_text(errors="replace"))
+        return msgspec.structs.replace(figures, lane=lane)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.unlink(missing_ok=True)
+        self._log.parent.rmdir()
+
+    def _line(self, timeout_s: float) -> bytes:
+        """The next line of JSON; NIXL may print others."""
+        assert self._process.stdout is not None
+        deadline, line = time.monotonic() + timeout_s, b""
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not select.select([self._process.stdout], [], [], left_s)[0]:
+                break
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not piece:
+                status = self._process.wait()
+                raise TransferFailed(f"the measuring process ended with status {status}")
+            line += piece
+            while b"\n" in line:
+                first, _, line = line.partition(b"\n")
+                if first.startswith(b"{"):
+                    return first
+        raise TransferFailed(f"the measuring process did not answer within {timeout_s:.0f} s")
+
+
+def lane_of_reads(ucx_log: str) -> str:
+    """The lane by which UCX reads large remote memory, from its log; "" if it did not say.
+
+    "software emulation" means that the source's processor sends what is asked for.
+    """
+    lane, in_table = "", False
+    for line in ucx_log.splitlines():
+        if _READ_TABLE in line:
+            in_table = True
+        elif in_table and (row := _ROW.search(line)):
+            by_hand = ", software emulation" if "emulation" in row["how"] else ""
+            lane, in_table = row["lane"] + by_hand, False
+    return lane
+
+
+def judge(
+    source: Machine, reader: Machine, figures: Figures, is_between_nodes: bool = False
+) -> TransferReport:
+    """What a measurement means between these two machines."""
+    memory = "GPU" if source.num_gpus and reader.num_gpus else "host"
+    check = f"KV from {source.name} to {reader.name}"
+    if figures.error:
+        finding = Finding(
+            check,
+            f"NIXL moves nothing: {figures.error}",
+            "wrong",
+            "open the ports between the two for each other (docs/security.md)",
+        )
+        return TransferReport(source.name, reader.name, memory, finding)
+    limit, limit_source = _limit(source, reader, figures)
+    by = figures.lane or "a lane that UCX does not name"
+    speed = f"{figures.bytes_per_s / 1e9:.2f} GB/s, {figures.latency_s * 1e6:.0f} us, by {by}"
+    finding = Finding(check, speed)
+    if advice := _better_lane(source, reader, figures.lane):
+        finding = Finding(check, speed, "warn", advice)
+    elif limit and figures.bytes_per_s < LEAST_SHARE * limit:
+        share = f"{speed}: {figures.bytes_per_s / limit:.0%} of {limit_source}"
+        finding = Finding(check, share, "warn", "stop other loads and measure again")
+    return TransferReport(
+        source.name,
+        reader.name,
+        memory,
+        finding,
+        figures.lane,
+        figures.latency_s,
+        figures.bytes_per_s,
+        limit,
+        limit_source,
+        figures.ucx,
+        is_between_nodes,
+    )
+
+
+def measure_here(machine: Machine) -> list[TransferReport]:
+    """Between two processes of this machine, in both directions; of two GPUs where there are."""
+    devices = (0, min(1, machine.num_gpus - 1)) if machine.num_gpus else (HOST, HOST)
+    sides = [
+        msgspec.structs.replace(machine, name=f"{machine.name} ({part})") for part in ("a", "b")
+    ]
+    probes: list[ProbeProcess] = []
+    try:
+        for side, device in zip(sides, devices, strict=True):
+            probes.append(ProbeProcess(side.name, device))
+        peers = [probe.peer() for probe in probes]
+        return [
+            judge(sides[0], sides[1], probes[1].measure(peers[0])),
+            judge(sides[1], sides[0], probes[0].measure(peers[1])),
+        ]
+    except TransferFailed as error:
+        return [judge(sides[0], sides[1], Figures(error=error.message))]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _limit(source: Machine, reader: Machine, figures: Figures) -> tuple[float | None, str]:
+    """Bytes a second that the hardware between the two could do, and which hardware that is."""
+    if source.host == reader.host:
+        if figures.copy_bytes_per_s is None:
+            return None, ""
+        return figures.copy_bytes_per_s, "a plain copy in memory"
+    slower = min(source, reader, key=lambda machine: machine.link_bytes_per_s)
+    if not slower.link_bytes_per_s:
+        return None, ""
+    gigabits = slower.link_bytes_per_s * 8 / 1e9
+    return slower.link_bytes_per_s, f"the {gigabits:.0f} Gb/s of {slower.link_name}"
+
+
+def _better_lane(source: Machine, reader: Machine, lane: str) -> str:
+    """What to change where the hardware has a better way than UCX took."""
+    if "tcp" not in lane:
+        return ""
+    if source.host == reader.host:
+        if source.num_gpus and reader.num_gpus:
+            return "UCX_TLS must not leave out cuda_ipc; run containers with --ipc=host"
+        return "allow process_vm_readv: --cap-add=SYS_PTRACE, and one PID namespace for workers"
+    if source.has_rdma and reader.has_rdma:
+        return "let UCX use RDMA: pass /dev/infiniband into containers, and ulimit -l unlimited"
+    return ""

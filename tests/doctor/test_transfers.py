@@ -1,0 +1,127 @@
+"""The lane that UCX says it chose, verdicts on transfers, and two real probes."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.doctor.findings import Report, Status, TransferReport
+from disagg.doctor.machine import Machine, here
+from disagg.doctor.transfer_probe import Figures
+from disagg.doctor.transfers import ProbeProcess, judge, lane_of_reads, measure_here
+from disagg.errors import TransferFailed
+
+# As UCX 1.20 writes them, of another operation first.
+TABLES = """\
+[179.220459] [vm:6844 :0]   +--------+-------------+-----------------------------------+
+[179.220459] [vm:6844 :0]   | reader#1 self cfg#0                                      |
+[179.220459] [vm:6844 :0]   | remote memory write by ucp_put* from host memory to host |
+[179.220459] [vm:6844 :0]   | Range  | Description |              Config               |
+[179.220459] [vm:6844 :0]   | 0..inf | zero-copy   | cma/memory                        |
+[179.247008] [vm:6844 :1]   +--------+-------------+-------------------------------------------+
+[179.247008] [vm:6844 :1]   | reader#1 intra-node cfg#1                                        |
+[179.247008] [vm:6844 :1]   | remote memory read by ucp_get*(multi) into host memory from host |
+[179.247008] [vm:6844 :1]   | Range  | Description |                  Config                   |
+"""
+ZERO_COPY = "[1.2] [vm:6844 :1]   | 0..inf | zero-copy   | {lane}      |\n"
+LATER = (
+    "[1.2] [vm:6844 :1]   | 0..511 | short | {other} |\n[1.2] [vm:1 :1] | 512..inf | x | {lane} |\n"
+)
+EMULATED = "[1.2] [vm:6844 :1]   | 0..inf | software emulation | {lane} |\n"
+
+
+def node(
+    name: str, host: str, num_gpus: int = 0, gigabits: float = 0, rdma: bool = False
+) -> Machine:
+    return Machine(name, host, num_gpus, gigabits * 1e9 / 8, "eth0" if gigabits else "", rdma)
+
+
+def figures(lane: str, gbytes_per_s: float, copy: float | None = None) -> Figures:
+    return Figures(1e-4, gbytes_per_s * 1e9, copy and copy * 1e9, lane)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lane"),
+    [
+        (ZERO_COPY.format(lane="cma/memory"), "cma/memory"),
+        (LATER.format(other="tcp/eth0", lane="rc_mlx5/mlx5_0:1"), "rc_mlx5/mlx5_0:1"),
+        (EMULATED.format(lane="tcp/lo"), "tcp/lo, software emulation"),
+        ("", ""),
+    ],
+)
+def test_the_lane_of_large_reads_is_read_off_ucx_log(rows: str, lane: str) -> None:
+    assert lane_of_reads(TABLES + rows) == lane
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "measured", "status", "change"),
+    [
+        (node("a", "x"), node("b", "x"), figures("cma/memory", 9, copy=12), "ok", ""),
+        (node("a", "x"), node("b", "x"), figures("cma/memory", 2, copy=12), "warn", "other loads"),
+        (node("a", "x"), node("b", "x"), figures("tcp/lo", 2, copy=12), "warn", "SYS_PTRACE"),
+        (node("a", "x", 8), node("b", "x", 8), figures("cuda_ipc/cuda", 300), "ok", ""),
+        (node("a", "x", 8), node("b", "x", 8), figures("tcp/eth0", 0.5), "warn", "cuda_ipc"),
+        (node("a", "x", 0, 25), node("b", "y", 0, 25), figures("tcp/eth0", 2.5), "ok", ""),
+        (node("a", "x", 0, 25), node("b", "y", 0, 25), figures("tcp/eth0", 0.5), "warn", "loads"),
+        (
+            node("a", "x", 8, 400, rdma=True),
+            node("b", "y", 8, 400, rdma=True),
+            figures("tcp/eth0", 5),
+            "warn",
+            "/dev/infiniband",
+        ),
+        (node("a", "x"), node("b", "y"), figures("tcp/eth0", 0.5), "ok", ""),
+        (node("a", "x"), node("b", "y"), Figures(error="no route"), "wrong", "ports"),
+    ],
+)
+def test_verdicts(
+    source: Machine, reader: Machine, measured: Figures, status: Status, change: str
+) -> None:
+    report = judge(source, reader, measured)
+    assert (report.finding.status, report.source, report.reader) == (status, "a", "b")
+    assert change in report.finding.change
+    assert measured.error in report.finding.found
+
+
+def test_two_real_probes_move_kv_in_both_directions_by_a_lane_that_has_a_name() -> None:
+    reports = measure_here(here("here", num_gpus=0))
+    assert [(each.source, each.reader) for each in reports] == [
+        ("here (a)", "here (b)"),
+        ("here (b)", "here (a)"),
+    ]
+    for each in reports:
+        assert each.finding.status != "wrong" and "/" in each.lane, each
+        assert each.latency_s and each.bytes_per_s and each.limit_bytes_per_s
+        assert each.ucx.endswith("cma, ib")
+
+
+def test_a_probe_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_transport")
+    probe = ProbeProcess("probe", -1)
+    with pytest.raises(TransferFailed, match="NIXL could not be started"):
+        probe.peer()
+    probe.close()
+
+
+def test_a_probe_that_died_is_an_answer_too() -> None:
+    one, other = ProbeProcess("one", -1), ProbeProcess("other", -1)
+    peer = one.peer()
+    other.peer()
+    other._process.kill()
+    assert (
+        "ended with status -9" in other.measure(peer).error or "pipe" in other.measure(peer).error
+    )
+    for probe in (one, other):
+        probe.close()
+
+
+def test_the_slowest_transfer_between_nodes_is_what_to_believe() -> None:
+    def report(speed: float, between: bool) -> TransferReport:
+        return judge(node("a", "x"), node("b", "y"), figures("tcp/eth0", speed), between)
+
+    within, fast, slow = report(0.1, False), report(3.0, True), report(2.0, True)
+    prior = Report((), (within, fast, slow)).transfer_prior
+    assert prior is not None and prior.bytes_per_s == 2e9
+    only = Report((), (within,)).transfer_prior
+    assert only is not None and only.bytes_per_s == 1e8
+    broken = judge(node("a", "x"), node("b", "y"), Figures(error="no"), True)
+    assert Report((), (broken,)).transfer_prior is None
