@@ -44,7 +44,6 @@ THIRD_PARTY = {
     "torch": [
         "kernels/",
         "models/",
-        "doctor/devices.py",
         "doctor/transfer_probe.py",
         "engine/kv_cache.py",
         "engine/batching.py",

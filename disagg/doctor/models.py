@@ -5,46 +5,42 @@ from __future__ import annotations
 from disagg.config import TierConfig
 from disagg.doctor.findings import Finding
 from disagg.errors import DisaggError, NotEnoughMemory
+from disagg.kernels.devices import gpus_here
 from disagg.planner.shapes import shape_of
 
 GIB = 1 << 30
 
 
 def check_model(tier: TierConfig) -> list[Finding]:
-    """Read a model's description and do the arithmetic of one worker."""
+    """Read a model's description and its weights' headers; do the arithmetic of one worker."""
     from disagg.engine.runner import check_engine
     from disagg.models.model_config import ModelConfig
 
     check = f"model {tier.name}"
+    gpus = gpus_here().devices if tier.engine.device != "cpu" else ()
+    gpu_nbytes = gpus[0].total_nbytes if gpus else None
     try:
         directory = tier.directory
         model = ModelConfig.from_directory(directory)
-        shape = shape_of(model, directory)
-        weights_nbytes = sum(each.stat().st_size for each in directory.glob("*.safetensors"))
-        described = (
-            f"{model.family}, {shape.num_params / 1e6:.0f} M parameters,"
-            f" {weights_nbytes / GIB:.2f} GiB of weights in {model.dtype}"
-        )
-        check_engine(tier.engine, directory)
-        found = [Finding(check, described.replace("torch.", ""))]
-        return [*found, _room(tier, weights_nbytes)]
-    except DisaggError as error:
-        flag = f"--{error.param.replace('_', '-')}" if error.param else "the model directory"
-        return [Finding(check, error.message, "wrong", flag)]
-
-
-def _room(tier: TierConfig, weights_nbytes: int) -> Finding:
-    """How many tokens of KV a worker has; on a GPU by the memory that is free now."""
-    from disagg.engine.runner import kv_room
-
-    check = f"KV of {tier.name}"
-    try:
-        room = kv_room(tier.engine, tier.directory, weights_nbytes)
+        plan = check_engine(tier.engine, directory, gpu_nbytes=gpu_nbytes)
     except NotEnoughMemory as error:
-        return Finding(check, error.message, "wrong", f"--{(error.param or '').replace('_', '-')}")
-    num_full = room.num_tokens / room.max_model_len
-    return Finding(
-        check,
-        f"{room.num_tokens} tokens a worker on {room.device}, {room.nbytes_per_token} bytes each:"
-        f" {num_full:.1f} requests of {room.max_model_len} tokens",
+        return [Finding(f"KV of {tier.name}", error.message, "wrong", _flag(error))]
+    except DisaggError as error:
+        return [Finding(check, error.message, "wrong", _flag(error))]
+    num_params = shape_of(model, directory).num_params
+    described = f"{model.family}, {num_params / 1e6:.0f} M parameters"
+    if plan is None:
+        found = f"{described}; the GPU's memory is not known here, so a worker finds out"
+        return [Finding(check, found)]
+    described += f", {plan.weights_nbytes / GIB:.2f} GiB of weights as they are computed"
+    num_tokens = plan.num_kv_tokens(tier.engine, gpu_nbytes)
+    room = (
+        f"{num_tokens} tokens a worker, {plan.shape.block_nbytes // plan.shape.block_size} bytes"
+        f" each: {num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len} tokens;"
+        f" steps of {plan.max_num_seqs} sequences and {plan.max_num_batched_tokens} tokens"
     )
+    return [Finding(check, described), Finding(f"KV of {tier.name}", room)]
+
+
+def _flag(error: DisaggError) -> str:
+    return f"--{error.param.replace('_', '-')}" if error.param else "the model directory"

@@ -43,6 +43,17 @@ class MemoryPlan:
     weights_nbytes: int
     workspace_nbytes: int
 
+    def num_kv_tokens(self, config: EngineConfig, gpu_nbytes: int | None) -> int:
+        """Tokens that the cache would hold. gpu_nbytes: of the GPU's memory; None on a CPU."""
+        room_nbytes = None
+        if gpu_nbytes is not None:
+            claim_nbytes = int(config.gpu_memory_utilization * gpu_nbytes)
+            room_nbytes = claim_nbytes - self.weights_nbytes - self.workspace_nbytes
+        num_blocks = choose_num_blocks(
+            config, self.shape, self.max_model_len, room_nbytes, self.max_num_seqs
+        )
+        return num_blocks * self.shape.block_size
+
 
 def plan_memory(
     config: EngineConfig,

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain, compress
 from operator import sub
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.gpu import GpuMemory, choose_device
 from disagg.engine.grammar import Grammars
 from disagg.engine.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
-from disagg.engine.memory_plan import plan_memory
+from disagg.engine.memory_plan import MemoryPlan, plan_memory
 from disagg.engine.prompt_lookup import PromptLookup
 from disagg.engine.sampler import Sampler, needs_host
 from disagg.engine.scheduler import Scheduler
@@ -310,8 +310,10 @@ def check_engine(
     *,
     gpu_nbytes: int | None = None,
     is_here: bool = True,
-) -> None:
+) -> MemoryPlan | None:
     """What `build_engine` would refuse, as far as the headers of the weights show it.
+
+    Returns how it would divide the memory; None where the device's memory is not known.
 
     Args:
         gpu_nbytes: memory of the GPU that it would be on; None: not known.
@@ -324,46 +326,17 @@ def check_engine(
     max_model_len = _choose_max_model_len(config, model)
     check_weights(directory, model)
     if not is_here and config.device != "cpu":
-        return
+        return None
     device = choose_device(config)
     dtype = _choose_dtype(config, model, device)
     shape = _choose_shape(config, model, dtype, device)
     if device.type == "cpu":
-        plan_memory(config, model, shape, max_model_len, dtype, None)
-    elif gpu_nbytes is not None:
-        is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
-        claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-        plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
-
-
-class KVRoom(NamedTuple):
-    """The KV cache that a worker would have; `nbytes_per_token` is of all layers."""
-
-    device: str
-    max_model_len: int
-    num_tokens: int
-    nbytes_per_token: int
-
-
-def kv_room(config: EngineConfig, directory: Path, weights_nbytes: int) -> KVRoom:
-    """The cache as `build_engine` would size it here and now, without reading the weights.
-
-    Raises:
-        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
-    """
-    model = ModelConfig.from_directory(directory)
-    max_model_len = _choose_max_model_len(config, model)
-    device = _choose_device(config)
-    dtype = _choose_dtype(config, model, device)
-    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
-    shape = KVShape.of(model, block_size, choose_format(config, dtype, device))
-    taken_nbytes = weights_nbytes + _workspace_nbytes(
-        config, model, dtype, device, -(-max_model_len // block_size)
-    )
-    num_blocks = choose_num_blocks(config, shape, max_model_len, device, taken_nbytes)
-    return KVRoom(
-        device.type, max_model_len, num_blocks * block_size, shape.block_nbytes // block_size
-    )
+        return plan_memory(config, model, shape, max_model_len, dtype, None)
+    if gpu_nbytes is None:
+        return None
+    is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
+    return plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

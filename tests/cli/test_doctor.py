@@ -31,7 +31,9 @@ def test_a_sound_machine_with_a_bundled_model(capsys: pytest.CaptureFixture[str]
     assert status == 0, [each for each in report.findings() if each.status == "wrong"]
     described, room = report.models
     assert "Qwen3ForCausalLM" in described.found
-    assert re.search(r"^\d+ tokens a worker on cpu, .* requests of 512 tokens$", room.found)
+    assert re.search(
+        r"^\d+ tokens a worker, .* requests of 512 tokens; steps of 64 seq", room.found
+    )
     assert report.transfer_prior is not None
 
 
