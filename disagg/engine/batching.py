@@ -20,7 +20,7 @@ from disagg.engine.slots import Slots
 from disagg.engine.step import StepPlan
 from disagg.models.batch import Batch
 
-_UNREAD = -1  # in the place of a token that only the device knows
+_UNREAD = 0  # in the place of a token that only the device knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StepInputs:
     numbers: int64, parts of these lengths: token ids [num_tokens], and for each sequence its start,
         its slot and its query length; rows whose logits are wanted; cells of the block tables, and
         the blocks to write there.
-    num_unread: of the token ids, all of them among the first `num_decodes`.
+    num_unread: so many of the first tokens are read on the device.
     ends: where each sequence's context ends once the step is done.
     """
 
@@ -85,8 +85,7 @@ class Batching:
         if self._device.type != "cpu":
             numbers = numbers.pin_memory()
         lengths = [*map(len, parts)]
-        num_unread = token_ids.count(_UNREAD)
-        return StepInputs(numbers, lengths, num_unread, plan.num_decodes, query_lens, ends)
+        return StepInputs(numbers, lengths, plan.num_unread, plan.num_decodes, query_lens, ends)
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
         """Cells of the tables that are not as these sequences' blocks are, and those blocks."""
@@ -105,10 +104,12 @@ class Batching:
 
     # On the device, in the order of steps.
 
+    @torch.inference_mode()
     def batch(self, step: StepInputs) -> tuple[Batch, Tensor]:
         """The batch, whose shapes and order `models.batch.Batch` says, and int64 [num_logits]: the
         slots whose next tokens the logits are for."""
-        self._make_room()
+        if self._slots.num_slots > self._chosen.shape[0]:
+            self._make_room()
         num_tokens, num_seqs = step.lengths[0], len(step.ends)
         numbers = step.numbers.to(self._device, non_blocking=True)
         parts = torch.split(numbers, step.lengths)
@@ -125,12 +126,10 @@ class Batching:
             query_start = torch.cat((first, first[-1:] + query_lens[-1:])).int()
         else:
             query_start = self._count(num_seqs + 1).int()
-        if step.num_unread == num_tokens:
-            token_ids = self._chosen.index_select(0, slots)
-        elif step.num_unread:
-            known = token_ids[: step.num_decodes]
-            chosen = self._chosen.index_select(0, slots[: step.num_decodes])
-            token_ids[: step.num_decodes] = torch.where(known < 0, chosen, known)
+        if step.num_unread:
+            unread = self._chosen.index_select(0, slots[: step.num_unread])
+            known = token_ids[step.num_unread :]
+            token_ids = torch.cat((unread, known)) if known.shape[0] else unread
         num_columns = -(-max(step.ends) // self._block_size)
         is_all = step.lengths[4] == num_tokens
         batch = Batch(
@@ -149,6 +148,7 @@ class Batching:
         )
         return batch, rows if is_all else rows.index_select(0, logits_rows)
 
+    @torch.inference_mode()
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled for the sequences in these slots, for the next step to go on with."""
         self._chosen.index_copy_(0, slots, token_ids)
@@ -168,26 +168,18 @@ class Batching:
 
     def _make_room(self) -> None:
         missing = self._slots.num_slots - self._chosen.shape[0]
-        if missing > 0:
-            rows = self._tables.new_zeros(missing, self._max_num_blocks)
-            self._tables = torch.cat((self._tables, rows))
-            self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
+        rows = self._tables.new_zeros(missing, self._max_num_blocks)
+        self._tables = torch.cat((self._tables, rows))
+        self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
 
 
 def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:
     """The tokens of a step, packed, and those whose successor is wanted: a sequence's last, and
     those of its draft."""
-    token_ids: list[int] = []
-    logits_rows: list[int] = []
-    num_decodes = plan.num_decodes
-    for row, (sequence, start) in enumerate(
-        zip(plan.sequences[:num_decodes], starts, strict=False)
-    ):
-        tokens = sequence.tokens
-        num_left = len(tokens) - start
-        token_ids.append(tokens[start] if num_left else _UNREAD)
-        if num_left < 2:  # else it is in the middle of a prompt
-            logits_rows.append(row)
+    num_decodes, num_unread = plan.num_decodes, plan.num_unread
+    token_ids = [_UNREAD] * num_unread
+    token_ids += [sequence.tokens[-1] for sequence in plan.sequences[num_unread:num_decodes]]
+    logits_rows = [*range(num_decodes)]
     for i in range(num_decodes, len(plan.sequences)):
         sequence, end = plan.sequences[i], starts[i] + plan.query_lens[i]
         token_ids += sequence.tokens[starts[i] : end]

@@ -62,14 +62,15 @@ class Chunks:
         """The step: `decodes`, of a token each, and what was added.
 
         Args:
-            starts: of the decodes, for a step that is planned ahead.
+            starts: of the decodes, for a step that is planned ahead; their tokens are unread.
         """
+        num_unread = 0 if starts is None else len(decodes)
         sequences: list[Sequence] = []
         sizes: list[int] = []
         chunk_starts: list[int] = []
         num_attended, num_context = 0, self._num_context
         for sequence, num_before, num_tokens in self._sizes:
-            if num_tokens == 1:
+            if num_tokens == 1 == len(sequence.tokens) - num_before:
                 decodes.append(sequence)
                 if starts is not None:
                     starts.append(num_before)
@@ -88,4 +89,5 @@ class Chunks:
             StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
             self._num_ahead,
             () if starts is None else starts + chunk_starts,
+            num_unread,
         )

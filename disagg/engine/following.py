@@ -71,6 +71,7 @@ class Following:
         self.late_blocks: list[LateBlocks] = []
         self._pool = pool
         self._num_planned = 0
+        self._gone: set[Sequence] = set()
 
     @property
     def is_under_way(self) -> bool:
@@ -80,6 +81,11 @@ class Following:
         """A step is planned ahead."""
         self._num_planned += 1
 
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, and a step under way may have a row of it."""
+        if self.is_under_way:
+            self._gone.add(sequence)
+
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
         """As `BlockPool.release`: now, or when no step under way writes to them any more."""
         if not self.is_under_way:
@@ -87,9 +93,14 @@ class Following:
         elif block_ids:
             self.late_blocks.append(LateBlocks(block_ids, is_spent))
 
-    def end(self) -> None:
-        """The first of them has ended on the device. What it wrote to for nothing is free."""
+    def end(self) -> set[Sequence]:
+        """The first of them has ended on the device. What it wrote to for nothing is free.
+
+        Returns those who ended after it was planned.
+        """
         self._num_planned -= 1
         late, self.late_blocks = self.late_blocks, []
         for block_ids, is_spent in late:
             self._pool.release(block_ids, is_spent=is_spent)
+        gone, self._gone = self._gone, set()
+        return gone

@@ -20,6 +20,7 @@ class Queues:
     """Three lists, each ordered by priority and then by arrival, which keep their identity.
 
     num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
+    num_computed, num_left: computed and uncomputed tokens of running ones, which `advance` counts.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Queues:
         self.arrived: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
-        self.num_queued_tokens = 0
+        self.num_queued_tokens = self.num_computed = self.num_left = 0
         self._next_arrival = 0
 
     def number(self, sequence: Sequence) -> None:
@@ -52,12 +53,23 @@ class Queues:
         sequence = queue.pop(0)
         self.num_queued_tokens -= num_uncomputed
         insort(self.running, sequence, key=_by_arrival)
+        self._count(sequence, 1)
         return sequence
+
+    def advance(self, num_computed: int, num_gained: int) -> None:
+        """Running sequences have so many more tokens with KV, and so many more tokens in all."""
+        self.num_computed += num_computed
+        self.num_left += num_gained - num_computed
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self.num_computed += sign * sequence.num_computed
+        self.num_left += sign * sequence.num_uncomputed
 
     def pop_latest(self) -> Sequence:
         """The least urgent, and of these the latest, that owns blocks; taken out of its list."""
         running, arrived = self.running, self.arrived
         if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
+            self._count(running[-1], -1)
             return running.pop()
         victim = arrived.pop()
         self.num_queued_tokens -= victim.num_uncomputed
@@ -69,7 +81,9 @@ class Queues:
             place = bisect_left(queue, sequence.arrival, key=_by_arrival)
             if place < len(queue) and queue[place] is sequence:
                 del queue[place]
-                if queue is not self.running:
+                if queue is self.running:
+                    self._count(sequence, -1)
+                else:
                     self.num_queued_tokens -= sequence.num_uncomputed
                 return
 
@@ -78,7 +92,7 @@ class Queues:
         sequences = list(self.by_id.values())
         for queue in (self.running, self.arrived, self.waiting, self.by_id):
             queue.clear()
-        self.num_queued_tokens = 0
+        self.num_queued_tokens = self.num_computed = self.num_left = 0
         return sequences
 
     def check(self, block_size: int) -> None:
@@ -104,5 +118,9 @@ class Queues:
             num_foreseen = len(sequence.tokens) + len(sequence.draft)
             has_end = not sequence.draft or num_foreseen < sequence.max_num_tokens
             require(has_end, f"{sequence}: its draft goes beyond its end")
+        num_computed = sum(sequence.num_computed for sequence in self.running)
+        require(num_computed == self.num_computed, "computed tokens are miscounted")
+        num_left = sum(sequence.num_uncomputed for sequence in self.running)
+        require(num_left == self.num_left, "tokens to compute are miscounted")
         for sequence in self.waiting:
             require(not sequence.block_ids, f"{sequence} waits and holds blocks")

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
 from itertools import chain, compress
-from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,12 +84,10 @@ class ModelRunner:
         self.sampler.enter(entered)
         batch, slots = self.batching.batch(step)
         logits, positions = self._forward(batch)
-        # Whose tokens all have been computed: a row of logits each.
-        ends = [*map(_ends, plan.sequences, step.ends)]
+        ends = _ends(plan, step)
         sampled = [*compress(plan.sequences, ends)]
-        nums_known = compress([len(sequence.tokens) for sequence in plan.sequences], ends)
-        unread = [*map(sub, compress(step.ends, ends), nums_known)]
-        chosen = self.sampler.sample(logits, sampled, positions, nums_unread=unread)
+        nums_unread = [1] * step.num_unread + [0] * (len(sampled) - step.num_unread)
+        chosen = self.sampler.sample(logits, sampled, positions, nums_unread=nums_unread)
         self.batching.remember(slots, chosen.token_ids)
 
         def results() -> list[Sampled]:
@@ -206,9 +203,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _ends(sequence: Sequence, end: int) -> bool:
-    """Whether a step up to `end` computes the last of a sequence's tokens."""
-    return end >= len(sequence.tokens)
+def _ends(plan: StepPlan, step: StepInputs) -> list[bool]:
+    """Of which sequences the step computes the last tokens, and so samples the next."""
+    n = plan.num_decodes
+    chunks = zip(plan.sequences[n:], step.ends[n:], strict=True)
+    return [True] * n + [end >= len(sequence.tokens) for sequence, end in chunks]
 
 
 def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:

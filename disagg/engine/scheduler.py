@@ -357,23 +357,27 @@ class Scheduler:
 
         Those that ended since it was planned are left out.
         """
-        was_ahead = bool(plan.starts)
-        if was_ahead:
-            self._following.end()
+        gone = self._following.end() if plan.starts else ()
+        has_drafts, num_computed, num_sampled = self._has_drafts, plan.num_new_tokens, 0
         events: list[TokenEvent] = []
         rows = zip(plan.sequences, plan.query_lens, sampled, strict=True)
         for sequence, num_tokens, token in rows:
-            if was_ahead and sequence not in self:
+            if gone and sequence in gone:
+                num_computed -= num_tokens
                 continue
             if type(token) is not SampledToken:
+                num_computed -= num_tokens
                 events += self._apply_rest(sequence, num_tokens, token)
                 continue
-            sequence.num_computed = num_computed = sequence.num_computed + num_tokens
-            if num_computed >= sequence.publish_at:
+            num_sampled += 1
+            sequence.num_computed += num_tokens
+            if sequence.num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
             token_id, tokens = token.token_id, sequence.tokens
             tokens.append(token_id)
-            if sequence.draft:  # of a step that was launched before the draft was there
+            if (
+                has_drafts and sequence.draft
+            ):  # of a step that was launched before the draft was there
                 sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
             is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
             if is_at_end or sequence.hand_over or token.logprobs is not None:
@@ -381,18 +385,22 @@ class Scheduler:
                 events.append(self._gained(sequence, (token_id,), logprobs))
             else:
                 events.append(TokenEvent(sequence, (token_id,)))
+        self.queues.advance(num_computed, num_sampled)
         return events
 
     def _apply_rest(
         self, sequence: Sequence, num_tokens: int, result: Sampled
     ) -> tuple[TokenEvent, ...]:
         """Advance a sequence that has not gained just one token: several, none, or an error."""
+        num_before = sequence.num_computed
         if isinstance(result, tuple):
             token_ids, logprobs = gain(self.pool, sequence, result)
             self.num_drafted += len(result) - 1
             self.num_accepted += len(token_ids) - 1
+            self.queues.advance(sequence.num_computed - num_before, len(token_ids))
             return (self._gained(sequence, token_ids, logprobs),)
         sequence.num_computed += num_tokens
+        self.queues.advance(num_tokens, 0)
         if sequence.num_computed >= sequence.publish_at:
             publish(self.pool, sequence)
         if not isinstance(result, DisaggError):
@@ -437,5 +445,6 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)
+        self._following.forget(sequence)
         if self._short is sequence:
             self._short = None

@@ -29,12 +29,12 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     Two lists and not one of `Work`, which would be an object for each sequence in each step.
 
-    query_lens: the first `num_decodes` are 1.
+    num_decodes: the first so many sequences compute one token, and sample the one after it.
     features: what the step will cost, in the terms of the time model.
     num_ahead: tokens of drafts among the new ones.
     starts: not empty if the step before this one has yet to be applied. Then sequence i goes on
-        at position `starts[i]`, where it will be by then. If that is behind the tokens that it has
-        now, its token there is the one that the step before samples.
+        at position `starts[i]`, where it will be by then.
+    num_unread: so many of the first sequences go on with the token that the step before samples.
     """
 
     sequences: SequenceOf[Sequence]
@@ -44,6 +44,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     features: StepFeatures
     num_ahead: int = 0
     starts: SequenceOf[int] = ()
+    num_unread: int = 0
 
     @property
     def work(self) -> list[Work]:

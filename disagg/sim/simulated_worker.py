@@ -265,7 +265,7 @@ class SimulatedWorker:
                 events.append(event)
         if run.num_more:
             self._tell_steps(run, run.num_more)  # all but the last
-            move_on(self._engine.scheduler.running, run.num_more)
+            move_on(self._engine.scheduler, run.num_more)
         status = self._engine.status()
         features, seconds = run.last_features, run.last_step_s
         self._tell(StepResult(tuple(events), self._kv_events, status, features, seconds), now)

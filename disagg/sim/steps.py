@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from disagg.engine.engine import Engine
+from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.engine.step import Sampled, SampledToken, StepPlan
 from disagg.sim.answers import Sureness
@@ -114,8 +115,10 @@ def num_alike(engine: Engine) -> int:
     return max(0, least) if scheduler.running else 0
 
 
-def move_on(sequences: list[Sequence], num_steps: int) -> None:
-    """What `num_steps` steps that are alike do to each sequence."""
-    for sequence in sequences:
+def move_on(scheduler: Scheduler, num_steps: int) -> None:
+    """What `num_steps` steps that are alike do to each sequence that runs."""
+    num_tokens = num_steps * len(scheduler.running)
+    scheduler.queues.advance(num_tokens, num_tokens)
+    for sequence in scheduler.running:
         sequence.num_computed += num_steps
         sequence.tokens += sequence.tokens[:1] * num_steps

@@ -116,11 +116,13 @@ def test_a_token_that_only_the_device_knows_is_read_there() -> None:
     made.batch(plan)
     slots = torch.tensor([first.slot, second.slot])
     made.batching.remember(slots, torch.tensor([91, 92]))
-    ahead = StepPlan((third, second, first), (1, 1, 1), 3, 3, StepFeatures(), starts=(2, 3, 3))
+    ahead = StepPlan(
+        (second, first, third), (1, 1, 1), 3, 3, StepFeatures(), starts=(3, 3, 2), num_unread=2
+    )
     batch = made.batch(ahead)
-    assert batch.token_ids.tolist() == [32, 92, 91]
-    assert batch.positions.tolist() == [2, 3, 3] and batch.context_lens.tolist() == [3, 4, 4]
-    assert batch.slots.tolist() == [10, 7, 3] and batch.logits_rows.tolist() == [0, 1, 2]
+    assert batch.token_ids.tolist() == [92, 91, 32]
+    assert batch.positions.tolist() == [3, 3, 2] and batch.context_lens.tolist() == [4, 4, 3]
+    assert batch.slots.tolist() == [7, 3, 10] and batch.logits_rows.tolist() == [0, 1, 2]
 
 
 def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
