@@ -49,18 +49,26 @@ def _title(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def served(
-    arguments: list[str], directory: Path, environment: Mapping[str, str] | None = None
+    arguments: list[str],
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    python: Path = Path(sys.executable),
 ) -> Iterator[Served]:
     """Start `disagg serve` with `arguments`, wait for its ready line, stop it with SIGINT.
 
     Nothing that it started may be left: that is asserted.
+
+    Args:
+        directory: for its log, and where it runs if it is another Python's.
+        python: in whose environment disagg is installed.
     """
     port = free_port()
     log = directory / "serve.log"
     own = f"--port {port} --log-format text --log-dir {directory}/logs".split()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, *own],
+            [python, "-m", "disagg.cli.main", "serve", *arguments, *own],
+            cwd=None if python == Path(sys.executable) else directory,
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,71 @@
+"""The wheel holds all that serving needs: installed into an environment of its own, it serves.
+
+The packages that it depends on come from this environment, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.served import served
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(directory)]
+    # From a copy of what git knows: a build must not need what only lies about here.
+    tree = directory / "tree"
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, files.stdout.decode().split("\0")):
+        if not name.startswith(("tests/", "bench/", "docs/")) and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run([*build, str(tree)], cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = directory.glob("*.whl")
+    return found
+
+
+def test_only_the_package_is_in_it(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0].split("-")[0] for name in names}
+    assert tops == {"disagg"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "disagg/py.typed" in names
+
+
+def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    python = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    (packages,) = (home / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    clean = {"PYTHONPATH": "", "PATH": f"{home}/bin:/usr/bin:/bin"}
+    where = [python, "-c", "import disagg; print(disagg.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert found.stdout.startswith(str(home)), found
+
+    with served(["demo-small"], tmp_path, clean, python) as running:
+        body = {"model": "demo-small", "prompt": "1 2 3", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
