@@ -60,7 +60,7 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     (packages,) = (home / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     clean = {"PYTHONPATH": "", "PATH": f"{home}/bin:/usr/bin:/bin"}
-    where = [python, "-c", "import disagg; print(disagg.__file__)"]
+    where = [str(python), "-c", "import disagg; print(disagg.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert found.stdout.startswith(str(home)), found
 
