@@ -27,6 +27,7 @@ from disagg import telemetry
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.router.awaiting import AwaitingWorkers
 from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, Load
 from disagg.router.journey import Journey, Visit
@@ -35,7 +36,7 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.turns import Queued, Turns
 
-PAUSE_S = 0.05  # between looks at a fleet that has no worker for us
+PAUSE_S = 0.05  # before workers that refused a request are asked once more
 LOAN_PATIENCE_S = 1.0  # for a ticket; a lender that steps longer than that is not worth asking
 
 
@@ -146,6 +147,7 @@ class Dispatcher:
         self._choose_route = choose
         self._turns = turns
         self._wakes = wakes
+        self._awaiting = AwaitingWorkers(fleet)
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
@@ -263,24 +265,41 @@ class Dispatcher:
         has_begun = journey.num_output_tokens > 0
         may_wake = journey.model in self._wakes
         waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
-        while True:
-            try:
-                route = self._route(journey)
-                if self._turns is not None and not journey.worker_id:
-                    await self._take_turn(self._turns, journey, route)
+        waits_until = min(waits_until, journey.deadline_unix_s)
+        has_waited = False
+        try:
+            while True:
+                try:
+                    route = self._route(journey)
+                    if self._turns is not None and not journey.worker_id:
+                        if has_waited:
+                            self._let_next_look(journey.model)
+                        await self._take_turn(self._turns, journey, route)
+                    else:
+                        self._set_out(journey, route)
+                    return
+                except Unavailable:
+                    if journey.is_turned_away:
+                        raise Overloaded(
+                            "All workers are full; try again shortly.",
+                            retry_after_s=journey.wait_s,
+                        ) from None
+                    if not (journey.worker_id or may_wake) or self._now() >= waits_until:
+                        raise
+                journey.excluded.clear()
+                left_s = max(0.0, waits_until - self._now())
+                if self._awaiting.has_worker(journey.model):  # it refused this request
+                    await asyncio.sleep(min(PAUSE_S, left_s))
                 else:
-                    self._set_out(journey, route)
-                return
-            except Unavailable:
-                if journey.is_turned_away:
-                    raise Overloaded(
-                        "All workers are full; try again shortly.", retry_after_s=journey.wait_s
-                    ) from None
-                if not (journey.worker_id or may_wake) or self._now() >= waits_until:
-                    raise
-            journey.excluded.clear()
-            left_s = journey.deadline_unix_s - self._now()
-            await asyncio.sleep(max(0.0, min(PAUSE_S, left_s)))
+                    await self._awaiting.wait(journey.model, left_s, again=has_waited)
+                    has_waited = True
+        finally:
+            if has_waited:
+                self._awaiting.wake(journey.model)
+
+    def _let_next_look(self, model: str) -> None:
+        """As soon as the one that looks now has gone on, or joined the queue."""
+        asyncio.get_running_loop().call_soon(self._awaiting.wake, model)
 
     async def _take_turn(self, turns: Turns, journey: Journey, route: Route) -> None:
         """Set out when that is fair. Raises `Overloaded`."""

@@ -240,6 +240,8 @@ class Fleet:
         self.answers = AnswerLengths()
         self.delays = Delays()
         self.queued: dict[str, int] = {}  # kept by `turns`
+        # Called with a model when a worker of it begins to take requests.
+        self.on_available: list[Callable[[str], None]] = []
         self._view = FleetView({}, self.answers, self.delays, self.queued)
 
     def view(self) -> FleetView:
@@ -287,6 +289,8 @@ class Fleet:
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
+        if status.accepting:
+            self._tell_available(record.model)
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
@@ -294,6 +298,7 @@ class Fleet:
         record = self._records.get(worker_id)
         if record is None:
             return
+        was_accepting = self._statuses[worker_id].accepting
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it speaks between two steps
         self._ledger.heard(worker_id)
@@ -304,6 +309,8 @@ class Fleet:
         if status.host is not None and kv_events:
             in_host = [each for each in kv_events if each.tier == "host"]
             self.index.apply(host_id(worker_id), in_host)
+        if status.accepting and not was_accepting:
+            self._tell_available(record.model)
 
     def worker_lost(self, worker_id: str) -> None:
         if self._records.pop(worker_id, None) is None:
@@ -315,6 +322,10 @@ class Fleet:
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
+
+    def _tell_available(self, model: str) -> None:
+        for tell in self.on_available:
+            tell(model)
 
     def _look_at(self, worker_id: str) -> None:
         """Something of the worker has changed."""

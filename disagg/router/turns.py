@@ -289,15 +289,34 @@ class Turns:
         return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
 
     def _make_room(self, queue: FairQueue[_Item], waiter: Waiter[_Item], wait_s: float) -> None:
-        """Where bytes run out, whoever has the most of them gives way. Raises `Overloaded`."""
+        """Where bytes run out, whoever has the most of them gives way: of all tenants and models,
+        since the room is one, and a flood on one model is not the others' fault.
+
+        Raises:
+            Overloaded: that is the tenant that asks, by what it has in this queue.
+        """
         while self.nbytes + waiter.nbytes > self._max_nbytes:
-            last = queue.longest()
+            model, last, taken = self._largest()
             mine = queue.room_taken(waiter.tenant, waiter.nbytes)
-            if last is None or queue.room_taken(last.tenant, 0) <= mine:
+            if last is None or taken <= mine:
                 raise _full(self._max_nbytes, wait_s)
-            queue.remove(last)
+            line = self._lines[model]
+            gone_s = line.seconds(line.queue.ahead_s(last))
+            line.queue.remove(last)
+            self._count(model, line.queue)
             if not last.item.turn.done():
-                last.item.turn.set_exception(_full(self._max_nbytes, wait_s))
+                last.item.turn.set_exception(_full(self._max_nbytes, gone_s))
+
+    def _largest(self) -> tuple[str, Waiter[_Item] | None, float]:
+        """The last request of the tenant with the most bytes for its weight in one model's line,
+        that model, and these bytes."""
+        model, largest, most = "", None, 0.0
+        for name, line in self._lines.items():
+            last = line.queue.longest()
+            taken = 0.0 if last is None else line.queue.room_taken(last.tenant, 0)
+            if taken > most:
+                model, largest, most = name, last, taken
+        return model, largest, most
 
     def _too_late(self, line: _Line, waiter: Waiter[_Item]) -> Overloaded:
         wait_s = line.seconds(line.queue.ahead_s(waiter))

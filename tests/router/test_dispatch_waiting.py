@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,10 @@ from disagg.errors import (
     Overloaded,
     Unavailable,
 )
+from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
+from disagg.router.policy import choose_route
+from disagg.router.route import Route
 from tests.links.fakes import until
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
@@ -126,3 +130,40 @@ async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> Non
     request = make_request()
     dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5})
     assert_complete(await collect(dispatcher, request), request)
+
+
+async def test_those_that_wait_for_a_worker_set_out_in_order_and_look_only_then() -> None:
+    """They looked every 50 ms each: a thousand of them took the loop for themselves."""
+    num = 5
+    workers = ScriptedWorkers(deque(Script(after=2) for _ in range(num)))
+    fleet = make_fleet("d0")
+    looks: list[str] = []
+    requests = [make_request(request_id=f"r{number}") for number in range(num)]
+    workers.on_failure = fleet.worker_lost
+
+    def choose(request: GenerateRequest, *arguments: Any) -> Route:
+        looks.append(request.request_id)
+        return choose_route(request, *arguments)
+
+    dispatcher = make_dispatcher(workers, fleet, patience_s=1e9, choose=choose)
+    tasks = [asyncio.create_task(collect(dispatcher, request)) for request in requests]
+    await until(lambda: not fleet.view().workers)
+    await asyncio.sleep(0.2)
+    looks.clear()
+    await asyncio.sleep(0.2)
+    assert looks == [], "nothing has changed"
+    waiting = [call.request.request_id for call in workers.calls]
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    fleet.worker_synced(make_record("d1"), [], make_status(accepting=False))
+    await asyncio.sleep(0.05)
+    assert looks == []
+    fleet.worker_stepped("d1", (), make_status())
+    answers = [await task for number, task in enumerate(tasks) if number != 1]
+    for number, answer in zip((0, 2, 3, 4), answers, strict=True):
+        assert_complete(answer, requests[number])
+    assert sorted(waiting) == [f"r{number}" for number in range(num)]
+    order = [call.request.request_id for call in workers.calls[num:]]
+    assert order == [name for name in waiting if name != "r1"] and looks == order
+    assert not dispatcher._awaiting._waiting
+    assert_nothing_reserved(fleet)

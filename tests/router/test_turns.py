@@ -204,6 +204,27 @@ async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> N
     assert ingress.turns.nbytes == 0
 
 
+async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:
+    """Also not where both are the same tenant's."""
+    each_nbytes = REQUEST_NBYTES + 100 * TOKEN_NBYTES
+    ingress = Ingress(max_nbytes=4 * each_nbytes)
+    ingress.load(busy=True)
+    ingress.fleet.worker_synced(make_record("d1", model="other"), (), BUSY)
+    flood = [ingress.ask(f"flood-{number}") for number in range(4)]
+    await ingress.until_waiting(4)
+    calm = [ingress.ask(f"calm-{number}", model="other") for number in range(3)]
+    for number in (3, 2):
+        with pytest.raises(Overloaded, match="fill"):
+            await flood[number]
+    with pytest.raises(Overloaded, match="fill"):
+        await calm[2]
+    assert ingress.fleet.view().queued == {"toy": 2, "other": 2}
+    ingress.load(busy=False)
+    ingress.fleet.worker_stepped("d1", (), make_status())
+    await asyncio.gather(*flood[:2], *calm[:2])
+    assert ingress.turns.nbytes == 0
+
+
 async def test_a_request_that_loses_its_worker_does_not_wait_again() -> None:
     ingress = Ingress()
     ingress.fleet.worker_synced(make_record("d1"), (), make_status())

@@ -1,0 +1,60 @@
+"""Requests that wait until some worker of their model takes requests, in the order in which they
+began to. Nobody looks: the fleet tells when one has come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from disagg.router.fleet import Fleet
+
+
+class AwaitingWorkers:
+    """Wakes one request at a time. Whoever was woken calls `wake` when it has found its way, or
+    has given up: then the next one looks, at a fleet in which the first one counts already.
+
+    Args:
+        fleet: whose workers are awaited.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by model
+        fleet.on_available.append(self.wake)
+
+    def has_worker(self, model: str) -> bool:
+        workers = self._fleet.view().workers.values()
+        return any(each.accepting and each.record.model == model for each in workers)
+
+    def wake(self, model: str) -> None:
+        """Let the first one look that is still there."""
+        waiting = self._waiting.get(model)
+        while waiting:
+            first = waiting.popleft()
+            if not first.done():
+                first.set_result(None)
+                return
+
+    async def wait(self, model: str, timeout_s: float, *, again: bool) -> None:
+        """Return when a worker of `model` may have come, and after `timeout_s` at the latest.
+
+        Args:
+            again: True for a request that was woken and found nothing: it keeps its place.
+        """
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(model, deque())
+        if again:
+            waiting.appendleft(woken)
+        else:
+            waiting.append(woken)
+        is_cancelled = True
+        try:
+            await asyncio.wait([woken], timeout=timeout_s)
+            is_cancelled = False
+        finally:
+            if not woken.done():
+                waiting.remove(woken)
+            elif is_cancelled:
+                self.wake(model)  # it was this one's turn
+            if not waiting and self._waiting.get(model) is waiting:
+                del self._waiting[model]
