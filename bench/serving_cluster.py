@@ -48,6 +48,7 @@ def serve_until_told(port: int, scratch: Path) -> None:
     config = config_for(port)
     cluster = Cluster(None, scratch)
     try:
+        cluster.connect()
         cluster.start(config.http)
         serve.run_many(
             [

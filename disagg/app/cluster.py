@@ -46,19 +46,24 @@ class Cluster:
         self._scratch = scratch
         self._board: start_board.Board | None = None
         self._has_left = False
+        self._is_serving = False
         self._url = ""
 
-    def start(self, http: HttpConfig, device_ids: Sequence[str] = ()) -> None:
-        """Raises `StartupError` when Ray or Ray Serve does not come up.
+    def connect(self, device_ids: Sequence[str] = ()) -> None:
+        """Start Ray, or join the one of others. Raises `StartupError` when that fails.
 
         Args:
             device_ids: the GPUs of a cluster of our own; one of others has its own.
         """
-        self._url = url_of(http)
         if self._address is None:
             self._try_ray(lambda: self._start_local(device_ids))
         else:
             self._try_ray(self._join)
+
+    def start(self, http: HttpConfig) -> None:
+        """Start Ray Serve. Raises `StartupError` when it does not come up."""
+        self._url = url_of(http)
+        self._is_serving = True
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             serve.start(
@@ -196,9 +201,9 @@ class Cluster:
             self._has_left = False
         if not ray.is_initialized():
             return
-        if self._address is None:
+        if self._is_serving and self._address is None:
             serve.shutdown()
-        else:
+        elif self._is_serving:  # else an application of that name is not ours
             serve.delete(APPLICATION)
         ray.shutdown()
 

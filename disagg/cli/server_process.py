@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT_S = 600.0
 RAY_TIMEOUT_S = 60.0  # a machine at full load needs half of it
+SERVE_TIMEOUT_S = 90.0  # its proxies are given 60
+TOO_LATE = (
+    f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; are the machines too busy for it?"
+)
 JOIN_TIMEOUT_S = 15.0
 
 
@@ -106,9 +110,11 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         config, redis = _with_store(plan.config, cleanup, directory)
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
-        _start_ray(cluster, order, plan.device_ids, reports)
+        _connect(cluster, order, plan.device_ids, reports)
         if not is_here:
             config = _plan(config, cluster.gpus(), order, reports).config
+        reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE))
+        cluster.start(config.http)
         reports.send(Phase("starting workers", pool_sizes=pool_sizes(config)))
         cluster.deploy(config)
         cluster.wait(lambda pools: reports.send(_progress(pools)), READY_TIMEOUT_S, stop)
@@ -152,7 +158,7 @@ def _plan(config: ServeConfig, gpus: Gpus, order: Order, reports: Reports) -> De
     return plan
 
 
-def _start_ray(cluster: Cluster, order: Order, device_ids: Sequence[str], reports: Reports) -> None:
+def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports: Reports) -> None:
     if order.ray_address is None:
         phase = Phase(
             "starting Ray",
@@ -167,7 +173,7 @@ def _start_ray(cluster: Cluster, order: Order, device_ids: Sequence[str], report
             f" {JOIN_TIMEOUT_S:.0f} s; `ray status --address {order.ray_address}` says how it is.",
         )
     reports.send(phase)
-    cluster.start(order.config.http, device_ids)
+    cluster.connect(device_ids)
     # Ray has put its own handlers there: SIGTERM would end this process with a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

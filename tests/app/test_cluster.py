@@ -58,6 +58,7 @@ def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
     from disagg.app.cluster import Cluster
 
     cluster = Cluster(address, Path("/nowhere"))
+    cluster.connect()
     cluster.start(HttpConfig())
     if is_left:
         cluster.leave()
@@ -109,3 +110,13 @@ def test_a_proxy_that_does_not_come_up_is_said_in_words(
     monkeypatch.setattr(vars(cluster)["serve"], "start", late, raising=False)
     with pytest.raises(StartupError, match="HTTP proxies not available"):
         cluster.Cluster(None, Path("/nowhere")).start(HttpConfig())
+
+
+def test_who_has_not_begun_to_serve_takes_nothing_down(ray: FakeRay) -> None:
+    """An application of our name on a cluster that refused us is somebody else's."""
+    from disagg.app.cluster import Cluster
+
+    cluster = Cluster("head:6379", Path("/nowhere"))
+    cluster.connect()
+    cluster.stop()
+    assert ray.calls == ["init head:6379", "leave"]

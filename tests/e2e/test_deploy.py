@@ -8,9 +8,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -35,7 +36,7 @@ STOP_TIMEOUT_S = 2.0  # Ray's own processes wait for each other, some of them fo
 class RayNodes:
     """Ray nodes on this machine, each a tree of processes with files of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         self._directory = directory
         self.gcs_port, self.dashboard_port = free_port(), free_port()
         self._environment = {
@@ -43,12 +44,14 @@ class RayNodes:
             "RAY_AUTH_MODE": "disabled",
             "RAY_worker_niceness": "0",  # as `disagg serve` does
             "OMP_NUM_THREADS": "1",
+            **environment,
         }
         self._nodes: list[subprocess.Popen[bytes]] = []
 
-    def start_head(self) -> None:
+    def start_head(self, num_gpus: int = 0) -> None:
         self._start(
             "--head",
+            f"--num-gpus={num_gpus}",
             f"--port={self.gcs_port}",
             f"--dashboard-port={self.dashboard_port}",
             f"--temp-dir={self._directory}",
@@ -121,11 +124,16 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(directory: Path, resources: tuple[str, ...]) -> Iterator[RayNodes]:
-    """A head, and a node with each of `resources`."""
-    nodes = RayNodes(directory)
+def ray_nodes(
+    directory: Path,
+    resources: tuple[str, ...],
+    num_gpus: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[RayNodes]:
+    """A head with so many GPUs, and a node with each of `resources`."""
+    nodes = RayNodes(directory, environment)
     try:
-        nodes.start_head()
+        nodes.start_head(num_gpus)
         for each in resources:
             nodes.start_node(json.dumps({each: 8}))
         yield nodes

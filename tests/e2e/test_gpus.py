@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.served import Served, served
 from tests.e2e.test_bad_start import refusal
+from tests.e2e.test_deploy import ray_nodes
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -50,7 +51,7 @@ class Opened:
 @contextmanager
 def running(directory: Path, environment: dict[str, str], *arguments: str) -> Iterator[Opened]:
     opened = directory / "opened"
-    opened.mkdir()
+    opened.mkdir(exist_ok=True)
     environment = {**environment, "DISAGG_TEST_OPENED": str(opened)}
     with served([*arguments, *FLAGS], directory, environment) as server:
         yield Opened(server, opened)
@@ -81,6 +82,23 @@ def test_workers_that_share_a_gpu_share_its_memory(model: str, tmp_path: Path) -
     with running(tmp_path, machine(80), model, *share) as found:
         assert found.gpus == [("tiny-decode", 0), ("tiny-prefill", 0)]
         assert found.claims == [36.0, 36.0]
+
+
+def test_workers_use_the_gpus_of_a_running_cluster(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The command itself is on a machine without one."""
+    directory = tmp_path_factory.mktemp("ray")
+    opened = {"DISAGG_TEST_OPENED": str(directory / "opened")}
+    here = {"RAY_AUTH_MODE": "disabled"}
+    with ray_nodes(directory, (), num_gpus=2, environment=machine(80, 80, **opened)) as nodes:
+        address = ["--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
+        said = refusal(model, *address, "--prefill", "2", environment=here)
+        assert "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2." in said
+        with running(directory, here, model, *address) as found:
+            assert [pool for pool, _ in found.gpus] == ["tiny-decode", "tiny-prefill"]
+            assert sorted(gpu for _, gpu in found.gpus) == [0, 1]
+            assert "on 2 of 2 GPUs" in found.server.log.read_text()
 
 
 def test_fewer_gpus_than_workers_are_refused(model: str) -> None:

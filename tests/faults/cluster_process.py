@@ -30,6 +30,7 @@ def serve_until_told(config: ServeConfig, scratch: Path) -> None:
 
     cluster = Cluster(None, scratch)
     try:
+        cluster.connect()
         cluster.start(config.http)
         deploy(config)
         for line in chain([""], sys.stdin):
