@@ -40,11 +40,10 @@ IMPORTS = (
     ("+ msgspec, our messages", "import disagg.messages"),
     ("+ torch", "import disagg.messages, torch"),
     ("+ our engine", "import torch, disagg.engine.runner, disagg.worker.worker"),
-    ("+ NIXL", "import torch, disagg.engine.runner, disagg.worker.worker, nixl_cu13"),
+    ("+ NIXL", "import torch, disagg.engine.runner, disagg.worker.worker, nixl"),
     (
         "+ Ray Serve",
-        "import torch, disagg.engine.runner, disagg.worker.worker, nixl_cu13,"
-        " disagg.app.deployments",
+        "import torch, disagg.engine.runner, disagg.worker.worker, nixl, disagg.app.deployments",
     ),
 )
 

@@ -214,6 +214,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
     link_host: str | None = None  # where workers listen; None: the node's own address
+    transfer_interface: str | None = None  # where UCX listens; None: where `link_host` is
+    ucx: dict[
+        str, str
+    ] = {}  # "TLS": "rc,cuda" is UCX_TLS=rc,cuda for the workers (docs/security.md)
     max_num_workers: Positive | None = None  # of all pools together, where some are autoscaled
     drain_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a stopping worker finishes its streams
 

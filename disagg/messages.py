@@ -156,6 +156,7 @@ class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
     source_id: str
     latency_s: float
     bytes_per_s: float
+    lane: str = ""  # what carried the last of these ("cuda_ipc", "rc_mlx5", ...); "" if unknown
 
 
 class StoreCounts(msgspec.Struct, frozen=True, array_like=True):

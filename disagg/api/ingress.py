@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -41,11 +41,25 @@ PROVISIONAL_BLOCK_SIZE = 16
 READY_POLL_S = 0.02
 
 
+class Transfer(msgspec.Struct):
+    """How KV goes from one worker to another, as of the last pull."""
+
+    source: str
+    destination: str
+    lane: str  # "cma", "cuda_ipc", "rc_mlx5", "tcp", ...; "" if UCX does not say
+    latency_s: float
+    bytes_per_s: float
+
+
 class Explanation(msgspec.Struct):
-    """What `GET /debug/requests/{id}` says."""
+    """What `GET /debug/requests/{id}` says.
+
+    transfers: between the workers of the routes, as far as there were any.
+    """
 
     routes: tuple[Decision, ...]  # oldest first
     cascade: CascadeDecision | None
+    transfers: tuple[Transfer, ...]
 
 
 class IngressCore:
@@ -265,6 +279,7 @@ class IngressCore:
                     record.worker_id,
                     latency_s=figure.latency_s,
                     bytes_per_s=figure.bytes_per_s,
+                    lane=figure.lane,
                 )
         index = self.fleet.index
         self._fleet_metrics.prefix_index(index.nbytes, index.num_blocks)
@@ -280,7 +295,20 @@ class IngressCore:
 
     def _explanation(self, request_id: str) -> bytes | None:
         routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
-        return msgspec.json.encode(Explanation(routes, cascade)) if routes else None
+        if not routes:
+            return None
+        return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
+
+    def _transfers(self, routes: Iterable[Decision]) -> tuple[Transfer, ...]:
+        statuses = {record.worker_id: status for record, status in self.fleet.reports()}
+        found: dict[tuple[str, str], Transfer] = {}
+        for route in (decision.route for decision in routes):
+            status = statuses.get(route.decode)
+            for each in status.transfers if status is not None else ():
+                if each.source_id in (route.prefill, route.lender):
+                    pair = (each.source_id, route.decode)
+                    found[pair] = Transfer(*pair, each.lane, each.latency_s, each.bytes_per_s)
+        return tuple(found.values())
 
 
 def served_models(config: ServeConfig) -> dict[str, ServedModel]:

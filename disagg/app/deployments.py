@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+import msgspec
 import ray
 from ray import serve
 
@@ -34,13 +35,14 @@ class WorkerReplica:
         telemetry.setup(f"disagg-{role}", {"disagg.worker": replica})
         see_only(ray.get_gpu_ids())
         tell = start_board.reporter(f"{tier_name}-{role}", replica)
+        host = config.link_host or ray.util.get_node_ip_address()
         self._worker = await Worker.start(
-            config,
+            msgspec.structs.replace(config, link_host=host),
             config.tier(tier_name),
             role,
             worker_id=f"{tier_name}-{role}-{replica}",
             epoch=time.time_ns(),  # the oldest of a pool serve, the others stand by
-            host=config.link_host or ray.util.get_node_ip_address(),
+            host=host,
             build=functools.partial(self.build_parts, progress=tell),
         )
         tell(StartStep("ready"))

@@ -201,6 +201,12 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         " until there were some",
     )
     group.add_argument(
+        "--transfer-interface",
+        metavar="DEVICE",
+        help="network devices over which KV moves, with commas between; whoever reaches them can"
+        " write into workers (default: that of the node's own address; on one machine: lo)",
+    )
+    group.add_argument(
         "--haproxy",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -264,6 +270,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "drain_s": arguments.drain_s,
         "transport": arguments.transport,
         "transfer_prior": _transfer_prior(arguments.doctor_report),
+        "transfer_interface": arguments.transfer_interface,
         "redis_url": arguments.redis_url,
         "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
         "link_host": None if arguments.ray_address else "127.0.0.1",

@@ -72,7 +72,7 @@ class Probe:
             stamps,
             clock=time.perf_counter,
             pull_timeout_s=PULL_TIMEOUT_S,
-            ucx_config=ucx_config,
+            ucx=dict([ucx_config.split("=", 1)]) if ucx_config else {},
         )
 
     def measure(self, peer: Peer) -> Figures:

@@ -135,6 +135,16 @@ class KVCache:
         """-1 for host memory, otherwise the GPU's index (as `kvtransfer` counts)."""
         return self.slab.get_device()
 
+    def begin_thread(self) -> None:
+        """Make the slab's device that of the calling thread.
+
+        A new thread has no CUDA context, and torch makes none for one that asks for device 0: an
+        allocation does.
+        """
+        if self.slab.is_cuda:
+            torch.cuda.set_device(self.slab.device)
+            torch.zeros(1, device=self.slab.device)
+
     def read_block(self, block_id: int) -> bytes:
         """A copy of a block's bytes, as of the work that was given to the device before."""
         block = self.slab[block_id].cpu()

@@ -20,7 +20,6 @@ Must not know NIXL, so that tests can put any fault on the wire.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from array import array
 from collections.abc import Callable, Sequence
@@ -139,6 +138,8 @@ class Mover:
         notices: to the engine's thread.
         pull_timeout_s: a pull still under way after this long fails, once that is safe to say.
         settle_s: how long blocks rest after a broken transfer.
+        idle_look_s: with nothing to do, how soon to look for messages all the same, of a wire that
+            answers its peers only in calls from here. None: it needs no looking after.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Mover:
         clock: Callable[[], float],
         pull_timeout_s: float,
         settle_s: float,
+        idle_look_s: float | None = None,
     ) -> None:
         self._wire = wire
         self._slab = slab
@@ -161,6 +163,7 @@ class Mover:
         self._clock = clock
         self._pull_timeout_s = pull_timeout_s
         self._settle_s = settle_s
+        self._idle_look_s = idle_look_s
         self._copies: list[_Copy] = []
         self._connected: set[str] = set()
         self._broken: set[str] = set()  # to be forgotten as soon as no copy is under way
@@ -177,8 +180,11 @@ class Mover:
         self._shut_down()
 
     def _work(self, wait_s: float | None) -> None:
-        with contextlib.suppress(Empty):
+        try:
             self._take(self._jobs.get(timeout=wait_s))
+        except Empty:
+            if self._idle_look_s is not None:
+                self._look()
         now = self._clock()
         self._copies = [copy for copy in self._copies if not self._try_advance(copy, now)]
         if self._broken:
@@ -187,7 +193,7 @@ class Mover:
     def _wait_s(self) -> float | None:
         """Until the next look: short for a young copy, never more than an eighth of its age."""
         if not self._copies:
-            return None
+            return self._idle_look_s
         age = self._clock() - max(copy.pull.started_at for copy in self._copies)
         return min(MAX_WAIT_S, max(age / 8, 20e-6))
 

@@ -1,5 +1,7 @@
 """NIXL's names, imported so that the logging of this process stays as it is.
 
+The package `nixl` chooses between its builds by the CUDA that torch was built for.
+
 NIXL's package configures logging when it is imported (`logging.config.dictConfig`), which closes
 every handler of the process, and hides the errors of handlers from then on. A worker imports NIXL
 when Ray Serve has set up its log files: without them nothing more is written, and the first line
@@ -33,6 +35,6 @@ def _logging_left_alone() -> Iterator[None]:
 
 
 with _logging_left_alone():
-    from nixl_cu13 import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
+    from nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 __all__ = ["_bindings", "nixl_agent", "nixl_agent_config", "nixl_xfer_handle"]

@@ -11,17 +11,20 @@ prepared lists, 0.5 ms unmerged without, 0.06 ms as the one run that they are.
 
 from __future__ import annotations
 
+import logging
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 from disagg.errors import StartupError, TransferFailed
+from disagg.kvtransfer.listeners import Listener, listeners
 from disagg.kvtransfer.mover import (
     Close,
     Connect,
+    Ended,
     Job,
     Look,
     Mover,
@@ -36,21 +39,33 @@ from disagg.kvtransfer.slab import HOST, Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.kvtransfer.ucx import UcxLog, in_environment, ucx_settings
 
 TRANSPORT = "nixl"
 # UCX wakes the progress thread; this is for transports of UCX that cannot.
 PROGRESS_DELAY_US = 5_000
+IDLE_LOOK_S = 0.001  # without a progress thread: how soon a peer is answered that says something
+EMPTY: Mapping[str, str] = {}
+
+_log = logging.getLogger(__name__)
 
 
 class NixlTransport:
     """One worker's side. See `transport.Transport`; a failed handshake ends pulls with an error.
+
+    Everything that NIXL does here it does in one thread. On a GPU that is so because UCX calls
+    CUDA, which needs a context in the calling thread: NIXL's own progress thread has none, and
+    crashes (ai-dynamo/nixl#2102), so there is none, and the mover's thread looks often instead.
 
     Args:
         stamps: the generations of `slab`, bumped by its owner.
         clock: seconds, monotonic; called from both threads.
         pull_timeout_s: a pull still under way after this long fails, when it is safe to say so.
         settle_s: how long blocks rest after a broken transfer.
-        ucx_config: settings for UCX, such as "TLS=tcp,self"; by default UCX chooses.
+        interface, ucx: see `ucx.ucx_settings`.
+        begin_thread: called first in the thread that uses NIXL; it makes the slab's device that
+            thread's.
+        progress_thread: NIXL has one; by default where the slab is in host memory.
 
     Raises:
         StartupError: NIXL cannot be started here or refuses the memory.
@@ -66,29 +81,54 @@ class NixlTransport:
         clock: Callable[[], float],
         pull_timeout_s: float = 30.0,
         settle_s: float = 0.5,
-        ucx_config: str = "",
+        interface: str | None = None,
+        ucx: Mapping[str, str] = EMPTY,
+        begin_thread: Callable[[], None] = lambda: None,
+        progress_thread: bool | None = None,
     ) -> None:
         self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
         self._clock = clock
         self._book = PullBook(slab, TRANSPORT)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._notices: SimpleQueue[Notice] = SimpleQueue()
+        self._ucx_log = UcxLog.of_process()
         scratch = array("Q", bytes(stamps.nbytes))
         name = agent_name(self._peer)
-        wire = _NixlWire(name, slab, stamps, scratch, ucx_config)
-        self._peer = replace(self._peer, agent=wire.record)
-        mover = Mover(
-            wire,
-            slab,
-            scratch,
-            self._jobs,
-            self._notices,
-            clock=clock,
-            pull_timeout_s=pull_timeout_s,
-            settle_s=settle_s,
-        )
-        self._thread = threading.Thread(target=mover.run, name=f"nixl {name}", daemon=True)
+        settings = self._ucx_log.settings | ucx_settings(interface, ucx, slab.device_id)
+        if progress_thread is None:
+            progress_thread = slab.device_id == HOST
+        made: SimpleQueue[bytes | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                begin_thread()
+                before = listeners()
+                with in_environment(settings):
+                    wire = _NixlWire(name, slab, stamps, scratch, progress_thread)
+                _warn_of_strangers(listeners() - before)
+            except BaseException as error:
+                made.put(error)
+                return
+            mover = Mover(
+                wire,
+                slab,
+                scratch,
+                self._jobs,
+                self._notices,
+                clock=clock,
+                pull_timeout_s=pull_timeout_s,
+                settle_s=settle_s,
+                idle_look_s=None if progress_thread else IDLE_LOOK_S,
+            )
+            made.put(wire.record)
+            mover.run()
+
+        self._thread = threading.Thread(target=run, name=f"nixl {name}", daemon=True)
         self._thread.start()
+        record = made.get()
+        if isinstance(record, BaseException):
+            raise record
+        self._peer = replace(self._peer, agent=record)
 
     @property
     def peer(self) -> Peer:
@@ -118,11 +158,8 @@ class NixlTransport:
             if isinstance(notice, TicketReleased):
                 events.append(notice)
                 continue
-            pull = notice.pull
-            self._book.end(pull)
-            events.append(
-                PullDone(pull.pull_id, notice.error, pull.num_blocks, pull.nbytes, notice.seconds)
-            )
+            self._book.end(notice.pull)
+            events.append(self._done(notice))
         if self._jobs.empty():
             self._jobs.put(Look())
         return events
@@ -131,6 +168,17 @@ class NixlTransport:
         """Give back everything NIXL holds. Afterwards nothing writes to the slab any more."""
         self._jobs.put(Close())
         self._thread.join()
+
+    def _done(self, ended: Ended) -> PullDone:
+        pull = ended.pull
+        lane = ""
+        if ended.error is None:
+            is_near = pull.peer.node == self._peer.node
+            nbytes = pull.largest_run_nbytes
+            lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
+        return PullDone(
+            pull.pull_id, ended.error, pull.num_blocks, pull.nbytes, ended.seconds, lane
+        )
 
 
 class _NixlWire:
@@ -141,15 +189,14 @@ class _NixlWire:
     """
 
     def __init__(
-        self, name: str, slab: Slab, stamps: Stamps, scratch: array[int], ucx_config: str
+        self, name: str, slab: Slab, stamps: Stamps, scratch: array[int], progress_thread: bool
     ) -> None:
         self._kept_alive = (slab, stamps, scratch)
         self._memory = _memory_of(slab.device_id)
         self._peers: set[str] = set()
         try:
-            self._agent = _agent(name)
-            options = {"engine_config": ucx_config} if ucx_config else {}
-            self._agent.create_backend("UCX", options)
+            self._agent = _agent(name, progress_thread)
+            self._agent.create_backend("UCX", {})
             self._registered = [
                 self._register(slab.base_address, slab.nbytes, self._memory),
                 self._register(stamps.address, stamps.nbytes, _memory_of(HOST)),
@@ -226,18 +273,29 @@ class _NixlWire:
         return self._agent.register_memory([(address, nbytes, device, "")], kind)
 
 
-def _agent(name: str) -> nixl_agent:
-    """An agent whose progress thread sleeps until UCX has something for it.
+def _agent(name: str, progress_thread: bool) -> nixl_agent:
+    """An agent; its progress thread, if it has one, sleeps until UCX has something for it.
 
     NIXL's Python API fixes the thread's delay at 0, with which it polls without a pause: a core
     lost for each idle worker. So the agent below the API is made anew, before it has a backend.
     """
     config = _bindings.nixlAgentConfig()
-    config.useProgThread = True
+    config.useProgThread = progress_thread
     config.pthrDelay = PROGRESS_DELAY_US
     agent = nixl_agent(name, nixl_agent_config(backends=[]))
     agent.agent = _bindings.nixlAgent(name, config)
     return agent
+
+
+def _warn_of_strangers(opened: Iterable[Listener]) -> None:
+    for listener in opened:
+        if listener.is_public:
+            _log.warning(
+                "UCX listens on %s:%d, which other networks may reach. It checks no key: whoever"
+                " can connect can write into this worker's memory. Set transfer_interface to a"
+                " private network (docs/security.md).",
+                *listener,
+            )
 
 
 def _memory_of(device_id: int) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
@@ -51,6 +52,7 @@ def describe(
         stamps_address=stamps.address,
         device_id=slab.device_id,
         agent=agent,
+        node=_machine(),
     )
 
 
@@ -73,6 +75,10 @@ class Pull:
     @property
     def nbytes(self) -> int:
         return self.num_blocks * self.peer.block_nbytes
+
+    @property
+    def largest_run_nbytes(self) -> int:
+        return max(run.num_blocks for run in self.runs) * self.peer.block_nbytes
 
     def is_unchanged(self, generations: Sequence[int]) -> bool:
         """Whether the stamps read after the copy, indexed by local block, equal the ticket's."""
@@ -219,6 +225,14 @@ class PullBook:
         if _name(ticket) in self._used:
             raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
         return peer
+
+
+def _machine() -> str:
+    """The same for all containers of a machine, and another one after it has started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""  # not Linux
 
 
 def _name(ticket: KVTicket) -> TicketName:

@@ -19,6 +19,7 @@ class Peer:
     stamps_address: int  # of num_blocks 64-bit generations in host memory
     device_id: int  # -1: host memory, otherwise the GPU's index
     agent: bytes  # the transport's own connection record (NIXL agent metadata)
+    node: str = ""  # equal for workers on one machine; "" if it is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ class PullDone:
     """A pull ended. `error` is None when every block arrived and every stamp was unchanged.
 
     After this event the transport does not touch the destination blocks any more.
+
+    lane: what carried it ("cma", "cuda_ipc", "rc_mlx5", "tcp", ...); "" if nobody says.
     """
 
     pull_id: int
@@ -20,6 +22,7 @@ class PullDone:
     num_blocks: int
     nbytes: int
     seconds: float
+    lane: str = ""
 
 
 @dataclass(frozen=True, slots=True)

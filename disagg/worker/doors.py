@@ -315,6 +315,6 @@ class Doors:
             traceparent, then = self._streams.traceparent(sequence), "computed here"
         record_pull(traceparent, done, now)
         if done.error is None:
-            self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds)
+            self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds, done.lane)
         else:
             log.warning("KV of %s is %s: %s", ticket.ticket_id, then, done.error)

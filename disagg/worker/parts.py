@@ -17,6 +17,7 @@ from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
+from disagg.kvtransfer.ucx import LOOPBACK, interface_of
 from disagg.messages import StartStep
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
@@ -105,7 +106,7 @@ def build_parts(
     return Parts(
         engine,
         made[0],
-        new_transport(config, worker_id, epoch, slab, made[0], local_fleet),
+        new_transport(config, worker_id, epoch, slab, made[0], local_fleet, kv_cache.begin_thread),
         cold_tier,
         kv_cache.read_block,
         kv_cache.write_block,
@@ -123,14 +124,40 @@ def new_transport(
     slab: Slab,
     stamps: Stamps,
     local_fleet: LocalFleet | None,
+    begin_thread: Callable[[], None] = lambda: None,
 ) -> Transport:
+    """
+    Args:
+        begin_thread: called first in each thread that touches the slab.
+    """
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
         return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
     # Here, like Redis below: a worker that uses neither must start without them.
     from disagg.kvtransfer.nixl_transport import NixlTransport
 
-    return NixlTransport(worker_id, epoch, slab, stamps, clock=time.monotonic)
+    return NixlTransport(
+        worker_id,
+        epoch,
+        slab,
+        stamps,
+        clock=time.monotonic,
+        interface=transfer_interface(config),
+        ucx=config.ucx,
+        begin_thread=begin_thread,
+    )
+
+
+def transfer_interface(config: ServeConfig) -> str | None:
+    """Where UCX may listen: as configured, else as the environment of UCX says (None), else on the
+    network of the worker's own address."""
+    if config.transfer_interface is not None:
+        return config.transfer_interface
+    if "UCX_NET_DEVICES" in os.environ:
+        return None
+    if config.link_host is None:  # everybody is in this process
+        return LOOPBACK
+    return interface_of(config.link_host)
 
 
 def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:

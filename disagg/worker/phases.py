@@ -70,6 +70,7 @@ def record_pull(traceparent: str, done: PullDone, now: float) -> None:
             "disagg.kv.nbytes": done.nbytes,
             "disagg.kv.num_blocks": done.num_blocks,
             "disagg.kv.gigabytes_per_s": done.nbytes / max(done.seconds, 1e-9) / 1e9,
+            "disagg.kv.lane": done.lane,
         },
         done.error,
     )

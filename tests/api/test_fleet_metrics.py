@@ -27,7 +27,8 @@ def test_the_series_of_a_worker_go_with_it() -> None:
         metrics.store("m", "decode", worker_id, {"hits": 5, "stored": 7})
         host = HostCounts(nbytes=8192, num_saved=4, num_torn=1, num_loaded=3, load_s=0.25)
         metrics.host_tier("m", "decode", worker_id, host)
-    metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9)
+    metrics.transfer("p1", "d1", latency_s=0.1, bytes_per_s=1e6, lane="tcp")
+    metrics.transfer("p1", "d1", latency_s=0.001, bytes_per_s=1e9, lane="cuda_ipc")
     metrics.request_moved("m")
     for is_lent in (True, False, False):
         metrics.prefix_asked("m", is_lent)
@@ -54,6 +55,8 @@ def test_the_series_of_a_worker_go_with_it() -> None:
         assert f"disagg_worker_host_tier_blocks{{{by_outcome}}} {count}.0" in text
     assert 'kv_transfer_bytes_per_second{source_id="p1",worker_id="d1"} 1e+09' in text
     assert 'kv_transfer_latency_seconds{source_id="p1",worker_id="d1"} 0.001' in text
+    assert 'kv_transfer_lane{lane="cuda_ipc",source_id="p1",worker_id="d1"} 1.0' in text
+    assert 'lane="tcp"' not in text
     assert 'disagg_request_moves_total{model_name="m"} 1.0' in text
     assert 'disagg_prefix_loans_total{model_name="m",result="lent"} 1.0' in text
     assert 'disagg_prefix_loans_total{model_name="m",result="refused"} 2.0' in text
@@ -61,6 +64,6 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     text = generate_latest(registry).decode()
     assert '"p1"' not in text and '"d1"' in text
     metrics.keep_only({"d1"})
-    metrics.transfer("p1", "d1", latency_s=0.002, bytes_per_s=1e9)
+    metrics.transfer("p1", "d1", latency_s=0.002, bytes_per_s=1e9, lane="")
     metrics.keep_only(())
     assert '"d1"' not in generate_latest(registry).decode()

@@ -19,7 +19,8 @@ SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
 
 
 def _load(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
+    """The first document of a file."""
+    return next(yaml.safe_load_all(path.read_text()))
 
 
 def _config(serve: dict[str, Any], environment: dict[str, str]) -> ServeConfig:
@@ -53,6 +54,22 @@ def test_pods_have_what_their_workers_ask_for() -> None:
         assert limits["nvidia.com/gpu"] == pool.num_gpus
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s
         assert group["minReplicas"] <= pool.num_replicas <= group["maxReplicas"]
+
+
+def test_strangers_reach_the_api_of_pods_and_no_other_port() -> None:
+    service, policy = yaml.safe_load_all(KUBERAY.read_text())
+    assert policy["kind"] == "NetworkPolicy" and policy["spec"]["policyTypes"] == ["Ingress"]
+    own = policy["spec"]["podSelector"]["matchLabels"]
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert own.items() <= group["template"]["metadata"]["labels"].items()
+    to_all = [rule["ports"] for rule in policy["spec"]["ingress"] if "from" not in rule]
+    assert to_all == [[{"protocol": "TCP", "port": 8000}]]
+    assert all(
+        source["podSelector"]
+        for rule in policy["spec"]["ingress"]
+        for source in rule.get("from", ())
+    )
 
 
 def test_serve_reads_the_same_settings_on_nodes_and_on_pods() -> None:

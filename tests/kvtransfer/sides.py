@@ -31,7 +31,9 @@ class Sides:
         if self.kind == "local":
             opened = LocalTransport(self._fleet, name, epoch, slab, stamps, clock=clock)
         else:
-            opened = NixlTransport(name, epoch, slab, stamps, clock=clock, settle_s=0.05)
+            opened = NixlTransport(
+                name, epoch, slab, stamps, clock=clock, settle_s=0.05, interface="lo"
+            )
         self._open.append(opened)
         return opened
 

@@ -7,6 +7,7 @@ BLOCK..." with a ticket, "released" with the tickets that readers gave back so f
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import threading
@@ -19,10 +20,10 @@ from disagg.kvtransfer.transport import TicketReleased
 from tests.kvtransfer.memory import Memory
 
 
-def main(epoch: int, block_nbytes: int, ucx_config: str) -> None:
+def main(epoch: int, block_nbytes: int, ucx: dict[str, str]) -> None:
     memory = Memory("source", epoch=epoch, block_nbytes=block_nbytes)
     side = NixlTransport(
-        "source", epoch, memory.slab, memory.stamps, clock=time.monotonic, ucx_config=ucx_config
+        "source", epoch, memory.slab, memory.stamps, clock=time.monotonic, interface="lo", ucx=ucx
     )
     released: list[str] = []
     between_steps = threading.Lock()
@@ -53,4 +54,4 @@ def main(epoch: int, block_nbytes: int, ucx_config: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

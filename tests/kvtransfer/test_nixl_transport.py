@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import pytest
-from nixl_cu13 import nixl_xfer_handle
 
 from disagg.errors import StartupError, TransferFailed
-from disagg.kvtransfer.nixl_transport import NixlTransport
+from disagg.kvtransfer.nixl import nixl_xfer_handle
+from disagg.kvtransfer.nixl_transport import EMPTY, NixlTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -28,16 +29,16 @@ from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.sides import finish, next_events, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-TCP = "TLS=tcp,self"  # needs the source's help to read; shared memory reads past a stopped one
+TCP = {"TLS": "tcp,self"}  # needs the source's help to read; shared memory reads past a stopped one
 
 
 class Source:
     """Talks to a `source_process`."""
 
-    def __init__(self, epoch: int, block_nbytes: int, ucx_config: str) -> None:
+    def __init__(self, epoch: int, block_nbytes: int, ucx: Mapping[str, str]) -> None:
         module = "tests.kvtransfer.source_process"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(epoch), str(block_nbytes), ucx_config],
+            [sys.executable, "-m", module, str(epoch), str(block_nbytes), json.dumps(dict(ucx))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -91,8 +92,8 @@ Open: TypeAlias = Callable[..., NixlTransport]
 def start() -> Iterator[Start]:
     started: list[Source] = []
 
-    def start(epoch: int = 1, block_nbytes: int = 256, ucx_config: str = "") -> Source:
-        started.append(Source(epoch, block_nbytes, ucx_config))
+    def start(epoch: int = 1, block_nbytes: int = 256, ucx: Mapping[str, str] = EMPTY) -> Source:
+        started.append(Source(epoch, block_nbytes, ucx))
         return started[-1]
 
     yield start
@@ -106,7 +107,7 @@ def open_reader() -> Iterator[Open]:
     opened: list[NixlTransport] = []
 
     def open_reader(
-        memory: Memory, *, ucx_config: str = "", pull_timeout_s: float = 30.0
+        memory: Memory, *, ucx: Mapping[str, str] = EMPTY, pull_timeout_s: float = 30.0
     ) -> NixlTransport:
         side = NixlTransport(
             memory.worker_id,
@@ -114,7 +115,8 @@ def open_reader() -> Iterator[Open]:
             memory.slab,
             memory.stamps,
             clock=time.monotonic,
-            ucx_config=ucx_config,
+            interface="lo",
+            ucx=ucx,
             pull_timeout_s=pull_timeout_s,
             settle_s=0.05,
         )
@@ -157,14 +159,14 @@ def test_a_killed_source_fails_pulls_and_its_successor_serves(
         reader.pull(late, 0, [7, 8])
 
 
-@pytest.mark.parametrize("ucx_config", ["", TCP])
+@pytest.mark.parametrize("ucx", [EMPTY, TCP], ids=["", "tcp"])
 def test_a_source_that_died_before_the_handshake_fails_pulls(
-    ucx_config: str, start: Start, open_reader: Open
+    ucx: Mapping[str, str], start: Start, open_reader: Open
 ) -> None:
-    source, memory = start(ucx_config=ucx_config), Memory("reader")
+    source, memory = start(ucx=ucx), Memory("reader")
     tickets = [source.ticket(f"t{number}", [number]) for number in range(2)]
     source.kill()
-    reader = open_reader(memory, ucx_config=ucx_config)
+    reader = open_reader(memory, ucx=ucx)
     reader.add_peer(source.peer)
     for ticket in tickets:
         reader.pull(ticket, 0, [0])
@@ -174,8 +176,8 @@ def test_a_source_that_died_before_the_handshake_fails_pulls(
 def test_a_source_killed_in_the_middle_of_pulls_fails_them_all(
     start: Start, open_reader: Open
 ) -> None:
-    source, memory = start(ucx_config=TCP), Memory("reader")
-    reader = open_reader(memory, ucx_config=TCP)
+    source, memory = start(ucx=TCP), Memory("reader")
+    reader = open_reader(memory, ucx=TCP)
     reader.add_peer(source.peer)
     reader.pull(source.ticket("first", [0]), 0, [0])
     assert finish(reader).error is None
@@ -194,8 +196,8 @@ def test_blocks_of_a_hanging_pull_stay_blocked_until_it_is_over(
     start: Start, open_reader: Open
 ) -> None:
     """The trap: the bytes of a given-up pull arrive when the source wakes up."""
-    source, memory = start(ucx_config=TCP), Memory("reader")
-    reader = open_reader(memory, ucx_config=TCP, pull_timeout_s=0.0)
+    source, memory = start(ucx=TCP), Memory("reader")
+    reader = open_reader(memory, ucx=TCP, pull_timeout_s=0.0)
     reader.add_peer(source.peer)
     reader.pull(source.ticket("warm-up", [0]), 0, [0])
     finish(reader)
@@ -215,9 +217,9 @@ def test_blocks_of_a_hanging_pull_stay_blocked_until_it_is_over(
 
 
 def test_closing_ends_even_a_hanging_pull(start: Start) -> None:
-    source, memory = start(ucx_config=TCP), Memory("reader")
+    source, memory = start(ucx=TCP), Memory("reader")
     reader = NixlTransport(
-        "reader", 1, memory.slab, memory.stamps, clock=time.monotonic, ucx_config=TCP
+        "reader", 1, memory.slab, memory.stamps, clock=time.monotonic, interface="lo", ucx=TCP
     )
     reader.add_peer(source.peer)
     reader.pull(source.ticket("warm-up", [0]), 0, [0])
