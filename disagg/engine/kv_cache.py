@@ -150,6 +150,18 @@ class KVCache:
         block = self.slab[block_id].cpu()
         return ctypes.string_at(block.data_ptr(), self.block_nbytes)
 
+    def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:
+        """Copy neighbouring blocks of another cache of the same layout. Returns when they are here.
+
+        For workers of one process: `kvtransfer.local_transport`.
+        """
+        if not isinstance(source, KVCache) or source.layout != self.layout:
+            raise TypeError(f"{source!r} is not a cache of layout {self.layout}")
+        rows = source.slab[source_first : source_first + num_blocks]
+        self.slab[first : first + num_blocks].copy_(rows)
+        if self.slab.is_cuda:
+            torch.cuda.synchronize(self.slab.device)
+
     def write_block(self, block_id: int, raw: bytes) -> None:
         """Replace a block's bytes.
 

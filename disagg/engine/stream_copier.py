@@ -15,6 +15,43 @@ from torch import Tensor
 
 from disagg.errors import StartupError
 from disagg.kvtransfer.runs import merge_runs
+from disagg.kvtransfer.slab import allocate_host
+
+
+class PinnedMemory:
+    """Host memory that a GPU copies to and from by itself.
+
+    It is ours, and registered: torch's own pinned memory is rounded up to a power of two, and 40
+    GiB would take 64.
+
+    Attributes:
+        bytes: uint8.
+
+    Raises:
+        StartupError: there is not so much memory, or so much that may be pinned.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.frombuffer(allocate_host(nbytes), dtype=torch.uint8)
+        try:
+            self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(self._cudart.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
+        except (AssertionError, RuntimeError) as no_cuda:
+            raise _not_pinned(nbytes, str(no_cuda)) from no_cuda
+        if error:
+            raise _not_pinned(nbytes, f"CUDA error {error}")
+
+    def close(self) -> None:
+        """Nothing may be copying any more."""
+        self._cudart.cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _not_pinned(nbytes: int, reason: str) -> StartupError:
+    return StartupError(
+        f"{nbytes} bytes of host memory cannot be pinned for evicted KV blocks ({reason});"
+        " lower kv_offloading_size, or raise the limit of locked memory (ulimit -l).",
+        param="kv_offloading_size",
+    )
 
 
 class StreamCopier:
@@ -31,15 +68,8 @@ class StreamCopier:
     def __init__(self, cache: Tensor, num_slots: int) -> None:
         self._cache = cache
         shape = (num_slots, *cache.shape[1:])
-        try:
-            self._host = torch.empty(shape, dtype=cache.dtype, pin_memory=True)
-        except RuntimeError as error:
-            nbytes = num_slots * cache[0].numel() * cache.itemsize
-            raise StartupError(
-                f"{nbytes} bytes of host memory cannot be pinned for evicted KV blocks ({error});"
-                " lower kv_offloading_size.",
-                param="kv_offloading_size",
-            ) from error
+        self._memory = PinnedMemory(num_slots * cache[0].numel() * cache.itemsize)
+        self._host = self._memory.bytes.view(cache.dtype).view(shape)
         self._saves, self._loads = _Way(cache.device), _Way(cache.device)
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -60,6 +90,7 @@ class StreamCopier:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._cache.device)  # nothing may write to memory that is given back
+        self._memory.close()
 
 
 class _Way:

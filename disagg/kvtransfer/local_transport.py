@@ -1,4 +1,4 @@
-"""The twin of `nixl_transport` for workers in one process: same checks, same events, memmove.
+"""The twin of `nixl_transport` for workers in one process: same checks, same events, a plain copy.
 
 For tests, the simulator and `disagg.LLM`. Every side is given the same `LocalFleet`.
 """
@@ -9,6 +9,7 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from disagg.errors import StartupError
 from disagg.kvtransfer.pulls import Pull, PullBook, describe
@@ -18,6 +19,15 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 
 TRANSPORT = "local"
+
+
+@runtime_checkable
+class DeviceMemory(Protocol):
+    """Memory of blocks that the host cannot address; it owns a slab on a device."""
+
+    def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:
+        """Copy neighbouring blocks of another owner of its kind; returns when they are here."""
+        ...
 
 
 class LocalFleet:
@@ -36,7 +46,8 @@ class LocalTransport:
         clock: seconds, for `PullDone.seconds`.
 
     Raises:
-        StartupError: the slab is not in host memory, or this worker's epoch is open already.
+        StartupError: the slab is on a device, and its owner cannot copy its blocks; or this
+            worker's epoch is open already.
     """
 
     def __init__(
@@ -49,8 +60,8 @@ class LocalTransport:
         *,
         clock: Callable[[], float],
     ) -> None:
-        if slab.device_id != HOST:
-            raise StartupError("the local transport copies host memory only; use nixl for a GPU")
+        if slab.device_id != HOST and not isinstance(slab.owner, DeviceMemory):
+            raise StartupError("the local transport cannot copy this slab's memory; use nixl")
         if (worker_id, epoch) in fleet.sides:
             raise StartupError(f"worker {worker_id} of epoch {epoch} has a local side already")
         self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
@@ -114,6 +125,13 @@ class LocalTransport:
         return None
 
     def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
+        memory = self._slab.owner
+        if self._slab.device_id != HOST and isinstance(memory, DeviceMemory):
+            for run in pull.runs:
+                memory.copy_blocks(
+                    run.local_block, source._slab.owner, run.source_block, run.num_blocks
+                )
+            return
         nbytes = self._slab.block_nbytes
         for run in pull.runs:
             ctypes.memmove(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -62,8 +61,35 @@ class Stream:
             self._work.pop(0)()
 
 
+class Cudart:
+    """Counts what is registered, as bytes by address."""
+
+    def __init__(self, largest_nbytes: int = 1 << 30) -> None:
+        self.registered: dict[int, int] = {}
+        self._largest_nbytes = largest_nbytes
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if nbytes > self._largest_nbytes:
+            return 2  # cudaErrorMemoryAllocation
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert not any(stream._work for stream in Stream.all), "a copy would write to it"
+        del self.registered[address]
+        return 0
+
+
 @pytest.fixture
-def compute(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    return cudart
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch, cudart: Cudart) -> Stream:
     """The stream on which steps are computed."""
     Stream.all = []
     compute = Stream.current = Stream()
@@ -74,22 +100,22 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> Stream:
         yield
         Stream.current = before
 
-    copy, empty = torch.Tensor.copy_, torch.empty
+    copy = torch.Tensor.copy_
+
+    def run_all(device: torch.device) -> None:
+        for stream in Stream.all:
+            stream.run()
 
     def copy_later(into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         assert non_blocking, "the host would wait"
         Stream.current.do(lambda: copy(into, source))
-
-    def unpinned(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
-        assert pin_memory, "or no copy is asynchronous"
-        return empty(*shape, **options)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
-    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "synchronize", run_all)
     return compute
 
 
@@ -111,8 +137,27 @@ def test_copies_come_after_the_work_before_them_and_beside_the_work_after(comput
     assert copier.take_loaded() == [pytest.approx(2e-3)] * 2 and not copier.take_loaded()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
-def test_memory_that_cannot_be_pinned_is_refused_in_words() -> None:
+def test_exactly_what_was_asked_for_is_pinned_and_all_of_it_given_back(
+    compute: Stream, cudart: Cudart
+) -> None:
+    cache = torch.ones(6, 3, dtype=torch.bfloat16)
+    copier = StreamCopier(cache, 5)
+    assert [*cudart.registered.values()] == [5 * 3 * 2], "and not the next power of two"
+    copier.save([(2, 0)])
+    copier.close()
+    assert not cudart.registered
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_memory_that_cannot_be_pinned_is_refused_in_words(
+    has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cudart() -> Cudart:
+        if not has_cuda:
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return Cudart(largest_nbytes=40)
+
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
     with pytest.raises(StartupError, match=r"48 bytes of host memory cannot be pinned") as refused:
         StreamCopier(torch.zeros(6, 3), 4)
     assert refused.value.param == "kv_offloading_size"

@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.engine.kv_cache import KVCache, KVShape
 from disagg.errors import StartupError
+from disagg.kernels.kv_pages import FORMATS
+from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.pulls import Pull
 from disagg.kvtransfer.slab import Slab
@@ -108,10 +112,39 @@ def test_a_failed_pull_releases_the_ticket_too() -> None:
     assert serving.poll() == [TicketReleased("t")]
 
 
-def test_device_memory_is_refused() -> None:
+def test_device_memory_that_nobody_can_copy_is_refused() -> None:
     slab = Slab(4096, 1, 64, "l", device_id=0)
-    with pytest.raises(StartupError, match="host memory"):
+    with pytest.raises(StartupError, match="cannot copy this slab"):
         LocalTransport(LocalFleet(), "w", 1, slab, Stamps(1, "w", 1), clock=time.monotonic)
+
+
+def test_blocks_of_a_device_are_copied_by_their_owner() -> None:
+    """As in `disagg cascade calibrate` on a GPU: the host cannot address what it copies."""
+    shape = KVShape(2, 1, 4, 8, FORMATS["bfloat16"], "weights")
+    fleet = LocalFleet()
+    caches = [KVCache(shape, 8, torch.device("cpu")) for _ in range(2)]
+    stamps = [Stamps(8, name, 1) for name in ("source", "reader")]
+    source, reader = (
+        LocalTransport(
+            fleet,
+            name,
+            1,
+            Slab(1, 8, cache.block_nbytes, cache.layout, device_id=0, owner=cache),
+            table,
+            clock=time.monotonic,
+        )
+        for name, cache, table in zip(("source", "reader"), caches, stamps, strict=True)
+    )
+    caches[0].slab.copy_(torch.randn(caches[0].slab.shape))
+    reader.add_peer(source.peer)
+    ticket = issue_ticket(
+        source.peer, stamps[0].generations, ticket_id="t", num_tokens=12, block_ids=[2, 3, 7]
+    )
+    reader.pull(ticket, 0, [0, 1, 5])
+    (done,) = reader.poll()
+    assert isinstance(done, PullDone) and done.error is None
+    assert torch.equal(caches[1].slab[[0, 1, 5]], caches[0].slab[[2, 3, 7]])
+    assert not caches[1].slab[[2, 3, 4, 6, 7]].any()
 
 
 def test_a_process_opens_once() -> None:
