@@ -48,6 +48,7 @@ THIRD_PARTY = {
         "engine/kv_cache.py",
         "engine/batching.py",
         "engine/decode_graphs.py",
+        "engine/mixed_graphs.py",
         "engine/gpu.py",
         "engine/memory_plan.py",
         "engine/sampler.py",

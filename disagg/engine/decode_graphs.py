@@ -47,16 +47,23 @@ def record_cuda_graph() -> Record:
     return record
 
 
+def new_logits(decoder: Decoder, num_rows: int) -> Tensor:
+    """What all graphs of a decoder write to: of as many rows as the largest has."""
+    shape = num_rows, decoder.config.vocab_size
+    return torch.zeros(shape, dtype=torch.float32, device=decoder.device)
+
+
 class DecodeGraphs:
     """A decoder's steps of up to `max_num_seqs` sequences with one token each.
 
-    All graphs read one batch and write one tensor of logits, of the largest size: a step replays
+    All graphs read one batch, of the largest size, and write one tensor of logits: a step replays
     one of them, and what it computes is used before the next one is replayed.
 
     Args:
         decoder: on `TritonOps`.
         kv_cache: its cache. Nothing in it is changed by capturing.
         max_num_blocks: of one sequence.
+        logits: float32 [max_num_seqs or more, vocab_size], which every step overwrites.
     """
 
     def __init__(
@@ -66,11 +73,10 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_num_blocks: int,
         record: Record,
+        logits: Tensor,
     ) -> None:
         self._batch = batch = _empty_batch(max_num_seqs, max_num_blocks, decoder.device)
-        self._logits = torch.zeros(
-            max_num_seqs, decoder.config.vocab_size, dtype=torch.float32, device=decoder.device
-        )
+        self._logits = logits
         self._sizes = capture_sizes(max_num_seqs)
         # The largest first: the others then fit into the memory that it has left in the pool.
         graphs = [

@@ -82,10 +82,10 @@ def plan_memory(
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
     workspace_nbytes = step_nbytes(model, dtype.itemsize, num_seqs, num_tokens)
     if claim_nbytes is not None and not config.enforce_eager:
-        from disagg.engine.decode_graphs import capture_sizes  # needs Triton
+        from disagg.engine.mixed_graphs import graph_sizes  # needs Triton
 
         num_blocks = -(-max_model_len // shape.block_size)
-        sizes = capture_sizes(num_seqs)
+        sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
         workspace_nbytes += captured_nbytes(model, dtype.itemsize, sizes, num_blocks)
     plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, weights_nbytes, workspace_nbytes)
     if claim_nbytes is None:

@@ -42,6 +42,7 @@ from disagg.time_model import StepFeatures
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
     from disagg.engine.decode_graphs import DecodeGraphs
+    from disagg.engine.mixed_graphs import MixedGraphs
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
@@ -62,7 +63,7 @@ class ModelRunner:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.grammars = grammars
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: tuple[DecodeGraphs | MixedGraphs, ...] | None = None
         self.threads = StepThreads(torch.get_num_threads())
         self.slots = Slots()
         block_size = kv_cache.block_size
@@ -126,7 +127,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits, and the positions of the tokens that they follow."""
-        logits = None if self.graphs is None else self.graphs.forward(batch)
+        logits = None
+        for graphs in self.graphs or ():
+            logits = graphs.forward(batch) if logits is None else logits
         if logits is None:
             logits = self.decoder.forward(batch, self.kv_cache.pages)
         is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
@@ -187,13 +190,21 @@ class ModelRunner:
 
         self.threads.measure(compute)
 
-    def capture(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Keep the decode steps of up to `max_num_seqs` sequences as CUDA graphs, from now on."""
-        from disagg.engine.decode_graphs import DecodeGraphs, record_cuda_graph
+    def capture(self, max_num_seqs: int, max_model_len: int, *, with_drafts: bool = False) -> None:
+        """Keep small steps as CUDA graphs, from now on: decodes of up to `max_num_seqs` sequences,
+        short prompts, and if there will be any the verification of drafts."""
+        from disagg.engine.decode_graphs import DecodeGraphs, new_logits, record_cuda_graph
+        from disagg.engine.mixed_graphs import MixedGraphs, mixed_sizes
 
         max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
         pages, record = self.kv_cache.pages, record_cuda_graph()
-        self.graphs = DecodeGraphs(self.decoder, pages, max_num_seqs, max_num_blocks, record)
+        sizes = mixed_sizes(max_num_seqs, with_drafts)
+        logits = new_logits(self.decoder, max(max_num_seqs, *(each.num_logits for each in sizes)))
+        common = max_num_seqs, max_num_blocks, record, logits
+        self.graphs = (
+            DecodeGraphs(self.decoder, pages, *common),
+            MixedGraphs(self.decoder, pages, sizes, *common),
+        )
 
 
 def _synchronize(device: torch.device) -> None:
@@ -281,7 +292,8 @@ def build_engine(
     if is_cpu:
         runner.measure_threads(max_model_len)
     elif not config.enforce_eager:
-        runner.capture(memory.max_num_seqs, max_model_len)
+        with_drafts = config.speculative_config is not None
+        runner.capture(memory.max_num_seqs, max_model_len, with_drafts=with_drafts)
     scheduler = Scheduler(
         BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),
         max_num_seqs=memory.max_num_seqs,

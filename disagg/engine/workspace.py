@@ -33,10 +33,10 @@ def step_nbytes(
 def captured_nbytes(
     model: ModelConfig, itemsize: int, capture_sizes: Iterable[int], max_num_blocks: int
 ) -> int:
-    """Of captured decode steps: what they read and write, their pool of memory, and themselves.
+    """Of captured steps: what they read and write, their pool of memory, and themselves.
 
     Args:
-        capture_sizes: sequences of each graph.
+        capture_sizes: tokens of each graph.
         max_num_blocks: of one sequence.
     """
     sizes = list(capture_sizes)

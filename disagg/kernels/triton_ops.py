@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.fixed_mixed_work import FixedMixedWork
 from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
@@ -49,6 +50,17 @@ class FixedPaging(TritonPaging):
     def fill(self, context_lens: Sequence[int]) -> None:
         for each in self.fixed:
             each.fill(context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPaging(TritonPaging):
+    """As `FixedPaging`, for steps of some number of tokens."""
+
+    fixed: tuple[FixedMixedWork, ...]
+
+    def fill(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> None:
+        for each in self.fixed:
+            each.fill(query_lens, context_lens)
 
 
 class TritonOps:
@@ -125,6 +137,25 @@ class TritonOps:
             for window in set(windows)
         )
         return FixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+
+    def plan_mixed(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> MixedPaging:
+        """As `plan`, for all steps of at most as many tokens as `batch` has room for, and one
+        sequence less, in its tensors: tokens that are left are one more sequence."""
+        num_kv_heads = kv_cache.values.shape[3]
+        fixed = tuple(
+            FixedMixedWork(
+                batch.context_lens.shape[0] - 1,
+                batch.slots.shape[0],
+                self._num_heads // num_kv_heads,
+                window,
+                max(self._num_programs // num_kv_heads, 1),
+                kv_cache.values.device,
+            )
+            for window in set(windows)
+        )
+        return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
 
     def attention(
         self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TritonPaging

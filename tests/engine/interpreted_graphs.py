@@ -5,16 +5,19 @@ A recording here repeats its calls on the same tensors, as a captured graph does
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from disagg.engine.block_pool import BlockPool
-from disagg.engine.decode_graphs import DecodeGraphs
+from disagg.engine.decode_graphs import DecodeGraphs, new_logits
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, KVShape
+from disagg.engine.mixed_graphs import MixedGraphs, MixedSize
 from disagg.engine.runner import ModelRunner
 from disagg.engine.scheduler import Scheduler
 from disagg.kernels.kv_pages import KVPages, format_of
@@ -56,7 +59,9 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
         prefiller.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
-    captured = DecodeGraphs(decoder, slab, 5, 32, fake_record) if graphs else None
+    captured = (
+        DecodeGraphs(decoder, slab, 5, 32, fake_record, new_logits(decoder, 5)) if graphs else None
+    )
     logits = []
     for group in groups:
         work = [(sequences[index], 1) for index in group]
@@ -85,7 +90,8 @@ def test_all_graphs_write_the_same_logits() -> None:
     """Memory is for the largest step and not for each graph."""
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    graphs = DecodeGraphs(Decoder(SMALL, weights, TritonOps(6, 1)), slab, 5, 32, fake_record)
+    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
+    graphs = DecodeGraphs(decoder, slab, 5, 32, fake_record, new_logits(decoder, 5))
     logits = [
         graphs.forward(make_batch([(each, 1) for each in group], BLOCK_SIZE))
         for group in (_sequences([9]), _sequences([9, 1, 5]), _sequences([9, 1, 5, 22, 13]))
@@ -95,11 +101,62 @@ def test_all_graphs_write_the_same_logits() -> None:
     assert len(starts) == 1
 
 
+LONG = 700  # cut along its keys
+
+
+def _mixed_step(
+    work: list[tuple[int, int]], graphs: bool, *, every_row: bool
+) -> tuple[Tensor, KVPages]:
+    """Logits of one step over three sequences, after a larger one in the same graphs."""
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    config = dataclasses.replace(SMALL, max_model_len=1024)
+    decoder, prefiller = Decoder(config, weights, TritonOps(6, 4)), Decoder(config, weights)
+    slab = new_slab(SMALL, 256, BLOCK_SIZE, torch.float32)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).tolist()
+    sequences = []
+    for index, context in enumerate((LONG, 3, 30, 0)):
+        ids = [(7 * index + 3 * place) % SMALL.vocab_size for place in range(context + 40)]
+        blocks = [order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))]
+        sequences.append(Tokens(ids, blocks))
+        if context:
+            prefiller.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
+            sequences[-1].num_computed = context
+    batch = make_batch([(sequences[i], n) for i, n in work], BLOCK_SIZE, every_row=every_row)
+    if not graphs:
+        return decoder.forward(batch, slab), slab
+    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(64, 32)]
+    captured = MixedGraphs(decoder, slab, sizes, 4, 256, fake_record, new_logits(decoder, 32))
+    before = slab.values.clone()
+    larger = [(sequences[2], 1), (sequences[0], 9), (sequences[1], 4)]
+    assert captured.forward(make_batch(larger, BLOCK_SIZE)) is not None
+    slab.values.copy_(before)
+    logits = captured.forward(batch)
+    assert logits is not None
+    return logits.clone(), slab
+
+
+@pytest.mark.parametrize(
+    ("work", "every_row"),
+    [
+        pytest.param([(1, 1), (0, 5), (2, 8)], True, id="drafts"),
+        pytest.param([(0, 1), (3, 33), (2, 2)], False, id="a prompt beside a decode and a draft"),
+        pytest.param([(0, 9)], False, id="the rest of a long prompt"),
+    ],
+)
+def test_prompts_and_drafts_equal_plain_steps(work: list[tuple[int, int]], every_row: bool) -> None:
+    plain, plain_slab = _mixed_step(work, graphs=False, every_row=every_row)
+    captured, captured_slab = _mixed_step(work, graphs=True, every_row=every_row)
+    torch.testing.assert_close(captured, plain, rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(
+        captured_slab.values, plain_slab.values, rtol=ROUNDING, atol=ROUNDING
+    )
+
+
 def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    graphs = DecodeGraphs(decoder, slab, 2, 32, fake_record)
+    graphs = DecodeGraphs(decoder, slab, 2, 32, fake_record, new_logits(decoder, 2))
     sequences = _sequences([9, 1, 5])
     too_many = make_batch([(each, 1) for each in sequences], BLOCK_SIZE)
     assert graphs.forward(too_many) is None
@@ -114,7 +171,12 @@ def _texts(graphs: bool) -> list[list[int]]:
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache)
     if graphs:
-        runner.graphs = DecodeGraphs(decoder, kv_cache.pages, 3, 32, fake_record)
+        pages, logits = kv_cache.pages, new_logits(decoder, 16)
+        sizes = [MixedSize(8, 4), MixedSize(8, 8)]
+        runner.graphs = (
+            DecodeGraphs(decoder, pages, 3, 32, fake_record, logits),
+            MixedGraphs(decoder, pages, sizes, 3, 32, fake_record, logits),
+        )
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
     scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=128)
     engine = Engine(scheduler, runner)

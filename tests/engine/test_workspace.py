@@ -13,6 +13,7 @@ from disagg.config import EngineConfig
 from disagg.engine.decode_graphs import capture_sizes
 from disagg.engine.kv_cache import KVShape
 from disagg.engine.memory_plan import plan_memory
+from disagg.engine.mixed_graphs import graph_sizes
 from disagg.engine.workspace import captured_nbytes
 from disagg.kernels.kv_pages import FORMATS
 from tests.models.paging import SMALL
@@ -50,5 +51,5 @@ def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     claim_nbytes = 72 * 10**9
     eager = workspace(claim_nbytes, enforce_eager=True)
     captured = workspace(claim_nbytes) - eager
-    assert captured == captured_nbytes(LLAMA_3_8B, 2, capture_sizes(256), 2048 // 64)
+    assert captured == captured_nbytes(LLAMA_3_8B, 2, graph_sizes(256, False), 2048 // 64)
     assert workspace(None) == eager

@@ -1,0 +1,57 @@
+"""Work of a fixed number of tokens has the pieces of a plain step, and zeros for idle tokens."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.kernels.attention_work import split_keys
+from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
+from disagg.kernels.paged_attention import KEY_TILE
+
+GROUP = 4
+NO_PIECE = [0, 0, 0, 0, 0, -1]
+steps = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3000)), max_size=6)
+
+
+@given(steps, st.integers(0, 70), st.none() | st.integers(1, 2000), st.integers(1, 200))
+def test_every_query_sees_its_keys_once(
+    sequences: list[tuple[int, int]], num_idle: int, window: int | None, num_programs: int
+) -> None:
+    query_lens = [query_len for query_len, _ in sequences]
+    context_lens = [query_len + cached for query_len, cached in sequences]
+    num_tokens = max(1, sum(query_lens) + num_idle)
+    num_idle = num_tokens - sum(query_lens)
+    work = FixedMixedWork(
+        max(1, len(sequences)), num_tokens, GROUP, window, num_programs, torch.device("cpu")
+    )
+    work.fill([num_tokens], [num_tokens + 99])  # what a step before it left
+    work.fill(query_lens, context_lens)
+    short, long = work.work.launches
+
+    rows = [(i, *pair) for i, pair in enumerate(zip(query_lens, context_lens, strict=True))]
+    few = [row for row in rows if row[1] <= MAX_SHORT_QUERIES]
+    pieces, merges = split_keys(few, window, KEY_TILE, num_programs)
+    wanted = [[p.sequence, 0, p.num_queries, p.start, p.end, p.partial] for p in pieces]
+    found = short.pieces.tolist()
+    assert found[: len(wanted)] == wanted
+    assert all(piece == NO_PIECE for piece in found[len(wanted) :])
+    wanted = [[r.sequence, r.first_partial, r.num_partials, r.num_queries] for r in merges]
+    assert short.reductions.tolist()[: len(wanted)] == wanted
+    assert sum(r.num_partials for r in merges) <= short.num_partials
+
+    seen: dict[int, list[int]] = {}
+    for sequence, first, count, start, end, partial in long.pieces.tolist():
+        assert partial == -1 and count * GROUP <= long.rows
+        seen.setdefault(sequence, []).extend(range(first, first + count))
+        if count and sequence < len(rows):
+            _, query_len, context_len = rows[sequence]
+            assert end == context_len - query_len + first + count
+            assert start <= max(0, end - count - (window or end) + 1)
+        elif count:
+            assert (start, end) == (0, 0)
+    for sequence, query_len, _ in rows:
+        wanted_queries = [] if query_len <= MAX_SHORT_QUERIES else list(range(query_len))
+        assert sorted(seen.get(sequence, [])) == wanted_queries
+    assert sorted(seen.get(len(rows), [])) == list(range(num_idle))
