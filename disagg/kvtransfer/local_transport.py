@@ -1,6 +1,6 @@
 """The twin of `nixl_transport` for workers in one process: same checks, same events, a plain copy.
 
-For tests, the simulator and `disagg.LLM`. Every side is given the same `LocalFleet`.
+For tests, the simulator and `local.py`. Every side is given the same `LocalFleet`.
 """
 
 from __future__ import annotations

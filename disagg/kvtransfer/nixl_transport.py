@@ -206,7 +206,7 @@ class _NixlWire:
         except Exception as error:  # NIXL's errors have no root of their own
             raise StartupError(
                 f"NIXL could not be started for a slab of {slab.nbytes} bytes ({error!r});"
-                " `disagg doctor` shows what this machine offers"
+                " check UCX and its settings (UCX_TLS, UCX_NET_DEVICES), and `ulimit -l`"
             ) from error
 
     def connect(self, record: bytes) -> str:

