@@ -27,6 +27,8 @@ BENCHES = (
     "kv_pull",
     "prefix_index",
     "routing",
+    "sampler",
+    "sampler_law",
     "scheduler",
     "serving_path",
     "sim",

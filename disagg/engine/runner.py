@@ -229,7 +229,8 @@ def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
         num_prompt_tokens=num_tokens,
         hash_root=b"",
         block_hashes=(),
-        sampling=SamplingParams(max_tokens=1, top_k=8),
+        # All that a kernel would be compiled for.
+        sampling=SamplingParams(max_tokens=1, top_k=8, top_p=0.9, repetition_penalty=1.1),
         deadline_unix_s=0.0,
     )
     sequence = Sequence(request)

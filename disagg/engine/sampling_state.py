@@ -133,11 +133,7 @@ class SamplingState:
         if step.has_drafts or not step.penalised:
             return
         rows = step.rows
-        if len(step.penalised) == len(step.slots):
-            self._ops.remember(self.tables, rows.slots, token_ids)
-        else:
-            places = rows.remembered
-            self._ops.remember(self.tables, rows.slots[places], token_ids[places])
+        self._ops.remember(self.tables, rows.slots, token_ids, rows.remembered)
         for row in step.penalised:
             self._num_known[step.slots[row]] += 1
 
@@ -211,8 +207,8 @@ class SamplingState:
         while few:
             slots = [each.slot for each in few]
             tokens = [each.tokens[known[each.slot]] for each in few]
-            both = upload([*slots, *tokens], torch.int64, self._device)
-            self._ops.remember(self.tables, both[: len(few)], both[len(few) :])
+            packed = upload([*slots, *tokens, *range(len(few))], torch.int64, self._device)
+            self._ops.remember(self.tables, *torch.split(packed, len(few)))
             for slot in slots:
                 known[slot] += 1
             few = [each for each in few if known[each.slot] < each.num_tokens]

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from disagg.engine.speculation import MAX_AHEAD
 from disagg.models.model_config import ModelConfig
 
-# Each logit as float32 twice, as a float64 score, and what sorting them takes.
+# Each logit as float32, how often its token was said, what a grammar adds to it, its
+# log-probability, and copies of these.
 SAMPLING_NBYTES = 32
 # A captured kernel launch: its arguments, and what the driver makes of it. Not yet measured.
 LAUNCH_NBYTES = 16 << 10

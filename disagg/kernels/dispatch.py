@@ -26,5 +26,9 @@ def device_name(device_id: int) -> str:
 
 
 def sampling_ops_for(device: torch.device) -> SamplingOps:
-    """Return plain torch."""
-    return TorchSampling()
+    """Return Triton kernels for CUDA and plain torch for everything else."""
+    if device.type != "cuda":
+        return TorchSampling()
+    from disagg.kernels.triton_sampling import TritonSampling
+
+    return TritonSampling()

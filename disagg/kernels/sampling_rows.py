@@ -114,11 +114,18 @@ class SamplingOps(Protocol):
         """The next token of each row, int64 [num_rows]; consumes the logits. Args: `adjust_`."""
         ...
 
-    def remember(self, tables: SamplingTables, slots: Tensor, token_ids: Tensor) -> None:
+    def remember(
+        self,
+        tables: SamplingTables,
+        slots: Tensor,
+        token_ids: Tensor,
+        rows: Tensor,
+    ) -> None:
         """Count one more token of each slot's output. No slot twice.
 
         Args:
             slots, token_ids: int64 [n].
+            rows: int64, those of the n that count.
         """
         ...
 

@@ -70,7 +70,14 @@ class TorchSampling:
             token_ids[drawn] = _draw(logits[drawn], numbers, rows, positions[drawn])
         return token_ids
 
-    def remember(self, tables: SamplingTables, slots: Tensor, token_ids: Tensor) -> None:
+    def remember(
+        self,
+        tables: SamplingTables,
+        slots: Tensor,
+        token_ids: Tensor,
+        rows: Tensor,
+    ) -> None:
+        slots, token_ids = slots[rows], token_ids[rows]
         counts = tables.counts[slots, token_ids]
         tables.counts[slots, token_ids] = counts.clamp(min=1) + 1
         num_seen = tables.num_seen[slots]

@@ -43,6 +43,8 @@ def test_named_benches_run_one_after_another() -> None:
         "kv_formats",
         "prefix_index",
         "routing",
+        "sampler",
+        "sampler_law",
         "scheduler",
         "sim",
         "tiers",
@@ -57,6 +59,8 @@ def test_named_benches_run_one_after_another() -> None:
     for row in engine:
         assert min(row["disagg"], row["generate"], row["continuous"]) > 0
     assert all(row["mask us"] > 0 for row in results["grammar"]["rows"])
+    assert all(row["us after"] > 0 for row in results["sampler"]["rows"])
+    assert results["sampler_law"]["num_failed"] == 0
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])

@@ -1,0 +1,179 @@
+"""Whether tokens are drawn from the distribution that transformers' logits warpers define.
+
+    python -m bench.sampler_law [--draws 40000]
+
+A grid of top-k, top-p, min-p, temperature and penalties, at the edges of how far rows are sorted on
+a CPU (1,024 and 16,384 columns), compared by chi-square with `RepetitionPenaltyLogitsProcessor`,
+`TemperatureLogitsWarper`, `MinPLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`, in this
+order; presence and frequency penalties, which transformers lacks, by OpenAI's formula. "kept" are
+the tokens that may be drawn at all, which must be the same ones. The seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from bench.report import finish, print_table
+from disagg.engine.sampler import Sampler
+from disagg.engine.sequence import Sequence
+from disagg.engine.slots import Slots
+from disagg.messages import GenerateRequest, SamplingParams
+
+PROMPT, OUTPUT = (1, 2, 3, 3, 40), (3, 7, 7, 7, 9, 40, 2000)
+NUM_AT_ONCE = 2000
+STANDARD_DEVIATIONS = 5.0  # of chi-square, above its mean
+
+
+@dataclass(frozen=True)
+class Case:
+    vocab_size: int
+    spread: float  # of the logits: standard deviation
+    params: dict[str, Any]
+
+
+def grid(tiny: bool = False) -> Iterator[Case]:
+    """Every case, or a part that takes seconds."""
+    small, large = 4_099, 20_011
+    edges = [1, 20, 1023, 1024, 1025] if not tiny else [20, 1025]
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    for top_k in edges:
+        for top_p in (1.0, 0.95, 0.7):
+            for min_p in (0.0,) if tiny else (0.0, 0.05):
+                yield Case(small, 1.5, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    for top_k in (16_385,) if tiny else (0, 16_383, 16_384, 16_385):
+        yield Case(large, 1.5, {"top_k": top_k, "top_p": 0.7})
+    for temperature in (1.7,) if tiny else (0.3, 0.7, 1.7):
+        yield Case(small, 1.5, {"temperature": temperature, "top_p": 0.9, **penalties})
+        yield Case(small, 3.0, {"temperature": temperature, "top_k": 50, "min_p": 0.02})
+    if tiny:
+        return
+    for spread in (0.3, 6.0):
+        yield Case(small, spread, {"top_p": 0.9})
+        yield Case(small, spread, {"top_k": 1025, "top_p": 0.9, **penalties})
+    for name, value in penalties.items():
+        yield Case(small, 1.5, {name: value, "top_p": 0.95})
+    yield Case(large, 0.3, {"top_p": 0.99})
+    yield Case(large, 1.5, {"temperature": 0.7, "top_p": 0.8, "top_k": 20, **penalties})
+
+
+def logits_of(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(case.vocab_size)
+    return torch.randn(case.vocab_size, generator=generator) * case.spread
+
+
+def expected(case: Case) -> Tensor:
+    """float64 [vocab_size], the probabilities by transformers' warpers."""
+    params = SamplingParams(max_tokens=1, **case.params)
+    scores = logits_of(case).unsqueeze(0)
+    ids = torch.tensor([[*PROMPT, *OUTPUT]])
+    warpers: list[Any] = []
+    if params.repetition_penalty != 1.0:
+        warpers.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    for warper in warpers:
+        scores = warper(ids, scores)
+    for token_id, count in Counter(OUTPUT).items():
+        scores[0, token_id] -= params.presence_penalty + params.frequency_penalty * count
+    warpers = []
+    if params.temperature != 1.0:
+        warpers.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.min_p:
+        warpers.append(transformers.MinPLogitsWarper(params.min_p))
+    if params.top_k:
+        warpers.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(transformers.TopPLogitsWarper(params.top_p))
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return torch.softmax(scores[0].double(), dim=-1)
+
+
+def drawn(case: Case, num_draws: int) -> Tensor:
+    """int64 [vocab_size], how often each token is drawn with seeds 0, 1, ..."""
+    counts = torch.zeros(case.vocab_size, dtype=torch.int64)
+    for first in range(0, num_draws, NUM_AT_ONCE):
+        num_rows = min(NUM_AT_ONCE, num_draws - first)
+        request = GenerateRequest(
+            request_id="",
+            model="",
+            token_ids=PROMPT + OUTPUT,
+            num_prompt_tokens=len(PROMPT),
+            hash_root=b"",
+            block_hashes=(),
+            sampling=SamplingParams(max_tokens=100, **case.params),
+            deadline_unix_s=0.0,
+        )
+        sequences = [Sequence(request) for _ in range(num_rows)]
+        for seed, sequence in enumerate(sequences, first):
+            params = SamplingParams(max_tokens=100, seed=seed, **case.params)
+            sequence.sampling = params
+        slots = Slots(num_rows)
+        sampler = Sampler(slots, case.vocab_size, torch.device("cpu"))
+        sampler.enter([sequence.slot for sequence in slots.enter(sequences)])
+        logits = logits_of(case).expand(num_rows, -1).clone()
+        positions = torch.full((num_rows,), len(PROMPT + OUTPUT) - 1)
+        tokens = sampler.sample(logits, sequences, positions).token_ids
+        counts += torch.bincount(tokens, minlength=case.vocab_size)
+    return counts
+
+
+def check(case: Case, num_draws: int) -> dict[str, Any]:
+    """A row of the table."""
+    probabilities, counts = expected(case), drawn(case, num_draws)
+    often = probabilities * num_draws >= 5
+    wanted = torch.cat((probabilities[often], probabilities[~often].sum().view(1))) * num_draws
+    found = torch.cat((counts[often], counts[~often].sum().view(1)))
+    if wanted[-1] < 5:
+        wanted, found = wanted[:-1], found[:-1]
+    chi_square = float(((found - wanted) ** 2 / wanted).sum())
+    degrees = len(wanted) - 1
+    limit = degrees + STANDARD_DEVIATIONS * math.sqrt(2 * degrees) if degrees else 1e-6
+    num_foreign = int(counts[probabilities == 0].sum())
+    return {
+        "vocabulary": case.vocab_size,
+        "spread": case.spread,
+        **{name: getattr(SamplingParams(max_tokens=1, **case.params), name) for name in NAMES},
+        "kept": int((probabilities > 0).sum()),
+        "not kept, drawn": num_foreign,
+        "degrees": degrees,
+        "chi-square": round(chi_square, 1),
+        "limit": round(limit, 1),
+        "holds": chi_square <= limit and not num_foreign,
+    }
+
+
+NAMES = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=40_000, help="of each case")
+    parser.add_argument("--tiny", action="store_true", help="a part of the grid")
+    arguments = parser.parse_args()
+    num_draws = min(arguments.draws, 2000) if arguments.tiny else arguments.draws
+    rows = [check(case, num_draws) for case in grid(arguments.tiny)]
+    print_table(rows)
+    num_failed = sum(not row["holds"] for row in rows)
+    finish("sampler_law", rows, draws=num_draws, num_failed=num_failed)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
