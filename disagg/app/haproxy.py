@@ -90,7 +90,6 @@ class HAProxyWatch:
     def __init__(self, directory: Path, say: Callable[[str, str], None]) -> None:
         self._directory = directory
         self._say = say
-        self._config = str(directory / _CONFIG)
         self._stand_in: subprocess.Popen[bytes] | None = None
         self._served: list[psutil.Process] = self._find()
         self._routes_since_s: float | None = None
@@ -114,13 +113,18 @@ class HAProxyWatch:
             self._stand_in.wait()
 
     def _find(self) -> list[psutil.Process]:
-        """Serve's HAProxy: the process that has its configuration."""
+        """Serve's HAProxy: the processes that have its configuration."""
+        config = self._config()
         found = []
-        for process in psutil.process_iter():
+        for process in psutil.process_iter() if config is not None else ():
             with contextlib.suppress(psutil.Error):
-                if self._config in process.cmdline()[1:] and _runs(process):
+                if str(config) in process.cmdline()[1:] and _runs(process):
                     found.append(process)
         return found
+
+    def _config(self) -> Path | None:
+        """Serve's configuration, in a directory named after its node."""
+        return next(self._directory.glob(f"*/{_CONFIG}"), None)
 
     def _start(self) -> None:
         text = self._routes()
@@ -151,8 +155,9 @@ class HAProxyWatch:
 
     def _routes(self) -> str | None:
         """Serve's configuration, if it leads to an ingress."""
+        config = self._config()
         with contextlib.suppress(OSError):
-            text = Path(self._config).read_text()
+            text = "" if config is None else config.read_text()
             return text if "use_backend" in text else None
         return None
 

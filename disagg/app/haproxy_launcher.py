@@ -4,7 +4,7 @@
 
 Serve's configuration answers 404 while there are no routes, and 500 while no server is up: clients
 take the first for their own mistake. Both are 503 with `Retry-After` here. And it listens on IPv4
-alone where it was asked for `::`.
+alone where it was asked for `::`, and on a port that no stand-in can share.
 
 Run as a script with the standard library alone: it must be as fast as HAProxy's own start.
 """
@@ -55,6 +55,8 @@ def main() -> None:
         with open(file + ".new", "w") as config:
             config.write(mended(text, host, reply_file))
         os.replace(file + ".new", file)
+    # -dR forbids others to listen on the port, as a stand-in must while Serve's own one starts.
+    arguments = [each for each in arguments if each != "-dR"]
     os.execv(haproxy, [haproxy, *arguments])  # noqa: S606
 
 

@@ -51,23 +51,21 @@ class Command:
         self.url = f"http://{netloc}:{self.port}"
         self._mark = os.urandom(8).hex()
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
-        self._output = (home / f"output-{self.port}").open("w+")
+        self._output = home / f"output-{self.port}"
         command = f"{sys.executable} -m disagg.cli.main serve {arguments} --port {self.port}"
-        self.process = subprocess.Popen(
-            ["/bin/sh", "-c", f"{before} exec {command}"],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "HOME": str(home),
-                _MARK: self._mark,
-                **(environment or {}),
-            },
-        )
+        if host not in arguments:
+            command += f" --host {host}"
+        own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", f"{before} exec {command}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **own, **(environment or {})},
+            )
 
     def output(self) -> str:
-        return Path(self._output.name).read_text()
+        return self._output.read_text()
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The lines of one event."""
@@ -105,7 +103,7 @@ class Command:
             return self.process.wait(TIMEOUT_S)
         finally:
             self.process.kill()
-            self._output.close()
+            self.process.wait()
 
     def assert_nothing_left(self) -> None:
         """No process, port, directory or shared memory."""

@@ -64,7 +64,9 @@ def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
 def test_haproxy_that_dies_is_stood_in_for(served: Command) -> None:
     served.one("haproxy").kill()
     num_answers = 0
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not served.events("haproxy_replaced"):
+        assert time.monotonic() < deadline_s, served.output()
         try:
             answer = ask(served.url)
         except httpx.ConnectError:
@@ -107,7 +109,7 @@ def assert_only_own_lines(command: Command) -> None:
 
 
 def test_streams_without_time_end_with_an_error(home: Path) -> None:
-    command = Command(f"{MODEL} --host ::1 --drain-s 0.2", home, host="::1")
+    command = Command(f"{MODEL} --drain-s 0.2", home, host="::1")
     try:
         command.wait_ready()
         streams = Streams(command.url, NUM_STREAMS, LONG)
@@ -168,16 +170,34 @@ def test_a_node_that_dies_ends_the_command_with_a_sentence(home: Path) -> None:
     command.assert_nothing_left()
 
 
-def test_a_killed_command_leaves_nothing_and_a_killed_pair_what_the_next_start_ends(
-    home: Path,
-) -> None:
+def test_a_killed_command_takes_everything_along(home: Path) -> None:
     command = Command(MODEL, home)
-    command.wait_ready()
-    server = command.one("")
-    haproxy = command.one("haproxy")
-    command.process.kill()
+    try:
+        command.wait_ready()
+    finally:
+        command.process.kill()
+        command.process.wait()
     command.assert_nothing_left()
-    assert not server.is_running() and not haproxy.is_running()
+
+
+def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
+    """The command and the process that serves are killed together: nobody is left to clean up."""
+    command = Command(MODEL, home)
+    try:
+        command.wait_ready()
+        haproxy = command.one("haproxy")
+        server = psutil.Process(command.process.pid).children()[0]
+    finally:
+        command.process.send_signal(signal.SIGSTOP)
+        server.kill()
+        command.process.kill()
+        command.process.wait()
+    assert haproxy.is_running()
+    following = Command(f"{MODEL} --ray-address 127.0.0.1:{free_port()}", home)
+    assert following.ended() == 2
+    (line,) = following.events("orphans_ended")
+    assert "haproxy" in line["message"]
+    command.assert_nothing_left()
 
 
 def _refusal(command: Command) -> str:

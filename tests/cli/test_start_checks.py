@@ -1,0 +1,51 @@
+"""A machine on which Ray would fail late is refused at once, in numbers."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from disagg.cli import start_checks
+from disagg.config import HttpConfig
+from disagg.errors import StartupError
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+@pytest.mark.parametrize(
+    ("full", "words"),
+    [("/dev/shm", "/dev/shm has 3 MiB left"), ("/tmp", "/tmp has 3 MiB left")],
+)
+def test_a_full_disk_or_small_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, full: str, words: str
+) -> None:
+    def usage(path: Path) -> Usage:
+        return Usage((3 << 20) if str(path).startswith(full) else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(StartupError, match=words):
+        start_checks.check_machine(Path("/tmp/disagg-x"))
+
+
+def test_few_open_files_are_raised_where_the_system_allows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits, asked = (256, 4096), []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, both: asked.append(both))
+    start_checks.check_machine(tmp_path)
+    assert asked == [(4096, 4096)]
+    limits = (256, 512)
+    with pytest.raises(StartupError, match="only 256 files"):
+        start_checks.check_machine(tmp_path)
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(StartupError, match="Cannot listen on 192"):
+        start_checks.check_port(HttpConfig(host="192.0.2.1"))
