@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus
 from disagg.app import start_board
 from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster
-from disagg.app.haproxy import HAProxyWatch
+from disagg.app.haproxy import HAProxyWatch, host_for_serve
 from disagg.app.watch import Say, Watch
 from disagg.config import HttpConfig, ServeConfig, url_of
 from disagg.errors import StartupError
@@ -48,6 +48,8 @@ class Cluster:
         self._has_left = False
         self._is_serving = False
         self._url = ""
+        files = scratch / "h"  # of HAProxy, if it is ours
+        self._haproxy = files if address is None and files.exists() else None
 
     def connect(self, device_ids: Sequence[str] = ()) -> None:
         """Start Ray, or join the one of others. Raises `StartupError` when that fails.
@@ -65,11 +67,12 @@ class Cluster:
         self._url = url_of(http)
         self._is_serving = True
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        host = host_for_serve(http.host) if self._haproxy is not None else http.host
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,
                 # No request_timeout_s: it would cut a stream in the middle without an error.
-                http_options=HTTPOptions(host=http.host, port=http.port),
+                http_options=HTTPOptions(host=host, port=http.port),
             )
         except (RayError, TimeoutError) as error:
             raise StartupError(
@@ -160,8 +163,7 @@ class Cluster:
         """Look after all that serves, from now on."""
         if self._address is not None:
             return Watch(None, None, self._url, say, stop)
-        directory = self._scratch / "h"
-        haproxy = HAProxyWatch(directory, say) if directory.exists() else None
+        haproxy = HAProxyWatch(self._haproxy, say) if self._haproxy is not None else None
         return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
 
     def drain(self, timeout_s: float) -> tuple[int, int]:

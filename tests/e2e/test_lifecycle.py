@@ -24,8 +24,8 @@ from tests.e2e.command import TIMEOUT_S, Command, Streams, ask, until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 12
-LONG = 900  # tokens, which last longer than the tests wait
-SHORT = 120
+LONG = 1900  # tokens, which last longer than the tests wait
+SHORT = 600
 DONE = "data: [DONE]"
 MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
 
