@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 from operator import add
 
 import torch
@@ -20,26 +21,30 @@ from disagg.engine.slots import Slots
 from disagg.engine.step import StepPlan
 from disagg.models.batch import Batch
 
-_UNREAD = 0  # in the place of a token that only the device knows
-
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What a device is told of a step, on the host.
 
-    numbers: int64, parts of these lengths: token ids [num_tokens], and for each sequence its start,
-        its slot and its query length; rows whose logits are wanted; cells of the block tables, and
-        the blocks to write there.
-    num_unread: so many of the first tokens are read on the device.
+    numbers: int64, parts of these lengths: token ids, but for those that are read on the device;
+        for each sequence its start, its slot and its query length; rows whose logits are wanted;
+        cells of the block tables, and the blocks to write there. Slots are left out if they are
+        those of the step before; lengths and rows are if all sequences decode.
+    num_unread: tokens that are read on the device, those of the first sequences.
     ends: where each sequence's context ends once the step is done.
     """
 
     numbers: Tensor
     lengths: list[int]
     num_unread: int
+    num_tokens: int
     num_decodes: int
     query_lens: tuple[int, ...]
     ends: tuple[int, ...]
+
+    @property
+    def are_decodes(self) -> bool:
+        return self.num_decodes == len(self.ends)
 
 
 class Batching:
@@ -60,6 +65,8 @@ class Batching:
         self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
         self._counted = torch.zeros(0, dtype=torch.int64, device=device)  # 0, 1, 2, ...
+        self._sent_slots: list[int] = []  # by the step whose inputs were made last
+        self._last_slots = self._chosen  # of the step whose batch was made last
 
     # On the host.
 
@@ -74,18 +81,24 @@ class Batching:
         sequences, query_lens = plan.sequences, tuple(plan.query_lens)
         starts = plan.starts or [sequence.num_computed for sequence in sequences]
         token_ids, logits_rows = _tokens(plan, starts)
-        ends = tuple(map(add, starts, query_lens))
         cells, block_ids = self._changes(sequences)
         slots = [sequence.slot for sequence in sequences]
-        parts = (token_ids, starts, slots, query_lens, logits_rows, cells, block_ids)
-        raw = array("q")
-        for part in parts:
-            raw.extend(part)
-        numbers = torch.frombuffer(raw, dtype=torch.int64)
+        new_slots = [] if slots == self._sent_slots else slots
+        self._sent_slots = slots
+        new_lens = () if plan.num_decodes == len(slots) else query_lens
+        parts = (token_ids, starts, new_slots, new_lens, logits_rows, cells, block_ids)
+        numbers = torch.frombuffer(array("q", [*chain.from_iterable(parts)]), dtype=torch.int64)
         if self._device.type != "cpu":
             numbers = numbers.pin_memory()
-        lengths = [*map(len, parts)]
-        return StepInputs(numbers, lengths, plan.num_unread, plan.num_decodes, query_lens, ends)
+        return StepInputs(
+            numbers,
+            [*map(len, parts)],
+            plan.num_unread,
+            plan.num_new_tokens,
+            plan.num_decodes,
+            query_lens,
+            tuple(map(add, starts, query_lens)),
+        )
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
         """Cells of the tables that are not as these sequences' blocks are, and those blocks."""
@@ -110,42 +123,47 @@ class Batching:
         slots whose next tokens the logits are for."""
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
-        num_tokens, num_seqs = step.lengths[0], len(step.ends)
         numbers = step.numbers.to(self._device, non_blocking=True)
         parts = torch.split(numbers, step.lengths)
-        token_ids, starts, slots, query_lens, logits_rows, cells, block_ids = parts
+        known, starts, slots, query_lens, logits_rows, cells, block_ids = parts
         if step.lengths[5]:
             self._tables.view(-1).index_copy_(0, cells, block_ids.int())
-        rows, positions = slots, starts
-        if num_tokens > num_seqs:
+        if step.lengths[2]:
+            self._last_slots = slots
+        slots = self._last_slots
+        num_tokens, num_seqs = step.num_tokens, len(step.ends)
+        if step.are_decodes:
+            rows, positions, logits_rows = slots, starts, self._count(num_seqs)
+            query_start, context_lens = self._count(num_seqs + 1).int(), (starts + 1).int()
+        else:
             rows = slots.repeat_interleave(query_lens, output_size=num_tokens)
             # Of a sequence's first token the place among all and the position; others follow.
             first = query_lens.cumsum(0) - query_lens
             shifts = (starts - first).repeat_interleave(query_lens, output_size=num_tokens)
             positions = shifts + self._count(num_tokens)
             query_start = torch.cat((first, first[-1:] + query_lens[-1:])).int()
-        else:
-            query_start = self._count(num_seqs + 1).int()
+            context_lens = (starts + query_lens).int()
+        token_ids = known
         if step.num_unread:
-            unread = self._chosen.index_select(0, slots[: step.num_unread])
-            known = token_ids[step.num_unread :]
-            token_ids = torch.cat((unread, known)) if known.shape[0] else unread
-        num_columns = -(-max(step.ends) // self._block_size)
-        is_all = step.lengths[4] == num_tokens
+            token_ids = self._chosen.index_select(0, slots[: step.num_unread])
+            token_ids = torch.cat((token_ids, known)) if step.lengths[0] else token_ids
+        longest = max(step.ends)
+        num_columns = -(-longest // self._block_size)
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
             slots=self._kv_slots(rows, positions),
             query_start=query_start,
-            context_lens=(starts + query_lens).int(),
+            context_lens=context_lens,
             block_tables=self._tables[:, :num_columns].index_select(0, slots),
             logits_rows=logits_rows,
             num_decodes=step.num_decodes,
-            max_query_len=max(step.query_lens),
-            max_context_len=max(step.ends),
+            max_query_len=1 if step.are_decodes else max(step.query_lens),
+            max_context_len=longest,
             query_lens=step.query_lens,
             context_lens_host=step.ends,
         )
+        is_all = logits_rows.shape[0] == num_tokens
         return batch, rows if is_all else rows.index_select(0, logits_rows)
 
     @torch.inference_mode()
@@ -156,10 +174,10 @@ class Batching:
     def _kv_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where the KV of tokens goes, of sequences with these rows of the tables."""
         columns = positions.div(self._block_size, rounding_mode="floor")
-        cells = columns + rows * self._max_num_blocks
+        cells = columns.add(rows, alpha=self._max_num_blocks)
         blocks = self._tables.view(-1).index_select(0, cells)
         # block * block_size + offset, and offset = position - column * block_size
-        return positions + (blocks - columns) * self._block_size
+        return positions.add(blocks - columns, alpha=self._block_size)
 
     def _count(self, number: int) -> Tensor:
         if self._counted.shape[0] < number:
@@ -174,17 +192,17 @@ class Batching:
 
 
 def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:
-    """The tokens of a step, packed, and those whose successor is wanted: a sequence's last, and
-    those of its draft."""
-    num_decodes, num_unread = plan.num_decodes, plan.num_unread
-    token_ids = [_UNREAD] * num_unread
-    token_ids += [sequence.tokens[-1] for sequence in plan.sequences[num_unread:num_decodes]]
-    logits_rows = [*range(num_decodes)]
-    for i in range(num_decodes, len(plan.sequences)):
+    """The tokens of a step that the host knows, packed; and unless all sequences decode, of all its
+    tokens those whose successor is wanted: a sequence's last, and those of its draft."""
+    n, num_unread = plan.num_decodes, plan.num_unread
+    token_ids = [sequence.tokens[-1] for sequence in plan.sequences[num_unread:n]]
+    logits_rows = [] if n == len(plan.sequences) else [*range(n)]
+    for i in range(n, len(plan.sequences)):
         sequence, end = plan.sequences[i], starts[i] + plan.query_lens[i]
         token_ids += sequence.tokens[starts[i] : end]
         num_ahead = end - len(sequence.tokens)
         if num_ahead >= 0:
             token_ids += sequence.draft[:num_ahead]
-            logits_rows += range(len(token_ids) - 1 - num_ahead, len(token_ids))
+            num_packed = num_unread + len(token_ids)
+            logits_rows += range(num_packed - 1 - num_ahead, num_packed)
     return token_ids, logits_rows
