@@ -16,6 +16,7 @@ from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
 from disagg.worker.draining import Draining
+from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
@@ -268,3 +269,22 @@ async def test_a_stream_says_what_the_whole_answer_says(model: Path) -> None:
         pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
         deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
         assert "".join(delta.get("content") or "" for delta in deltas) == text(whole)
+
+
+async def test_engines_of_one_process_share_its_gpu(model: Path) -> None:
+    claims: list[float] = []
+    build_parts = tiny_parts()
+
+    def build(config: ServeConfig, tier: TierConfig, *rest: Any, **options: Any) -> Parts:
+        claims.append(tier.engine.gpu_memory_utilization)
+        return build_parts(config, tier, *rest, **options)
+
+    tiers = (
+        TierConfig(model=str(model), engine=ENGINE, prefill=PoolConfig(num_replicas=0)),
+        TierConfig(
+            model=str(model), served_model_name="b", engine=ENGINE, decode=PoolConfig(num_gpus=0.5)
+        ),
+    )
+    config = ServeConfig(tiers=tiers, transport="local", cluster_key="key")
+    async with local.running(config, build):
+        assert sorted(claims) == pytest.approx([0.9 / 3, 0.9 / 3, 0.45])

@@ -62,7 +62,9 @@ def gpus_here() -> Gpus:
     known, _ = _listed()
     num_devices = torch.cuda.device_count()
     ids = visible or [str(index) for index in range(num_devices)]
-    return Gpus(tuple(known.get(each, Device(each)) for each in ids[:num_devices]))
+    if not ids[0].startswith("MIG-"):  # of these a process counts one, and each may have its own
+        ids = ids[:num_devices]
+    return Gpus(tuple(known.get(each, Device(each)) for each in ids))
 
 
 def see_only(ids: Iterable[int | str]) -> None:

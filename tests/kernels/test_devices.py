@@ -68,6 +68,15 @@ def test_only_what_is_visible_counts(machine: pytest.MonkeyPatch, tmp_path: Path
         assert gpus_here() == devices.Gpus()
 
 
+def test_parts_of_a_gpu_are_counted_although_a_process_sees_one(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says(tmp_path, TWO)
+    torch_finds(machine, 1)
+    machine.setenv(devices.VISIBLE, "MIG-aaaa,MIG-bbbb")
+    assert gpus_here().devices == (Device("MIG-aaaa"), Device("MIG-bbbb"))
+
+
 def test_gpus_of_which_little_is_known(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch_finds(machine, 2)
     assert gpus_here().devices == (Device("0"), Device("1"))
