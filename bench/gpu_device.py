@@ -1,52 +1,63 @@
-"""What the GPU benches share: a clock for device work, and the device's measured ceilings.
+"""What the GPU benches share: clocks for device work, and what the device gives to simple programs.
 
-Everything here also runs on a CPU (`--device cpu --tiny`), where a figure means nothing and a
-rehearsal shows that the programs work.
+    python -m bench.gpu_device [--out build/gpu]
+
+is the suite's first part: the machine, and its ceilings. Everything in the suite also runs on a
+CPU (`--device cpu`), where a figure means nothing and a rehearsal shows that the programs work.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.metadata
+import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu_rows import Row, parser_of, run_part
+
 NUM_TIMED = 20
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the JSON")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+# Of what one measurement reads in turns: several times the L2 of any GPU (50 MB on an H100).
+UNCACHED_NBYTES = 384e6
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn-3", "nixl-cu13")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The device and the versions that a figure belongs to."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    versions = {"torch": torch.__version__, "triton": triton_version}
+    versions = {name: _version(name) for name in PACKAGES}
+    host = {"num_cpus": os.cpu_count(), "num_threads": torch.get_num_threads()}
     if device.type != "cuda":
-        return {"device": "cpu", **versions}
+        return {"device": "cpu", **host, **versions}
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
         "num_multiprocessors": properties.multi_processor_count,
         "memory_gib": properties.total_memory / 2**30,
         "cuda": torch.version.cuda,
+        **host,
         **versions,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def datasheet(device: torch.device) -> tuple[float, float] | None:
+    """Bytes/s of memory and dense bf16 FLOP/s as the maker states them; None if not known."""
+    if device.type != "cuda" or importlib.util.find_spec("msgspec") is None:
+        return None
+    from disagg.planner.gpus import gpu_called
+
+    gpu = gpu_called(torch.cuda.get_device_name(device))
+    return None if gpu is None else (gpu.memory_bytes_per_s, gpu.bf16_flops)
 
 
 def synchronize(device: torch.device) -> None:
@@ -57,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 def seconds(run: Callable[[], object], device: torch.device, num_timed: int = NUM_TIMED) -> float:
     """Median time of `run` on the device, replayed as a CUDA graph so that launching is free.
 
-    `run` must read enough memory that nothing is left in the caches from one time to the next.
+    `run` must read `UNCACHED_NBYTES`, so that nothing is left in the L2 from one time to the next.
     """
     if device.type != "cuda":
         return _host_seconds(run, 2)
@@ -79,6 +90,19 @@ def eager_seconds(
     for _ in range(3):
         run()
     return _event_seconds(run, num_timed)
+
+
+def launch_seconds(run: Callable[[], object], device: torch.device, num_timed: int = 5) -> float:
+    """Median time that the host takes to give `run` to the device."""
+    run()
+    times = []
+    for _ in range(num_timed):
+        synchronize(device)
+        begin_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin_s)
+    synchronize(device)
+    return statistics.median(times)
 
 
 def _event_seconds(run: Callable[[], object], num_timed: int) -> float:
@@ -105,35 +129,63 @@ def _host_seconds(run: Callable[[], object], num_timed: int) -> float:
     return statistics.median(times)
 
 
-def ceilings(device: torch.device, tiny: bool) -> dict[str, float]:
-    """What the memory and the matrix units of this device give to simple programs.
-
-    read: bytes/s of a sum over more memory than the caches hold; copy: bytes/s, read and written
-    both counted; matmul: bf16 FLOP/s of a large square product on random numbers.
-    """
-    rows = torch.ones(1 << (8 if tiny else 19), 256 if tiny else 4096, device=device).bfloat16()
-    target = torch.empty_like(rows)
+def read_rate(device: torch.device) -> dict[str, Any]:
+    """bytes/s of a sum over more memory than the caches hold: the best of three ways."""
+    rows = torch.ones(1 << _log_size(device), 4096, device=device).bfloat16()
     sums = (lambda: rows.amax(-1), lambda: rows.sum(-1), lambda: rows.view(torch.int32).sum(-1))
-    read = rows.nbytes / min(seconds(run, device) for run in sums)
-    copy = 2 * rows.nbytes / seconds(lambda: target.copy_(rows), device)
-    size = 128 if tiny else 8192
+    rate = rows.nbytes / min(seconds(run, device) for run in sums)
+    known = datasheet(device)
+    return {"read_bytes_per_s": rate, "of datasheet": known and rate / known[0]}
+
+
+def copy_rate(device: torch.device) -> dict[str, Any]:
+    """bytes/s, read and written both counted."""
+    rows = torch.ones(1 << _log_size(device), 4096, device=device).bfloat16()
+    target = torch.empty_like(rows)
+    rate = 2 * rows.nbytes / seconds(lambda: target.copy_(rows), device)
+    known = datasheet(device)
+    return {"copy_bytes_per_s": rate, "of datasheet": known and rate / known[0]}
+
+
+def matmul_rate(device: torch.device) -> dict[str, Any]:
+    """bf16 FLOP/s of a large square product of random numbers."""
+    size = 8192 if device.type == "cuda" else 256
     left = torch.randn(size, size, device=device).bfloat16()
     right = torch.randn(size, size, device=device).bfloat16()
-    matmul = 2 * size**3 / seconds(lambda: left @ right, device)
-    return {"read_bytes_per_s": read, "copy_bytes_per_s": copy, "matmul_flops_per_s": matmul}
+    rate = 2 * size**3 / seconds(lambda: left @ right, device)
+    known = datasheet(device)
+    return {"matmul_flops_per_s": rate, "of datasheet": known and rate / known[1]}
 
 
-def attempt(what: str, run: Callable[[], float]) -> float | None:
-    """The peer's figure; None, and the reason in the log, where the peer cannot run."""
-    try:
-        return run()
-    except Exception as error:  # whatever a peer trips over must not end ours
-        print(f"{what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        return None
+def launch_rate(device: torch.device) -> dict[str, Any]:
+    """Microseconds of the host for a small torch call, and of the device for one in a graph."""
+    small = torch.zeros(32, device=device)
+    num_calls = 200
+
+    def run() -> None:
+        for _ in range(num_calls):
+            small.add_(1.0)
+
+    host_s, device_s = launch_seconds(run, device), seconds(run, device)
+    return {"host us": host_s / num_calls * 1e6, "in a graph us": device_s / num_calls * 1e6}
 
 
-def write_json(out: Path, name: str, found: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"bench": name, **found})
-    (out / f"{name}.json").write_text(text)
-    print(text, flush=True)
+def _log_size(device: torch.device) -> int:
+    return 19 if device.type == "cuda" else 12
+
+
+def main() -> None:
+    arguments = parser_of(__doc__).parse_args()
+    device = torch.device(arguments.device)
+    rows = [
+        Row("machine", lambda: describe(device), 60.0),
+        Row("read", lambda: read_rate(device)),
+        Row("matmul", lambda: matmul_rate(device)),
+        Row("copy", lambda: copy_rate(device)),
+        Row("launch", lambda: launch_rate(device)),
+    ]
+    run_part("gpu_device", rows, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,218 +1,365 @@
-"""A whole engine on a GPU beside the roofline and transformers, with random Llama-3-8B weights.
+"""A whole engine on a GPU, with random weights of Llama-3-8B's shape, as the product builds it.
 
-    python -m bench.gpu_engine [--out build/gpu]
-    python -m bench.gpu_engine --device cpu --tiny      # a rehearsal
+    python -m bench.gpu_engine [--out build/gpu] [--ceilings JSON]
+    python -m bench.gpu_engine --device cpu [--tiny]      # a rehearsal
 
-TTFT: from submitting one prompt to its first token, nothing cached. TPOT: one step of a batch
-that decodes, as a captured graph and launched kernel by kernel. Host time is included, sampling
-too. The floor of a TPOT is the time to read weights
-and KV once at the measured bandwidth, that of a TTFT its FLOPs at the measured speed of a matrix
-product. transformers runs `generate` with a static cache, attention by torch.
+`build_engine` with its defaults: sizes of the device, graphs, launching ahead. Sequences that
+decode join with KV in place, as on a decode worker. TPOT is from one step's results to the next's;
+TTFT from submitting a prompt, nothing cached, to its first token. Host and sampling are included.
+
+`floor ms` is the time to read weights and KV once, or to multiply, at the measured ceilings, and
+`datasheet ms` at the stated ones; `plan ms` is what `disagg plan` predicts, `goal ms` what
+docs/performance.md aims at.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from bench.gpu_device import (
-    attempt,
-    ceilings,
-    describe,
-    parse_arguments,
-    synchronize,
-    write_json,
-)
-from bench.gpu_models import new_engine, new_sequence, num_parameters
-from bench.report import print_table
-from bench.shapes import model_config, transformers_config
+from bench.gpu_device import synchronize
+from bench.gpu_models import join_sequences, new_sequence, num_parameters, write_shape
+from bench.gpu_rows import Absent, Row, parser_of, run_part
+from bench.gpu_timeline import device_timeline, host_timeline
+from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
-from disagg.engine.runner import ModelRunner
-from disagg.engine.sequence import Sequence
+from disagg.engine.runner import ModelRunner, build_engine
+from disagg.messages import SamplingParams, StartStep
+from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.model_config import ModelConfig
+from disagg.models.weights import Progress
+from disagg.planner.gpus import CPU_CORE, gpu_called
+from disagg.planner.prior import ON_CPU
+from disagg.planner.roofline import DATASHEET, PLANNED, Placement
+from disagg.planner.shapes import shape_of
 
-PROMPTS = [512, 1024, 4096, 16384]
-BATCHES = [(1, 1024), (1, 16384), (8, 1024), (8, 4096), (32, 1024), (32, 4096), (128, 1024)]
-TINY_PROMPTS, TINY_BATCHES = [16, 48], [(1, 16), (3, 32)]
-NUM_DECODES, NUM_ROUNDS = 24, 3
+# Sequences and tokens of each, the most telling ones first.
+BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]
+SAMPLED = [(32, 1024), (256, 1024)]
+PROMPTS = [1024, 4096, 512, 16384]
+TINY_BATCHES, TINY_PROMPTS = [(1, 40), (8, 40)], [48]
+# What generation_config.json of these families says, so what a request gets that says nothing.
+GREEDY: dict[str, float] = {"temperature": 0.0}
+FAMILIES: dict[str, dict[str, float]] = {
+    "Qwen3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "Llama-3": {"temperature": 0.6, "top_p": 0.9},
+    "Qwen2.5": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+}
+NUM_DECODES, NUM_SKIPPED, NUM_ROUNDS = 64, 8, 2
+# A rehearsal's steps take longer: a CPU samples 256 sequences in seconds.
+CPU_SAMPLED = [(32, 1024), (64, 1024)]
+CPU_DECODES, CPU_SKIPPED, CPU_ROUNDS = 6, 2, 1
+NUM_TIMELINE_STEPS = 16
+BUILD_S = 120.0  # weights, compilation, graphs
 
 
-class Timed:
-    """Our engine, with a fresh random prompt each time."""
+class Served:
+    """The engine, and what is known of it beforehand."""
 
-    def __init__(self, engine: Engine, vocab_size: int, device: torch.device) -> None:
-        self._engine = engine
-        self._vocab_size = vocab_size
-        self._device = device
-        self._num_requests = 0
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device = torch.device(arguments.device)
+        self.ceilings: dict[str, float] = arguments.ceilings
+        self.is_tiny: bool = arguments.tiny
+        on_cpu = "tiny" if arguments.tiny else "rehearsal"
+        self.shape = "llama-3-8b" if self.device.type == "cuda" else on_cpu
+        is_cuda = self.device.type == "cuda"
+        self.num_decodes = NUM_DECODES if is_cuda else CPU_DECODES
+        self.num_skipped = NUM_SKIPPED if is_cuda else CPU_SKIPPED
+        self.num_rounds = NUM_ROUNDS if is_cuda else CPU_ROUNDS
+        self.start: dict[str, Any] = {}
+        self._broken = ""
 
-    def ttft_s(self, num_tokens: int) -> float:
-        sequence = self._sequence(num_tokens, 1)
-        synchronize(self._device)
-        begin_s = time.perf_counter()
-        self._engine.submit(sequence)
-        while self._engine.has_work:
-            self._engine.step()
-        return time.perf_counter() - begin_s
+    @property
+    def engine(self) -> Engine:
+        """Built once: who comes later hears that it could not be."""
+        if self._broken:
+            raise Absent(self._broken)
+        try:
+            return self._engine
+        except Exception as error:
+            self._broken = f"there is no engine: {error}"
+            raise
 
-    def tpot_s(self, num_seqs: int, num_tokens: int) -> float:
-        """Median of the steps in which all of them decode."""
-        for _ in range(num_seqs):
-            self._engine.submit(self._sequence(num_tokens, NUM_DECODES))
-        steps = []
-        while self._engine.has_work:
-            synchronize(self._device)
+    @cached_property
+    def _engine(self) -> Engine:
+        """As the product builds it on a GPU; a rehearsal has a GPU's sizes."""
+        began_s = time.perf_counter()
+        steps: list[tuple[str, float]] = [("weights", began_s)]
+
+        def progress(step: StartStep) -> None:
+            steps.append((step.phase, time.perf_counter()))
+
+        config = EngineConfig(device="cuda")
+        if self.device.type == "cpu":
+            config = EngineConfig(
+                device="cpu",
+                dtype="bfloat16",
+                block_size=64,
+                max_num_seqs=256,
+                max_num_batched_tokens=8192,
+                kv_cache_memory_bytes=1 << 30,
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            directory = write_shape(Path(folder), self.shape)
+            engine, kv_cache, model = build_engine(
+                config,
+                directory,
+                progress,
+                load=_random_weights,
+            )
+            self.placement = self._placement(model, directory)
+        synchronize(self.device)
+        if self.device.type == "cpu":
+            engine.launcher = cast(ModelRunner, engine.runner)  # as on a GPU, one step ahead
+        self.model = model
+        values = kv_cache.pages.values
+        values[0].normal_()  # zeros would multiply faster
+        values[1:].copy_(values[:1].expand_as(values[1:]))
+        ends = [at_s for _, at_s in steps[1:]] + [time.perf_counter()]
+        self.start = {
+            "build s": time.perf_counter() - began_s,
+            **{f"{name} s": end - at_s for (name, at_s), end in zip(steps, ends, strict=True)},
+            "max_num_seqs": engine.scheduler.max_num_seqs,
+            "max_num_batched_tokens": engine.scheduler.max_num_batched_tokens,
+            "KV tokens": engine.pool.num_blocks * engine.pool.block_size,
+            "KV GB": kv_cache.num_blocks * kv_cache.block_nbytes / 1e9,
+        }
+        if self.device.type == "cuda":
+            self.start["free GB"] = torch.cuda.mem_get_info(self.device)[0] / 1e9
+        return engine
+
+    def _placement(self, model: ModelConfig, directory: Path) -> Placement | None:
+        shape = shape_of(model, directory)
+        if self.device.type == "cpu":
+            return Placement(shape, CPU_CORE, efficiency=ON_CPU)
+        gpu = gpu_called(torch.cuda.get_device_name(self.device))
+        return None if gpu is None else Placement(shape, gpu, efficiency=PLANNED)
+
+    # Rows.
+
+    def started(self) -> dict[str, Any]:
+        assert self.engine.pool.num_blocks
+        return self.start
+
+    def tpot(self, num_seqs: int, context: int, sampling: dict[str, float]) -> dict[str, Any]:
+        """Of several rounds the fastest; `ms` is the mean of its steps."""
+        rounds = [self._decode(num_seqs, context, sampling) for _ in range(self.num_rounds)]
+        best = min(rounds, key=lambda each: float(each["ms"]))
+        read_rate = self.ceilings.get("read_bytes_per_s")
+        floor_s = read_rate and decode_nbytes(self.model, num_seqs, context) / read_rate
+        allowed = 1.25 if num_seqs == 1 else 1.15
+        expected = {
+            "floor ms": floor_s and floor_s * 1e3,
+            "over floor": floor_s and best["ms"] / floor_s / 1e3,
+            "goal ms": floor_s and floor_s * allowed * 1e3,
+            **self._predicted(lambda each: each.decode_step_s(num_seqs, context)),
+        }
+        spread = max(each["ms"] for each in rounds) / best["ms"]
+        return {**best, "spread": spread, "tokens/s": num_seqs / best["ms"] * 1e3, **expected}
+
+    def _decode(self, num_seqs: int, context: int, sampling: dict[str, float]) -> dict[str, Any]:
+        engine = self.engine
+        self._join(num_seqs, context, sampling, self.num_decodes)
+        ends, num_ahead, num_steps = [], 0, 0
+        while engine.has_work:
+            engine.step()
+            plan = engine.last_plan
+            if plan.num_decodes == plan.num_new_tokens == num_seqs:
+                ends.append(time.perf_counter())
+                num_ahead += engine.is_under_way
+                num_steps += 1
+        gaps = [b - a for a, b in pairwise(ends[self.num_skipped :])]
+        return {
+            "ms": statistics.mean(gaps) * 1e3,
+            "median ms": statistics.median(gaps) * 1e3,
+            "longest ms": max(gaps) * 1e3,
+            "launched ahead": num_ahead / num_steps,
+        }
+
+    def _join(
+        self, num_seqs: int, context: int, sampling: dict[str, float], num_tokens: int
+    ) -> None:
+        engine, most = self.engine, self.engine.scheduler.max_num_seqs
+        if num_seqs > most:
+            raise Absent(f"this engine runs {most} sequences at once by default")
+        wanted = SamplingParams(max_tokens=num_tokens, **sampling)  # type: ignore[arg-type]
+        join_sequences(engine, num_seqs, context, wanted)
+
+    def tpot_by_hand(self, num_seqs: int, context: int) -> dict[str, Any]:
+        """Without captured graphs, so with every kernel launched by the host."""
+        with self._without_graphs():
+            return self.tpot(num_seqs, context, GREEDY)
+
+    @contextmanager
+    def _without_graphs(self) -> Iterator[None]:
+        runner = cast(ModelRunner, self.engine.runner)
+        graphs, runner.graphs = runner.graphs, None
+        try:
+            yield
+        finally:
+            runner.graphs = graphs
+
+    def ttft(self, num_tokens: int) -> dict[str, Any]:
+        engine = self.engine
+        times = []
+        for _ in range(self.num_rounds + 1):
+            sequence = self._prompt(num_tokens)
+            synchronize(self.device)
             begin_s = time.perf_counter()
-            self._engine.step()
-            seconds = time.perf_counter() - begin_s
-            if self._engine.last_plan.num_decodes == num_seqs:
-                steps.append(seconds)
-        return statistics.median(steps)
+            engine.submit(sequence)
+            while engine.has_work:
+                engine.step()
+            times.append(time.perf_counter() - begin_s)
+        taken_s = min(times[1:])
+        rate = self.ceilings.get("matmul_flops_per_s")
+        floor_s = rate and prompt_flops(self.model, num_tokens) / rate
+        allowed = 1.2 if num_tokens >= 4096 else 1.5
+        return {
+            "ms": taken_s * 1e3,
+            "spread": max(times[1:]) / taken_s,
+            "floor ms": floor_s and floor_s * 1e3,
+            "over floor": floor_s and taken_s / floor_s,
+            "goal ms": floor_s and floor_s * allowed * 1e3,
+            **self._predicted(lambda each: each.prefill_s(num_tokens)),
+        }
 
-    def _sequence(self, num_tokens: int, max_tokens: int) -> Sequence:
-        self._num_requests += 1
-        tokens = torch.randint(0, self._vocab_size, (num_tokens,)).tolist()
-        block_size = self._engine.pool.block_size
-        return new_sequence(str(self._num_requests), tokens, num_tokens, max_tokens, block_size)
+    def prompt_among_decodes(self, num_tokens: int, num_seqs: int, context: int) -> dict[str, Any]:
+        """What both feel: the prompt its TTFT, the others their longest gap."""
+        engine = self.engine
+        self._join(num_seqs, context, GREEDY, NUM_DECODES)
+        for _ in range(5):
+            engine.step()
+        sequence = self._prompt(num_tokens)
+        begin_s = previous_s = time.perf_counter()
+        engine.submit(sequence)
+        gaps, first_s = [], None
+        while engine.has_work:
+            engine.step()
+            now_s = time.perf_counter()
+            gaps.append(now_s - previous_s)
+            previous_s = now_s
+            if first_s is None and sequence.num_output_tokens:
+                first_s = now_s - begin_s
+        return {
+            "TTFT ms": first_s and first_s * 1e3,
+            "longest gap ms": max(gaps) * 1e3,
+            "median gap ms": statistics.median(gaps) * 1e3,
+        }
+
+    def _prompt(self, num_tokens: int) -> Any:
+        tokens = random.choices(range(self.model.vocab_size), k=num_tokens)
+        name = f"prompt-{random.random()}"  # a request's name is used once
+        return new_sequence(name, tokens, num_tokens, 1, self.engine.pool.block_size)
+
+    def timeline(self, num_seqs: int, context: int, sampling: dict[str, float]) -> dict[str, Any]:
+        """Where one step's time goes, on the host and on the device."""
+
+        def decode() -> Iterator[None]:
+            self._join(num_seqs, context, sampling, NUM_TIMELINE_STEPS)
+            while self.engine.has_work:
+                self.engine.step()
+                yield
+
+        def is_full() -> bool:
+            return self.engine.last_plan.num_decodes == num_seqs
+
+        return {
+            **host_timeline(self.engine, decode(), is_full),
+            **device_timeline(self.device, decode(), is_full),
+        }
+
+    def _predicted(self, ask: Callable[[Placement], float]) -> dict[str, float | None]:
+        planned = self.placement
+        if planned is None:
+            return {"plan ms": None, "datasheet ms": None}
+        stated = Placement(planned.shape, planned.gpu, efficiency=DATASHEET)
+        return {"plan ms": ask(planned) * 1e3, "datasheet ms": ask(stated) * 1e3}
 
 
-class Peer:
-    """transformers with equal shapes and its own random weights."""
-
-    def __init__(self, shape: str, device: torch.device) -> None:
-        import transformers
-
-        config = transformers_config(shape)
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device(device):
-            self._model: Any = transformers.LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-        self._vocab, self._device = config.vocab_size, device
-
-    def seconds(self, num_seqs: int, num_tokens: int, num_new: int) -> float:
-        prompts = torch.randint(1, self._vocab, (num_seqs, num_tokens), device=self._device)
-        synchronize(self._device)
-        begin_s = time.perf_counter()
-        self._model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=num_new,
-            min_new_tokens=num_new,
-            do_sample=False,
-        )
-        synchronize(self._device)
-        return time.perf_counter() - begin_s
-
-    def ttft_s(self, num_tokens: int) -> float:
-        return self.seconds(1, num_tokens, 1)
-
-    def tpot_s(self, num_seqs: int, num_tokens: int) -> float:
-        both = [self.seconds(num_seqs, num_tokens, new) for new in (NUM_DECODES, 1)]
-        return (both[0] - both[1]) / (NUM_DECODES - 1)
+def _random_weights(
+    directory: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> Decoder:
+    decoder = random_decoder(model, dtype, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what drawing took is for KV
+    return decoder
 
 
-def median(run: Callable[[], float]) -> float:
-    run()
-    return statistics.median(run() for _ in range(NUM_ROUNDS))
+def decode_nbytes(config: ModelConfig, num_seqs: int, context: int) -> int:
+    """Weights and KV in two bytes a value, read once."""
+    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    return 2 * num_parameters(config) + num_seqs * context * token_nbytes
 
 
-def ttft_floor_s(config: ModelConfig, num_tokens: int, rates: dict[str, float]) -> float:
+def prompt_flops(config: ModelConfig, num_tokens: int) -> float:
     pairs = num_tokens * (num_tokens + 1) // 2
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     lm_head = config.hidden_size * config.vocab_size  # for the last token only
-    dense = 2 * num_tokens * (num_parameters(config) - lm_head) + 2 * lm_head
-    return (dense + attention) / rates["matmul_flops_per_s"]
+    return 2 * num_tokens * (num_parameters(config) - lm_head) + 2 * lm_head + attention
 
 
-def tpot_floor_s(
-    config: ModelConfig, num_seqs: int, num_tokens: int, rates: dict[str, float]
-) -> float:
-    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    nbytes = 2 * num_parameters(config) + num_seqs * num_tokens * token_nbytes
-    return nbytes / rates["read_bytes_per_s"]
+def rows_of(served: Served) -> list[Row]:
+    batches = TINY_BATCHES if served.is_tiny else BATCHES
+    sampled = TINY_BATCHES[1:] if served.is_tiny else SAMPLED
+    prompts = TINY_PROMPTS if served.is_tiny else PROMPTS
+    if served.device.type == "cpu":
+        sampled = sampled if served.is_tiny else CPU_SAMPLED
+        prompts = prompts[:3]  # longer ones are kernels' work
+    main = sampled[0]
 
+    def tpot(batch: tuple[int, int], name: str, sampling: dict[str, float]) -> Row:
+        title = f"TPOT {batch[0]} x {batch[1]}, {name}"
+        return Row(title, partial(served.tpot, *batch, sampling), BUILD_S)
 
-class Comparison:
-    """Rows of one shape: ours, the floor, and the peer where it can run."""
+    def title(what: str, batch: tuple[int, int]) -> str:
+        return f"{what} {batch[0]} x {batch[1]}"
 
-    def __init__(self, shape: str, device: torch.device, tiny: bool) -> None:
-        self.config = model_config(shape)
-        self.rates = ceilings(device, tiny)
-        self.batches = TINY_BATCHES if tiny else BATCHES
-        self.prompts = TINY_PROMPTS if tiny else PROMPTS
-        self.capture_s: float | None = None
-        block_size = 64 if device.type == "cuda" else 16
-        num_blocks = max(
-            num_seqs * (-(-(length + NUM_DECODES) // block_size) + 1)
-            for num_seqs, length in [*self.batches, *((1, length) for length in self.prompts)]
-        )
-        max_num_seqs = max(num_seqs for num_seqs, _ in self.batches)
-        engine, _ = new_engine(self.config, device, num_blocks, max_num_seqs=max_num_seqs)
-        self._ours = Timed(engine, self.config.vocab_size, device)
-        self._runner = cast(ModelRunner, engine.runner)
-        if device.type == "cuda":
-            self.capture_s = attempt("graphs", lambda: self._capture(max_num_seqs))
-        self._peer: Peer | None = None
-        try:
-            self._peer = Peer(shape, device)
-        except Exception as error:  # not installed, or its memory does not fit beside ours
-            print(f"transformers: {type(error).__name__}: {error}", flush=True)
-
-    def _capture(self, max_num_seqs: int) -> float:
-        begin_s = time.perf_counter()
-        self._runner.capture(max_num_seqs, self.config.max_model_len)
-        return time.perf_counter() - begin_s
-
-    def ttft(self, length: int) -> dict[str, Any]:
-        ours = median(lambda: self._ours.ttft_s(length))
-        floor = ttft_floor_s(self.config, length, self.rates)
-        return {"prompt": length, **self._row(ours, floor, lambda peer: peer.ttft_s(length))}
-
-    def tpot(self, num_seqs: int, length: int) -> dict[str, Any]:
-        graphs, self._runner.graphs = self._runner.graphs, None
-        eager = median(lambda: self._ours.tpot_s(num_seqs, length))
-        self._runner.graphs = graphs
-        ours = eager if graphs is None else median(lambda: self._ours.tpot_s(num_seqs, length))
-        floor = tpot_floor_s(self.config, num_seqs, length, self.rates)
-        row = self._row(ours, floor, lambda peer: peer.tpot_s(num_seqs, length))
-        return {"at once": num_seqs, "context": length, **row, "eager ms": eager * 1e3}
-
-    def _row(self, ours: float, floor: float, ask: Callable[[Peer], float]) -> dict[str, Any]:
-        peer, theirs = self._peer, None
-        if peer is not None:
-            theirs = attempt("transformers", lambda: min(ask(peer) for _ in range(2)))
-        return {
-            "ms": ours * 1e3,
-            "floor ms": floor * 1e3,
-            "over floor": ours / floor,
-            "transformers ms": None if theirs is None else theirs * 1e3,
-        }
+    drawn = [tpot(batch, *each) for batch in sampled for each in FAMILIES.items()]
+    greedy = [tpot(batch, "greedy", GREEDY) for batch in batches]
+    ttfts = [Row(f"TTFT {size}", partial(served.ttft, size), BUILD_S) for size in prompts]
+    timelines = [
+        Row(title("step", batch), partial(served.timeline, *batch, GREEDY), BUILD_S)
+        for batch in sampled
+    ]
+    qwen3 = FAMILIES["Qwen3"]
+    return [
+        Row("start", served.started, BUILD_S),
+        *greedy[:3],
+        drawn[0],
+        *ttfts[:2],
+        timelines[0],
+        *drawn[1:],
+        *timelines[1:],
+        Row(title("step, Qwen3,", main), partial(served.timeline, *main, qwen3), BUILD_S),
+        *greedy[3:],
+        *ttfts[2:],
+        Row(
+            f"TTFT {prompts[0]} among {main[0]} x {main[1]}",
+            partial(served.prompt_among_decodes, prompts[0], *main),
+            BUILD_S,
+        ),
+        Row(title("TPOT by hand,", main), partial(served.tpot_by_hand, *main), BUILD_S),
+    ]
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
-    device = torch.device(arguments.device)
-    shape = "tiny" if arguments.tiny else "llama-3-8b"
-    comparison = Comparison(shape, device, arguments.tiny)
-    found: dict[str, Any] = {
-        "machine": describe(device),
-        "shape": shape,
-        "ceilings": comparison.rates,
-        "capture_s": comparison.capture_s,
-        "ttft": [],
-        "tpot": [],
-    }
-    for length in comparison.prompts:
-        found["ttft"].append(comparison.ttft(length))
-        print_table(found["ttft"][-1:])
-    for num_seqs, length in comparison.batches:
-        found["tpot"].append(comparison.tpot(num_seqs, length))
-        print_table(found["tpot"][-1:])
-    write_json(arguments.out, "gpu_engine", found)
+    arguments = parser_of(__doc__).parse_args()
+    run_part("gpu_engine", rows_of(Served(arguments)), arguments)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
+from itertools import count
+from pathlib import Path
 
 import torch
 
+from bench.shapes import model_config
 from disagg.blocks import hash_blocks
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
@@ -20,6 +25,7 @@ from disagg.models.decoder import random_decoder
 from disagg.models.model_config import ModelConfig
 
 HASH_ROOT = b"bench"
+_numbers = count()  # a request's name is used once
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -35,6 +41,7 @@ def new_engine(
     device: torch.device,
     num_blocks: int,
     *,
+    block_size: int | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
     enable_prefix_caching: bool = True,
@@ -43,7 +50,7 @@ def new_engine(
 ) -> tuple[Engine, KVCache]:
     """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
     decoder = random_decoder(config, dtype, device)
-    block_size = 64 if device.type == "cuda" else 16
+    block_size = block_size or (64 if device.type == "cuda" else 16)
     shape = KVShape.of(config, block_size, format_of(dtype))
     kv_cache = KVCache(shape, num_blocks, device)
     runner = ModelRunner(decoder, kv_cache)
@@ -66,9 +73,10 @@ def new_sequence(
     max_tokens: int,
     block_size: int,
     *,
+    sampling: SamplingParams | None = None,
     hand_over: bool = False,
 ) -> EngineSequence:
-    """A greedy request with prompt and perhaps output so far."""
+    """A request, greedy unless `sampling` says more, with prompt and perhaps output so far."""
     return EngineSequence(
         GenerateRequest(
             request_id=name,
@@ -77,8 +85,63 @@ def new_sequence(
             num_prompt_tokens=num_prompt_tokens,
             hash_root=HASH_ROOT,
             block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0),
             deadline_unix_s=float("inf"),
         ),
         hand_over=hand_over,
     )
+
+
+def join_sequences(
+    engine: Engine, num_seqs: int, context: int, sampling: SamplingParams
+) -> list[EngineSequence]:
+    """Sequences of `context` random tokens that have their KV, as they arrive to be decoded.
+
+    The KV is what lies in the blocks. The next step computes the last token of each.
+    """
+    pool, joined = engine.pool, []
+    vocabulary = range(engine.scheduler.vocab_size)
+    for _ in range(num_seqs):
+        tokens = random.choices(vocabulary, k=context)
+        sequence = new_sequence(
+            f"decode-{next(_numbers)}",
+            tokens,
+            context,
+            sampling.max_tokens,
+            pool.block_size,
+            sampling=sampling,
+        )
+        block_ids = engine.reserve(-(-context // pool.block_size))
+        if block_ids is None:
+            raise MemoryError(f"{num_seqs} sequences of {context} tokens do not fit the cache")
+        sequence.block_ids, sequence.num_computed = block_ids, context - 1
+        engine.join(sequence)
+        joined.append(sequence)
+    return joined
+
+
+def write_shape(directory: Path, shape: str) -> Path:
+    """A model directory of a shape of `bench.shapes`, but for its weights: of those it has none."""
+    config = model_config(shape)
+    fields = {
+        "architectures": [config.family],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_model_len,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+    header = b"{}"
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return directory

@@ -1,39 +1,55 @@
-"""Sequences in a paged cache as an engine would have them, for the GPU benches."""
+"""Sequences in a paged cache as an engine would have them, and the attention of their step.
+
+Goes by `TritonOps`, as a decoder does: what is timed and compared is what a layer runs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from disagg.kernels import reference
-from disagg.kernels.kv_pages import KVFormat, format_of, new_pages
-from disagg.kernels.kv_write import kv_write
-from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
+from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
+from disagg.kernels.triton_ops import TritonOps, TritonPaging
+from disagg.models.batch import Batch
 
-PROGRAMS_PER_MULTIPROCESSOR = 3  # as `triton_ops` has it
+INTERPRETED_MULTIPROCESSORS = 2
+INTERPRETED_DTYPE = torch.float32  # Triton's interpreter knows no bfloat16
 
 
 @dataclass(frozen=True)
 class Heads:
+    """By default those of Llama-3-8B."""
+
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 64
-    num_layers: int = 32
+    num_layers: int = 2
 
     def token_nbytes(self, format: KVFormat) -> float:
         """Keys and values of one position in one layer, with its scales."""
         page_nbytes = format.page_nbytes(self.block_size, self.head_dim)
         return 2 * self.num_kv_heads * page_nbytes / self.block_size
 
+    def uncached(self, num_tokens: int, format: KVFormat, nbytes: float) -> Heads:
+        """With as many layers as it takes for `nbytes` of the KV of so many tokens."""
+        layer_nbytes = num_tokens * self.token_nbytes(format)
+        return replace(self, num_layers=max(2, min(128, round(nbytes / layer_nbytes))))
+
 
 TINY = Heads(4, 2, 32, 16, 2)
 
 
 class Paged:
-    """Sequences in a cache with shuffled blocks, and the step that attends to them."""
+    """Sequences in a cache with shuffled blocks.
+
+    Args:
+        lens: of each sequence, the tokens of the step and those with KV once it is done.
+        is_captured: the step is a decode step as graphs have it.
+    """
 
     def __init__(
         self,
@@ -43,33 +59,33 @@ class Paged:
         dtype: torch.dtype = torch.bfloat16,
         window: int | None = None,
         format: KVFormat | None = None,
+        *,
+        is_captured: bool = False,
     ) -> None:
         self.heads, self.lens, self.window = heads, lens, window
-        size = heads.block_size
-        counts = [-(-context // size) for _, context in lens]
-        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
-        tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-        for row, ids in enumerate(torch.split(order, counts)):
-            tables[row, : len(ids)] = ids
-        self.tables = tables.to(device)
+        counts = [-(-context // heads.block_size) for _, context in lens]
         self.pages = new_pages(
             format or format_of(dtype),
             sum(counts),
             heads.num_layers,
             heads.num_kv_heads,
-            size,
+            heads.block_size,
             heads.head_dim,
             device,
         )
         self._fill(device)
-        num_tokens = sum(query for query, _ in lens)
-        all_heads = heads.num_heads + 2 * heads.num_kv_heads
-        self.qkv = torch.randn(num_tokens, all_heads, heads.head_dim, device=device).to(dtype)
-        starts = torch.tensor([0, *(query for query, _ in lens)]).cumsum(0)
-        self.query_start = starts.int().to(device)
-        self.context_lens = torch.tensor([context for _, context in lens]).int().to(device)
-        self.slots = torch.cat([self._slots(row) for row in range(len(lens))]).to(device)
-        self.work = self._plan(device)
+        self.batch = batch = _batch(heads, lens, _tables(counts), device)
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        shape = (len(batch.token_ids), num_heads, heads.head_dim)
+        self.qkv = torch.randn(shape, device=device).to(dtype)
+        self._ops = TritonOps(heads.num_heads, _num_multiprocessors(device))
+        self._paging: TritonPaging
+        if is_captured:
+            fixed = self._ops.plan_decodes(batch, self.pages, [window])
+            fixed.fill(batch.context_lens_host)
+            self._paging = fixed
+        else:
+            self._paging = self._ops.plan(batch, self.pages, [window])
 
     def _fill(self, device: torch.device) -> None:
         """Keys and values of one block, in all of them, times what differs from block to block."""
@@ -84,41 +100,89 @@ class Paged:
         values.view(torch.int8).copy_(stored.view(torch.int8).expand_as(values))
         scales.copy_(of_vector * factor)
 
-    def _slots(self, row: int) -> Tensor:
-        query, context = self.lens[row]
-        positions = torch.arange(context - query, context)
-        blocks = self.tables[row].cpu().long()[positions // self.heads.block_size]
-        return blocks * self.heads.block_size + positions % self.heads.block_size
-
-    def _plan(self, device: torch.device) -> PagedWork:
-        num_programs = 4
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            num_programs = properties.multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR
-        heads = self.heads
-        return plan_work(
-            [query for query, _ in self.lens],
-            [context for _, context in self.lens],
-            heads.num_heads // heads.num_kv_heads,
-            self.window,
-            max(num_programs // heads.num_kv_heads, 1),
-            device,
-        )
-
     def attend(self, layer: int) -> Tensor:
-        return paged_attention(
-            self.qkv,
-            self.pages,
-            layer,
-            self.tables,
-            self.query_start,
-            self.context_lens,
-            self.work,
-        )
-
-    def write(self, layer: int) -> None:
-        kv_write(self.qkv, self.pages, layer, self.slots)
+        """Store the step's keys and values, then attend: [num_tokens, num_heads * head_dim]."""
+        return self._ops.attention(self.qkv, self.pages, layer, self.window, self._paging)
 
     def attend_all(self) -> None:
         for layer in range(self.heads.num_layers):
             self.attend(layer)
+
+    def pages_on_cpu(self) -> KVPages:
+        """A copy."""
+        heads = self.heads
+        return pages_of(
+            self.pages.blocks.cpu().clone().view(torch.uint8).flatten(),
+            self.pages.format,
+            heads.num_layers,
+            heads.num_kv_heads,
+            heads.block_size,
+            heads.head_dim,
+        )
+
+    def difference(self, num_seqs: int = 4, num_rows: int = 64) -> float:
+        """Of `attend` from the reference, as a fraction of the largest value.
+
+        Compares the last `num_rows` tokens of so many sequences, from first to last.
+        """
+        got = self.attend(0).view(len(self.qkv), self.heads.num_heads, -1)
+        every = max(1, len(self.lens) // num_seqs)
+        largest = worst = 0.0
+        for row in range(0, len(self.lens), every):
+            query, context = self.lens[row]
+            end = sum(query for query, _ in self.lens[: row + 1])
+            rows = slice(end - min(query, num_rows), end)
+            wanted = reference.paged_attention(
+                self.qkv[rows, : self.heads.num_heads],
+                self.pages,
+                0,
+                self.batch.block_tables[row : row + 1],
+                [rows.stop - rows.start],
+                [context],
+                self.window,
+            )
+            wide = wanted.float().view(got[rows].shape)
+            worst = max(worst, float((got[rows].float() - wide).abs().max()))
+            largest = max(largest, float(wide.abs().max()))
+        return worst / max(largest, 1e-6)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _tables(counts: list[int]) -> Tensor:
+    """[num_seqs, most blocks]: a shuffled block of its own for each entry that is used."""
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, ids in enumerate(torch.split(order, counts)):
+        tables[row, : len(ids)] = ids
+    return tables
+
+
+def _batch(
+    heads: Heads, lens: list[tuple[int, int]], tables: Tensor, device: torch.device
+) -> Batch:
+    positions = [torch.arange(context - query, context) for query, context in lens]
+    slots = [
+        tables[row].long()[each // heads.block_size] * heads.block_size + each % heads.block_size
+        for row, each in enumerate(positions)
+    ]
+    query_lens, context_lens = zip(*lens, strict=True)
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    return Batch(
+        token_ids=torch.zeros(sum(query_lens), dtype=torch.int64, device=device),
+        positions=torch.cat(positions).to(device),
+        slots=torch.cat(slots).to(device),
+        query_start=starts.int().to(device),
+        context_lens=torch.tensor(context_lens).int().to(device),
+        block_tables=tables.to(device),
+        logits_rows=starts[1:].to(device) - 1,
+        num_decodes=sum(query == 1 for query in query_lens),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+        query_lens=query_lens,
+        context_lens_host=context_lens,
+    )

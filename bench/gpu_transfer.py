@@ -1,35 +1,38 @@
 """KV between two processes on one GPU: how fast it moves, and what a hand-over costs a request.
 
     python -m bench.gpu_transfer [--out build/gpu]
-    python -m bench.gpu_transfer --device cpu --tiny      # a rehearsal, through host memory
+    python -m bench.gpu_transfer --device cpu [--tiny]      # a rehearsal, through host memory
 
 Two engines with equal random weights, one in each process, connected by NIXL. Pulls: the bytes
-of whole blocks, one run of neighbours and shuffled, beside a copy inside one process. Hand-overs:
-a prompt is prefilled in the other process, its blocks are pulled here, and decoding goes on; the
-tokens must be those of the other engine alone. No prefix is cached, so that all of it moves.
+of whole blocks, one run of neighbours and shuffled, beside a copy inside one process; CUDA IPC:
+the same without a transport. Hand-overs: a prompt is prefilled in the other process, its blocks are
+pulled here, and decoding goes on; the tokens must be those of the other engine alone. No prefix is
+cached, so that all of it moves, and the longest prompt fills more than half of the pool.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.multiprocessing
 
-from bench.gpu_device import describe, parse_arguments, synchronize, write_json
+from bench.gpu_device import eager_seconds, synchronize
 from bench.gpu_models import new_engine, new_sequence
-from bench.report import print_table
+from bench.gpu_rows import Row, parser_of, run_part
 from bench.shapes import model_config
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.engine.sequence import Sequence
-from disagg.kvtransfer.nixl_transport import NixlTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -37,10 +40,11 @@ from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.prefill_worker.leaving import Leaving
 
 SOURCE, READER, EPOCH = "source", "reader", 1
-NUM_BLOCKS = {"cuda": 256, "cpu": 64}
-PULLS = {"cuda": [1, 8, 32, 128], "cpu": [1, 16]}  # blocks
-PROMPTS = {"cuda": [512, 2048, 8192, 16000], "cpu": [40, 200]}
+NUM_BLOCKS, CPU_BLOCKS, TINY_BLOCKS = 256, 64, 64  # the longest prompt needs more than half
+IPC_BLOCK_NBYTES = 8 << 20  # 64 tokens of Llama-3-8B
 NUM_OUTPUT, NUM_REPEATS = 16, 5
+PAIR_S = 90.0  # with the making of two engines
+PATIENCE_S = 20.0  # less than a row's limit, so that the reason is known
 POLL_S = 10e-6  # between two looks: the transport's thread needs the interpreter too
 
 
@@ -68,7 +72,10 @@ class Side:
         shape: str,
         num_blocks: int,
         dtype: torch.dtype = torch.bfloat16,
+        block_size: int | None = None,
     ) -> None:
+        from disagg.kvtransfer.nixl_transport import NixlTransport  # may not be installed
+
         self.device = device
         made: list[Stamps] = []
 
@@ -81,6 +88,7 @@ class Side:
             self.config,
             device,
             num_blocks,
+            block_size=block_size,
             max_num_seqs=8,
             enable_prefix_caching=False,
             dtype=dtype,
@@ -101,16 +109,35 @@ class Side:
     def sequence(self, name: str, tokens: list[int], num_prompt: int, max_tokens: int) -> Sequence:
         return new_sequence(name, tokens, num_prompt, max_tokens, self.engine.pool.block_size)
 
-    def run(self, sequence: Sequence) -> list[int]:
-        """Compute a sequence here, to its end. Returns its output."""
+    def run(self, sequence: Sequence, between: Callable[[], object] = lambda: None) -> list[int]:
+        """Compute a sequence here, to its end. Returns its output.
+
+        Args:
+            between: called before every step: what others hold of the pool may come back then.
+
+        Raises:
+            TimeoutError: it did not end.
+        """
+        late_s = time.perf_counter() + PATIENCE_S
         self.engine.submit(sequence)
         while self.engine.has_work:
+            between()
             self.engine.step()
+            if time.perf_counter() > late_s:
+                pool = self.engine.pool
+                raise TimeoutError(
+                    f"{sequence.request_id} did not end in {PATIENCE_S:.0f} s;"
+                    f" {pool.num_free} of {pool.num_blocks} blocks are free"
+                )
         return sequence.tokens[sequence.num_prompt_tokens :]
 
 
 def _side(name: str, device: torch.device, tiny: bool) -> Side:
-    return Side(name, device, "tiny" if tiny else "llama-3-8b", NUM_BLOCKS[device.type])
+    if device.type == "cuda":
+        return Side(name, device, "llama-3-8b", NUM_BLOCKS)
+    if tiny:
+        return Side(name, device, "tiny", TINY_BLOCKS)
+    return Side(name, device, "rehearsal-blocks", CPU_BLOCKS, block_size=64)
 
 
 def pattern(side: Side, block_id: int) -> torch.Tensor:
@@ -128,14 +155,17 @@ def serve(side: Side) -> None:
         side.kv_cache.slab[block_id] = pattern(side, block_id)
     synchronize(side.device)
     leaving = Leaving(side.engine, side.transport.peer, side.generations)
-    _say(side.transport.peer)
-    for line in sys.stdin:
-        asked = msgspec.json.decode(line, type=Prefill)
+
+    def take_back() -> None:
+        """What the reader has pulled; as a worker does between two steps."""
         for event in side.transport.poll():
             if isinstance(event, TicketReleased):
                 leaving.release(event.ticket_id)
         leaving.advance(time.time())
-        _say(_prefill(side, leaving, asked))
+
+    _say(side.transport.peer)
+    for line in sys.stdin:
+        _say(_prefill(side, leaving, msgspec.json.decode(line, type=Prefill), take_back))
     side.transport.close()
 
 
@@ -143,14 +173,16 @@ def _say(message: Any) -> None:
     print(msgspec.json.encode(message).decode(), flush=True)
 
 
-def _prefill(side: Side, leaving: Leaving, asked: Prefill) -> Prefilled:
+def _prefill(
+    side: Side, leaving: Leaving, asked: Prefill, take_back: Callable[[], None]
+) -> Prefilled:
     num_prompt = len(asked.tokens)
     alone = side.sequence(f"{asked.name}-alone", asked.tokens, num_prompt, NUM_OUTPUT)
-    expected = side.run(alone)
+    expected = side.run(alone, take_back)
     sequence = side.sequence(asked.name, asked.tokens, num_prompt, NUM_OUTPUT)
     sequence.hand_over = True
     begin_s = time.perf_counter()
-    (first_token,) = side.run(sequence)
+    (first_token,) = side.run(sequence, take_back)
     seconds = time.perf_counter() - begin_s
     return Prefilled(leaving.leave(sequence, time.time()), first_token, seconds, expected)
 
@@ -172,36 +204,38 @@ def time_pull(side: Side, source: Peer, blocks: list[int]) -> float:
         generations=(first_generation(SOURCE, EPOCH),) * len(blocks),
     )
     side.transport.pull(ticket, 0, blocks)
+    late_s = time.perf_counter() + PATIENCE_S
     while not (events := side.transport.poll()):
+        if time.perf_counter() > late_s:
+            raise TimeoutError(f"a pull of {len(blocks)} blocks did not end in {PATIENCE_S:.0f} s")
         time.sleep(POLL_S)
     (done,) = events
     if not isinstance(done, PullDone) or done.error is not None:
-        raise SystemExit(f"a pull failed: {done}")
+        raise RuntimeError(f"a pull failed: {done}")
     return done.seconds
 
 
-def time_pulls(side: Side, source: Peer) -> list[dict[str, Any]]:
-    rows = []
-    for num_blocks in PULLS[side.device.type]:
-        run = list(range(num_blocks))
-        shuffled = random.Random(0).sample(range(side.kv_cache.num_blocks), num_blocks)
-        found: dict[str, list[float]] = {"run": [], "shuffled": [], "copy": []}
-        for _ in range(NUM_REPEATS):
-            for name, blocks in (("run", run), ("shuffled", shuffled)):
-                found[name].append(time_pull(side, source, blocks))
-                _check_blocks(side, blocks)
-            found["copy"].append(_time_copy(side, num_blocks))
-        nbytes = num_blocks * side.kv_cache.block_nbytes
-        rates = {f"{name} GB/s": nbytes / min(times) / 1e9 for name, times in found.items()}
-        rows.append({"MB": nbytes / 1e6, "blocks": num_blocks, **rates})
-    return rows
+def pull_row(side: Side, source: Peer, num_blocks: int) -> dict[str, Any]:
+    """Whole blocks, one run of neighbours and shuffled, beside a copy inside this process."""
+    run = list(range(num_blocks))
+    shuffled = random.Random(0).sample(range(side.kv_cache.num_blocks), num_blocks)
+    found: dict[str, list[float]] = {"run": [], "shuffled": [], "copy": []}
+    for _ in range(NUM_REPEATS):
+        for name, blocks in (("run", run), ("shuffled", shuffled)):
+            found[name].append(time_pull(side, source, blocks))
+            _check_blocks(side, blocks)
+        found["copy"].append(_time_copy(side, num_blocks))
+    nbytes = num_blocks * side.kv_cache.block_nbytes
+    rates = {f"{name} GB/s": nbytes / min(times) / 1e9 for name, times in found.items()}
+    share = rates["run GB/s"] / rates["copy GB/s"]
+    return {"MB": nbytes / 1e6, "run ms": min(found["run"]) * 1e3, **rates, "of copy": share}
 
 
 def _check_blocks(side: Side, blocks: list[int]) -> None:
     """That the source's bytes are here; takes them away again for the next pull."""
     for block_id in (blocks[0], blocks[-1]):
         if not torch.equal(side.kv_cache.slab[block_id], pattern(side, block_id)):
-            raise SystemExit(f"block {block_id} is not the source's")
+            raise RuntimeError(f"block {block_id} is not the source's")
     side.kv_cache.slab[blocks] = 0
     synchronize(side.device)
 
@@ -258,11 +292,14 @@ class HandOvers:
     def _arrive(self, sequence: Sequence) -> float:
         """Until the first token that is computed here; the pull's own seconds."""
         side, num_tokens, pull_s = self._side, len(sequence.tokens), 0.0
+        late_s = time.perf_counter() + PATIENCE_S
         while len(sequence.tokens) == num_tokens:
+            if time.perf_counter() > late_s:
+                raise TimeoutError(f"no token in {PATIENCE_S:.0f} s after the ticket")
             for event in side.transport.poll():
                 if isinstance(event, PullDone):
                     if event.error is not None:
-                        raise SystemExit(f"a pull failed: {event.error}")
+                        raise RuntimeError(f"a pull failed: {event.error}")
                     pull_s = event.seconds
                     self._arrivals.finish(event)
             self._arrivals.advance(time.time())
@@ -274,45 +311,131 @@ class HandOvers:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(prefill).decode() + "\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._process.stdout.readline(), type=Prefilled)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the source's process has ended; its output says why")
+        return msgspec.json.decode(answer, type=Prefilled)
 
 
-def measure(device: torch.device, tiny: bool, out: Path, process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    side = _side(READER, device, tiny)
-    source = msgspec.json.decode(process.stdout.readline(), type=Peer)
-    side.transport.add_peer(source)
-    first_s = time_pull(side, source, [0])
-    found: dict[str, Any] = {"machine": describe(device), "first_pull_ms": first_s * 1e3}
-    found["pulls"] = time_pulls(side, source)
-    print_table(found["pulls"])
-    write_json(out, "gpu_transfer", found)  # kept should a hand-over break
-    hand_overs = HandOvers(side, process)
-    found["hand_overs"] = [hand_overs.row(length) for length in PROMPTS[device.type]]
-    print_table(found["hand_overs"])
-    write_json(out, "gpu_transfer", found)
-    side.transport.close()
+class Pair:
+    """A reader here and a source in another process, made when a row first needs them."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device, self.is_tiny = torch.device(arguments.device), bool(arguments.tiny)
+        self._made: tuple[Side, Peer, HandOvers] | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    def pull(self, num_blocks: int) -> dict[str, Any]:
+        return self._use(lambda side, source, _: pull_row(side, source, num_blocks))
+
+    def hand_over(self, num_tokens: int) -> dict[str, Any]:
+        return self._use(lambda side, source, hand_overs: _same(hand_overs.row(num_tokens)))
+
+    def _use(self, measure: Callable[[Side, Peer, HandOvers], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return measure(*(self._made or self._make()))
+        except BaseException:
+            self.close()  # whatever was on its way would answer the next row
+            raise
+
+    def _make(self) -> tuple[Side, Peer, HandOvers]:
+        side = _side(READER, self.device, self.is_tiny)
+        flags = ["--device", self.device.type, *(["--tiny"] if self.is_tiny else [])]
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu_transfer", "--serve", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        source = msgspec.json.decode(process.stdout.readline(), type=Peer)
+        side.transport.add_peer(source)
+        time_pull(side, source, [0])  # the first one connects
+        self._made = (side, source, HandOvers(side, process))
+        return self._made
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+        if self._made is not None:
+            self._made[0].transport.close()
+        self._made = self._process = None
+
+
+def _same(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a hand-over whose tokens were right."""
+    equal, num_rounds = row["same tokens"].split("/")
+    if equal != num_rounds:
+        raise ArithmeticError(f"tokens were the same in {equal} of {num_rounds} hand-overs only")
+    return row
+
+
+def ipc_row(device: torch.device, num_blocks: int) -> dict[str, Any]:
+    """Blocks of Llama-3-8B read from another process's memory as one lies in one's own: what the
+    hardware gives to a transport that does no more. Shared memory on a CPU."""
+    processes = torch.multiprocessing.get_context("spawn")
+    here, there = processes.Pipe()
+    arguments = (there, device.type, num_blocks)
+    process = processes.Process(target=_share_blocks, args=arguments, daemon=True)
+    process.start()
+    there.close()
+    try:
+        slab = here.recv()
+        own, target = slab.clone(), torch.empty_like(slab)
+        order = torch.randperm(num_blocks, device=device)
+        sources: dict[str, Callable[[], object]] = {
+            "run": lambda: target.copy_(slab),
+            "copy here": lambda: target.copy_(own),
+            "shuffled": lambda: torch.index_select(slab, 0, order, out=target),
+        }
+        rates = {
+            f"{name} GB/s": slab.nbytes / eager_seconds(copy, device) / 1e9
+            for name, copy in sources.items()
+        }
+        if not torch.equal(target, own[order]):
+            raise RuntimeError("what was read is not what the other process wrote")
+        here.send("read")
+        process.join(10)
+        return {"MB": own.nbytes / 1e6, **rates}
+    finally:
+        process.kill()
+
+
+def _share_blocks(there: Any, device: str, num_blocks: int) -> None:
+    """The other process: its blocks, until they have been read."""
+    slab = torch.randint(-99, 99, (num_blocks, IPC_BLOCK_NBYTES), dtype=torch.int8, device=device)
+    synchronize(torch.device(device))
+    there.send(slab)
+    there.recv()
+
+
+def rows_of(pair: Pair) -> list[Row]:
+    device = pair.device
+    is_cuda = device.type == "cuda"
+    pulls = [128, 8, 32, 1] if is_cuda else [16, 1]
+    prompts = [2048, 8192, 512, 16000] if is_cuda else [40, 512] if pair.is_tiny else [512, 2048]
+    shared = [128, 8] if is_cuda else [8]
+    rows = [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[:1]]
+    rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls[:2]]
+    rows += [Row(f"hand-over of {n}", partial(pair.hand_over, n), PAIR_S) for n in prompts]
+    rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls[2:]]
+    rows += [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[1:]]
+    return rows
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
-    device = torch.device(arguments.device)
+    parser = parser_of(__doc__)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
     if arguments.serve:
-        serve(_side(SOURCE, device, arguments.tiny))
+        serve(_side(SOURCE, torch.device(arguments.device), arguments.tiny))
         return
-    flags = ["--serve", "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.gpu_transfer", *flags],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
+    pair = Pair(arguments)
     try:
-        measure(device, arguments.tiny, arguments.out, process)
+        run_part("gpu_transfer", rows_of(pair), arguments)
     finally:
-        process.stdin.close()
-        process.wait(60)
+        pair.close()
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ class Layer:
 
     def __call__(self) -> None:
         norm_rope_(self._turned, None, 1e-6, self._rope)
-        self._paged.write(1)
-        self._paged.attend(1)
+        self._paged.attend(1)  # two kernels: it writes before
         add_rms_norm(self._x, self._x, self._x[0], 1e-6)
         silu_mul(self._gate_up)
         add_rms_norm(self._x, self._x, self._x[0], 1e-6)

