@@ -89,6 +89,7 @@ class Suite:
         self.began_s = time.monotonic()
         self.until_s = self.began_s + budget_s
         self.failed = False
+        self._is_stopped = False  # from outside, or at the end
         self._out, self._flags = out, flags
         self._progress: dict[Part, Progress] = {}
         self._found: dict[str, Any] = {
@@ -115,6 +116,7 @@ class Suite:
                 for stage in stages:
                     self._run_stage(stage, is_second)
         finally:
+            self._is_stopped = True
             for process in self._processes:
                 _kill(process)
             self._name_what_was_cut(stages)
@@ -180,6 +182,8 @@ class Suite:
                     row, limit_s = "start", BETWEEN_S
                 limit_at_s = time.monotonic() + limit_s
             now_s = time.monotonic()
+            if self._is_stopped:
+                return False
             if status is not None:
                 return self._end_process(part, progress, row, status)
             if now_s > until_s:
