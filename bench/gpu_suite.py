@@ -128,7 +128,7 @@ class Suite:
         parts = [part for part in stage if not self._of(part).is_over]
         if not parts or now_s > self.until_s - LEAST_S:
             return
-        with ThreadPoolExecutor(len(parts)) as pool, tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(parts)) as pool:
             for number, part in enumerate(parts):
                 until_s = self.until_s if is_second else min(now_s + part.share_s, self.until_s)
                 pool.submit(self._run_part, part, Path(folder) / str(number), until_s)
@@ -156,17 +156,43 @@ class Suite:
         skips = [flag for name in progress.ended for flag in ("--skip", name)]
         arguments = ["--out", str(folder), "--only", part.only, *skips]
         arguments += ["--ceilings", json.dumps(self._ceilings)]
-        records = folder / f"{part.module}.jsonl"
+        folder.mkdir(exist_ok=True)
+        records, output = folder / f"{part.module}.jsonl", folder / "output"
         records.unlink(missing_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"bench.{part.module}", *self._flags, *arguments],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with output.open("wb") as opened:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"bench.{part.module}", *self._flags, *arguments],
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self._processes.append(process)
-        row, limit_s, reading = "start", part.start_s, _new_lines(records)
+        try:
+            lost = self._follow(process, _new_lines(records), part, progress, until_s)
+        finally:
+            _kill(process)
+            said = output.read_bytes()
+            with self._lock:
+                self._log.write(f"== {part.name}\n".encode() + said)
+        if lost is None:
+            return False
+        row, why = lost
+        if row == "start" and progress.ended and progress.left:
+            return True  # after a row that failed and left the device broken
+        last_line = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return self._lose(part, progress, row, f"{why}: {last_line[:300]}")
+
+    def _follow(
+        self,
+        process: subprocess.Popen[bytes],
+        reading: Iterator[list[dict[str, Any]]],
+        part: Part,
+        progress: Progress,
+        until_s: float,
+    ) -> tuple[str, str] | None:
+        """Keep what it measures. Returns the row that was lost, and why; None if none was."""
+        row, limit_s = "start", part.start_s
         limit_at_s = time.monotonic() + limit_s
         while True:
             status = process.poll()  # before reading: whatever it wrote is then there
@@ -183,28 +209,19 @@ class Suite:
                 limit_at_s = time.monotonic() + limit_s
             now_s = time.monotonic()
             if self._is_stopped:
-                return False
+                return None
             if status is not None:
-                return self._end_process(part, progress, row, status)
+                progress.is_over = status == 0
+                return None if status == 0 else (row, f"its process ended with status {status}")
             if now_s > until_s:
-                _kill(process)
-                return False
+                return None
             if now_s > limit_at_s:
-                _kill(process)
-                return self._lose(part, progress, row, f"killed: it took more than {limit_s:.0f} s")
+                return row, f"killed: it took more than {limit_s:.0f} s"
             time.sleep(LOOK_S)
-
-    def _end_process(self, part: Part, progress: Progress, row: str, status: int) -> bool:
-        if status == 0:
-            progress.is_over = True
-            return False
-        if row == "start" and progress.ended and progress.left:
-            return True  # after a row that failed and left the device broken
-        return self._lose(part, progress, row, f"its process ended with status {status}")
 
     def _lose(self, part: Part, progress: Progress, row: str, why: str) -> bool:
         """A row is lost with its process; whoever fails at the start has no rows to go on with."""
-        self._end_row(part, row, {"failed": f"{why}; see gpu_suite.log"})
+        self._end_row(part, row, {"failed": why})
         if row == "start":
             progress.is_over = True
             return False
