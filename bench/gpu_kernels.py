@@ -67,7 +67,7 @@ class Bench:
         """What the interpreter can bear of them."""
         if not self.is_interpreted:
             return contexts
-        return [max(20, context // 512) for context in contexts[:3]]
+        return [max(20, context // 1024) for context in contexts[:2]]
 
     def decode(self, contexts: list[int], stored: str, num_new: int = 1) -> dict[str, Any]:
         """Microseconds of one layer."""
@@ -98,7 +98,7 @@ class Bench:
     def prompt(self, new: int, cached: int) -> dict[str, Any]:
         """Microseconds of one layer for `new` tokens after `cached` ones."""
         if self.is_interpreted:
-            new, cached = new // 128, cached // 512
+            new, cached = max(new // 512, 8), cached // 512
         paged = Paged(self.heads, [(new, new + cached)], self.device, self.dtype)
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
@@ -162,6 +162,7 @@ class Bench:
         """Microseconds of what else is in a layer, its inputs in the L2 as in a step."""
         heads = self.heads
         hidden, inner = (64, 96) if self.is_interpreted else (4096, 14336)
+        num_rows, times = (2, 2) if self.is_interpreted else (num_rows, 32)
         x, residual = self._random(num_rows, hidden), self._random(num_rows, hidden)
         norm, gate_up = self._random(hidden), self._random(num_rows, 2 * inner)
         qkv = self._random(num_rows, heads.num_heads + heads.num_kv_heads, heads.head_dim)
@@ -172,7 +173,7 @@ class Bench:
             "norm_rope": lambda: norm_rope_(qkv, None, 1e-5, rope_rows),
         }
         return {
-            f"{name} us": seconds(_repeated(call, 32), self.device) / 32 * 1e6
+            f"{name} us": seconds(_repeated(call, times), self.device) / times * 1e6
             for name, call in calls.items()
         }
 

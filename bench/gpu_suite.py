@@ -180,8 +180,9 @@ class Suite:
         row, why = lost
         if row == "start" and progress.ended and progress.left:
             return True  # after a row that failed and left the device broken
-        last_line = said.decode(errors="replace").strip().rpartition("\n")[2]
-        return self._lose(part, progress, row, f"{why}: {last_line[:300]}")
+        if why.startswith("its process ended"):
+            why += ": " + said.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        return self._lose(part, progress, row, why)
 
     def _follow(
         self,

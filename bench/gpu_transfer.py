@@ -417,9 +417,9 @@ def rows_of(pair: Pair) -> list[Row]:
     prompts = [2048, 8192, 512, 16000] if is_cuda else [40, 512] if pair.is_tiny else [512, 2048]
     shared = [128, 8] if is_cuda else [8]
     rows = [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[:1]]
-    rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls[:2]]
+    # Before the first hand-over writes to the source's blocks.
+    rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls]
     rows += [Row(f"hand-over of {n}", partial(pair.hand_over, n), PAIR_S) for n in prompts]
-    rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls[2:]]
     rows += [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[1:]]
     return rows
 

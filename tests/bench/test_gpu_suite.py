@@ -43,19 +43,15 @@ BLOCKER = """
 
     MISSING = set({missing!r})
     INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    find = PathFinder.find_spec
 
-    class Bare:
-        '''Packages of this environment that a bare machine lacks; elsewhere they may be found.'''
+    def find_spec(cls, name, path=None, target=None):
+        '''Packages of this environment that a bare machine lacks may lie elsewhere.'''
+        if name in MISSING and path is None:
+            path = [each for each in sys.path if each not in INSTALLED]
+        return find(name, path, target)
 
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] not in MISSING or path is not None:
-                return None
-            found = PathFinder.find_spec(name, [p for p in sys.path if p not in INSTALLED])
-            if found is None:
-                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-            return found
-
-    sys.meta_path.insert(0, Bare())
+    PathFinder.find_spec = classmethod(find_spec)
 """
 
 
