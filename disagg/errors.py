@@ -5,6 +5,7 @@
     │   ├── ModelError          a checkpoint that is missing, broken or unsupported
     │   └── NotEnoughMemory     no room for one full-length sequence
     ├── RequestError            the client's request is wrong (4xx, retrying cannot help)
+    │   ├── InvalidRequest      a field is wrong; known before it reaches a worker
     │   ├── ContextLengthExceeded
     │   ├── GrammarError        what an answer should look like is wrong, or too complex
     │   ├── ModelNotFound
@@ -62,6 +63,17 @@ class RequestError(DisaggError):
     http_status = 400
     error_type = "invalid_request_error"
     code = "invalid_value"
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is wrong; `code` says which kind of rule it breaks.
+
+    It never crosses a process: whatever reaches a worker has been checked before.
+    """
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.code = code
 
 
 class ContextLengthExceeded(RequestError):
@@ -154,4 +166,5 @@ def _subclasses(cls: type[DisaggError]) -> list[type[DisaggError]]:
     return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _subclasses(sub))]
 
 
-_BY_CODE = {cls.code: cls for cls in _subclasses(DisaggError)}
+# Without `InvalidRequest`, whose codes are its instances' and which stays where it was raised.
+_BY_CODE = {cls.code: cls for cls in _subclasses(DisaggError) if "code" in vars(cls)}

@@ -22,9 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from disagg.api.refusals import InvalidRequest
-from disagg.api.tool_calls import format_of
-from disagg.errors import ModelError
+from disagg.errors import InvalidRequest, ModelError
 
 MAX_NUM_CHARS = 32 << 20  # of a rendered prompt
 RENDER_LIMIT_S = 10.0
@@ -65,7 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {error}.") from error
         self.shows_tools = "tools" in source
-        self.call_format = format_of(source)
+        self.source = source
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # equal for equal templates
 

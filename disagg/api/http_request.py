@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
-from disagg.api.refusals import InvalidRequest, RequestTimeout, UnsupportedMediaType
-from disagg.errors import Overloaded, RequestError, RequestTooLarge, Unauthorized
+from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
+from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge, Unauthorized
 from disagg.telemetry import parse_traceparent
 
 BODY_TIMEOUT_S = 30.0

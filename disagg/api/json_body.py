@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from disagg.api.refusals import InvalidRequest, missing_parameter
+from disagg.api.refusals import missing_parameter
+from disagg.errors import InvalidRequest
 
 
 def load_object(body: bytes) -> dict[str, Any]:

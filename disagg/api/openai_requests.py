@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from disagg.api.json_body import invalid_field, load_object
-from disagg.api.refusals import InvalidRequest, invalid_value, missing_parameter, unsupported
+from disagg.api.refusals import invalid_value, missing_parameter, unsupported
 from disagg.api.structured_output import Choices, ResponseFormat, Schema, StructuredOutputs
 from disagg.api.tools import ToolChoice, Tools, check_tools
 from disagg.config import MAX_PRIORITY
+from disagg.errors import InvalidRequest
 
 MAX_NUM_CHOICES = 128  # prompts * n of one request
 

@@ -22,10 +22,9 @@ from disagg.api.openai_requests import (
     TokenizeRequest,
     prompts,
 )
-from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
 from disagg.api.tools import Tool, offered
-from disagg.errors import ContextLengthExceeded
+from disagg.errors import ContextLengthExceeded, InvalidRequest
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
 INLINE_S = 0.02  # a template that takes longer, even for less, goes there too

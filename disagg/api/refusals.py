@@ -10,18 +10,10 @@ import math
 
 import msgspec
 
-from disagg.errors import DisaggError, Overloaded, RequestError
+from disagg.errors import DisaggError, InvalidRequest, Overloaded, RequestError
 
 MAX_RETRY_AFTER_S = 120  # OpenAI's clients ignore longer ones and then do not retry at all
 _RETRYABLE_4XX = (408, 409, 429)
-
-
-class InvalidRequest(RequestError):
-    """A field of the request is wrong; `code` says which kind of rule it breaks."""
-
-    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.code = code
 
 
 def missing_parameter(param: str) -> InvalidRequest:

@@ -25,13 +25,12 @@ from disagg.api.openai_requests import (
     TokenizeRequest,
 )
 from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_tokens
-from disagg.api.refusals import InvalidRequest
 from disagg.api.served_model import ServedModel
 from disagg.api.structured_output import GrammarChecks, wanted_grammar
 from disagg.api.tool_calls import CallSyntax
 from disagg.api.tools import call_syntax, required_calls
 from disagg.blocks import hash_blocks, hash_root
-from disagg.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from disagg.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams
 
 Number = TypeVar("Number", int, float)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from disagg.api.refusals import InvalidRequest, invalid_value, missing_parameter
+from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
 from disagg.engine.grammar import Compiled, Grammars
-from disagg.errors import GrammarError
+from disagg.errors import GrammarError, InvalidRequest
 from disagg.messages import Grammar
 
 # Of processor time, for one grammar. Ordinary schemas take about a millisecond.

@@ -7,6 +7,7 @@ that is clear, a call is handed on when it is complete, and what only looked lik
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,6 +33,7 @@ WHOLE = CallFormat()  # Llama 3.1 and later; and what a grammar makes of any mod
 _PYTHON_TAG = "<|python_tag|>"  # Llama's, before some calls
 
 
+@functools.lru_cache(maxsize=64)
 def format_of(template_source: str) -> CallFormat | None:
     """The way in which a chat template shows calls; None where it is none that is known here."""
     for form in (HERMES, MISTRAL):

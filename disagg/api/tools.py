@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from disagg.api.refusals import invalid_value, unsupported
 from disagg.api.served_model import ServedModel
-from disagg.api.tool_calls import CallSyntax
+from disagg.api.tool_calls import CallSyntax, format_of
 from disagg.messages import Grammar
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
@@ -147,10 +147,11 @@ def call_syntax(request: Offering, model: ServedModel) -> CallSyntax | None:
         return CallSyntax(function=request.tool_choice.function.name, parallel=parallel)
     if request.tool_choice == "required":
         return CallSyntax(parallel=parallel)
-    if template.call_format is None:
+    call_format = format_of(template.source)
+    if call_format is None:
         raise unsupported(
             "tools",
             f"How {model.name!r} writes calls is not known; set tool_choice to 'required', to a"
             " function or to 'none'.",
         )
-    return CallSyntax(template.call_format, parallel=parallel)
+    return CallSyntax(call_format, parallel=parallel)

@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from disagg.messages import GenerateRequest
-from disagg.router.dispatch import ChooseRoute
 from disagg.router.fleet import FleetView, WorkerView
-from disagg.router.policy import choose_route, eligible, held_tokens
+from disagg.router.policy import ChooseRoute, choose_route, eligible, held_tokens
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
 

@@ -31,8 +31,7 @@ from disagg.router.awaiting import AwaitingWorkers
 from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, Load
 from disagg.router.journey import Journey, Visit
-from disagg.router.policy import choose_decode, choose_route
-from disagg.router.prefix_index import PrefixIndex
+from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.turns import Queued, Turns
 
@@ -67,22 +66,6 @@ class Workers(Protocol):
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         """A request will come: have the worker pull what is ready of it."""
         ...
-
-
-class ChooseRoute(Protocol):
-    """How a request that is nowhere yet finds its way. `policy.choose_route` is one, and those of
-    `baselines` are others, to compare it with."""
-
-    def __call__(
-        self,
-        request: GenerateRequest,
-        fleet: FleetView,
-        index: PrefixIndex,
-        now: float,
-        rng: random.Random,
-        exclude: Collection[str] = (),
-        ttft_slo_s: float | None = None,
-    ) -> Route: ...
 
 
 class Decision(msgspec.Struct, frozen=True):

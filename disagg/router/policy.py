@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
@@ -61,6 +61,22 @@ class _Pool(NamedTuple):
     num_behind: float
     num_held_once: tuple[int, int]
     spares_decodes: bool
+
+
+class ChooseRoute(Protocol):
+    """How a request that is nowhere yet finds its way. `choose_route` is one, and those of
+    `baselines` are others, to compare it with."""
+
+    def __call__(
+        self,
+        request: GenerateRequest,
+        fleet: FleetView,
+        index: PrefixIndex,
+        now: float,
+        rng: random.Random,
+        exclude: Collection[str] = (),
+        ttft_slo_s: float | None = None,
+    ) -> Route: ...
 
 
 def choose_route(

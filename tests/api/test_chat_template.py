@@ -11,8 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from disagg.api.chat_template import ChatTemplate, TemplateTooSlow, load_chat_template
-from disagg.api.refusals import InvalidRequest
-from disagg.errors import ModelError
+from disagg.errors import InvalidRequest, ModelError
 from tests.api.fakes import CHATML, byte_level_core
 
 LLAMA = """{{- bos_token }}
