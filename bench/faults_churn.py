@@ -139,7 +139,7 @@ class Churn:
         )
         transport.met = self.tally.met
         engine = Engine(scheduler, runner)
-        return Parts(engine, stamps, transport, None, kv.read_block, kv.write_block)
+        return Parts(engine, stamps, transport, None, kv.read_blocks, kv.write_block)
 
     async def run(self, num_requests: int, num_joins: int, num_leaves: int) -> dict[str, Any]:
         """Until there were that many of each. Returns the figures."""

@@ -81,6 +81,6 @@ def paced_parts(
         stamps,
         LocalTransport(LocalFleet(), worker_id, epoch, slab, stamps, clock=time.monotonic),
         None,
-        lambda block_id: bytes(BLOCK_NBYTES),
+        lambda block_ids: [bytes(BLOCK_NBYTES)] * len(block_ids),
         lambda block_id, raw: None,
     )

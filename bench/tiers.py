@@ -107,7 +107,7 @@ class Contender:
                 made[0],
                 self.transport,
                 self.cold,
-                cache.read_block,
+                cache.read_blocks,
                 cache.write_block,
                 times,
                 host_tier=self.host,

@@ -7,8 +7,8 @@ move: the engine computes. Knows nothing of links, models or Redis. Owned by the
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
 
 from disagg.blocks import BlockHash
 from disagg.decode_worker.entering import enter_or_end
@@ -17,7 +17,7 @@ from disagg.engine.sequence import Sequence
 from disagg.messages import StoreCounts
 from disagg.store.cold_tier import ColdTier, Fetch
 
-ReadBlock = Callable[[int], bytes]
+ReadBlocks = Callable[[SequenceOf[int]], SequenceOf[bytes]]
 WriteBlock = Callable[[int, bytes], None]
 # (new tokens, tokens before them) -> seconds; a value, for it is called in the store's thread
 PrefillTimes = Callable[[int, int], float]
@@ -42,13 +42,13 @@ class ColdPrefixes:
         self,
         engine: Engine,
         tier: ColdTier,
-        read_block: ReadBlock,
+        read_blocks: ReadBlocks,
         write_block: WriteBlock,
         prefill_times: Callable[[], PrefillTimes],
     ) -> None:
         self._engine = engine
         self._tier = tier
-        self._read_block = read_block
+        self._read_blocks = read_blocks
         self._write_block = write_block
         self._prefill_times = prefill_times
         self._lookups: list[_Lookup] = []
@@ -63,8 +63,8 @@ class ColdPrefixes:
 
     def save(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`."""
-        for block_id, block_hash in evicted:
-            self._tier.offer(block_hash, partial(self._read_block, block_id))
+        names = [block_hash for _, block_hash in evicted]
+        self._tier.offer_all(names, lambda kept: self._read_blocks([evicted[i][0] for i in kept]))
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Look for the rest of the sequence's prefix, or submit it at once.

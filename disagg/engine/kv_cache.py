@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,6 +150,10 @@ class KVCache:
         """A copy of a block's bytes, as of the work that was given to the device before."""
         block = self.slab[block_id].cpu()
         return ctypes.string_at(block.data_ptr(), self.block_nbytes)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """As `read_block`, one after another: `stream_copier.BlockReader` is for a GPU."""
+        return [self.read_block(block_id) for block_id in block_ids]
 
     def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:
         """Copy neighbouring blocks of another cache of the same layout. Returns when they are here.

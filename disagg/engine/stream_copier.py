@@ -7,6 +7,7 @@ work that was launched before it, and the host waits for nothing: it asks which 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -41,9 +42,14 @@ class PinnedMemory:
         if error:
             raise _not_pinned(nbytes, f"CUDA error {error}")
 
+        # Also if nobody closes it: memory that is given back must not stay registered.
+        unregister = self._cudart.cudaHostUnregister
+        self._end = weakref.finalize(self, unregister, self.bytes.data_ptr())
+        self._end.atexit = False  # CUDA is gone by then, and the memory with the process
+
     def close(self) -> None:
         """Nothing may be copying any more."""
-        self._cudart.cudaHostUnregister(self.bytes.data_ptr())
+        self._end()
 
 
 def _not_pinned(nbytes: int, reason: str) -> StartupError:
@@ -81,6 +87,10 @@ class StreamCopier:
     def take_saved(self) -> int:
         return len(self._saves.take_ended())
 
+    def wait_saved(self) -> None:
+        """Until all that was to be saved is."""
+        self._saves.wait()
+
     def take_loaded(self) -> list[float]:
         return self._loads.take_ended()
 
@@ -91,6 +101,29 @@ class StreamCopier:
     def close(self) -> None:
         torch.cuda.synchronize(self._cache.device)  # nothing may write to memory that is given back
         self._memory.close()
+
+
+class BlockReader:
+    """Reads blocks of a GPU's cache, those that are asked for together at the speed of the bus.
+
+    Args:
+        cache: one row a block, on the GPU.
+        num_slots: how many are copied before the host waits for them.
+    """
+
+    def __init__(self, cache: Tensor, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._copier = StreamCopier(cache, num_slots)
+
+    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Their bytes, as of the work given to the device before. Waits for that."""
+        read: list[bytes] = []
+        for first in range(0, len(block_ids), self._num_slots):
+            some = block_ids[first : first + self._num_slots]
+            self._copier.save([(block_id, slot) for slot, block_id in enumerate(some)])
+            self._copier.wait_saved()
+            read += map(self._copier.read_slot, range(len(some)))
+        return read
 
 
 class _Way:
@@ -112,6 +145,11 @@ class _Way:
                 into[into_first : into_first + num_rows].copy_(rows, non_blocking=True)
             ended.record()
         self._under_way.append((began, ended))
+
+    def wait(self) -> None:
+        """Until every copy has ended, which is then as if it had been asked for."""
+        self._stream.synchronize()
+        self._under_way.clear()
 
     def take_ended(self) -> list[float]:
         """Seconds that each copy took which has ended since the last question, in order."""

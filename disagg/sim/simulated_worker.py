@@ -97,7 +97,7 @@ class SimulatedWorker:
                 stamps,
                 self.transport,
                 None,
-                lambda block_id: b"",
+                lambda block_ids: [b""] * len(block_ids),
                 lambda block_id, content: None,
                 spec.times,
             )

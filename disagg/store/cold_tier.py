@@ -109,14 +109,36 @@ class ColdTier:
         Args:
             read: returns the block; called only if it is kept.
         """
-        if not self._wants(block_hash):
-            return False
-        block = read()
-        if len(block) != self._block_nbytes:
-            raise ValueError(f"a block has {self._block_nbytes} bytes, this one has {len(block)}")
-        self.stats.queued_nbytes += len(block)
-        self._thread.submit(PutJob(block_hash, block))
-        return True
+        return bool(self.offer_all([block_hash], lambda wanted: [read()]))
+
+    def offer_all(
+        self, block_hashes: Sequence[BlockHash], read: Callable[[list[int]], Sequence[bytes]]
+    ) -> int:
+        """As `offer`, for blocks that leave together. Returns how many are kept.
+
+        Args:
+            read: is given the places of those among `block_hashes` that are kept, and returns
+                them; called once, and only if there are some.
+        """
+        stats, before_nbytes = self.stats, self.stats.queued_nbytes
+        wanted: list[int] = []
+        for place, block_hash in enumerate(block_hashes):
+            if self._wants(block_hash):
+                stats.queued_nbytes += self._block_nbytes
+                wanted.append(place)
+        if not wanted:
+            return 0
+        try:
+            blocks = read(wanted)
+            for nbytes in map(len, blocks):
+                if nbytes != self._block_nbytes:
+                    raise ValueError(f"a block has {self._block_nbytes} bytes, this one {nbytes}")
+        except BaseException:
+            stats.queued_nbytes = before_nbytes
+            raise
+        for place, block in zip(wanted, blocks, strict=True):
+            self._thread.submit(PutJob(block_hashes[place], block))
+        return len(wanted)
 
     def predicted_s(self, num_blocks: int) -> float:
         """Seconds from a lookup until so many blocks are here, as lately observed or by prior."""

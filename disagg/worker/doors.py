@@ -62,7 +62,7 @@ class Doors:
             self._cold = ColdPrefixes(
                 parts.engine,
                 parts.cold_tier,
-                parts.read_block,
+                parts.read_blocks,
                 parts.write_block,
                 lambda: self._step_times.model.prefill_s,
             )

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,8 @@ from disagg.worker.first_steps import first_steps
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.kv_cache import KVCache
 
+READ_NBYTES = 64 << 20  # of pinned memory for blocks on their way to the store, as it queues
+
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 class Parts:
     """A worker's parts, each made for the others.
 
-    read_block, write_block: a block's bytes, by block id; for the cold tier.
+    read_blocks, write_block: bytes of blocks, by block id; for the cold tier.
     host_tier: copies blocks of the same cache.
     first_times: what steps took before the first request, and where these do not show it, what the
         roofline says: believed until requests teach better.
@@ -49,7 +51,7 @@ class Parts:
     stamps: Stamps
     transport: Transport
     cold_tier: ColdTier | None
-    read_block: Callable[[int], bytes]
+    read_blocks: Callable[[Sequence[int]], Sequence[bytes]]
     write_block: Callable[[int, bytes], None]
     first_times: StepTimeModel = StepTimeModel()  # noqa: RUF009 - it is frozen
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
@@ -108,7 +110,7 @@ def build_parts(
         made[0],
         new_transport(config, worker_id, epoch, slab, made[0], local_fleet, kv_cache.begin_thread),
         cold_tier,
-        kv_cache.read_block,
+        new_reader(kv_cache, slab) if cold_tier is not None else kv_cache.read_blocks,
         kv_cache.write_block,
         first_steps(engine, time.perf_counter, prior),
         tier.engine.max_requests_nbytes,
@@ -185,6 +187,15 @@ def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
             param="kv_offloading_size",
         )
     return nbytes // block_nbytes
+
+
+def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Sequence[bytes]]:
+    """What reads blocks that are evicted together, for the store."""
+    if slab.device_id == HOST:
+        return kv_cache.read_blocks
+    from disagg.engine.stream_copier import BlockReader
+
+    return BlockReader(kv_cache.slab, max(1, READ_NBYTES // slab.block_nbytes))
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:

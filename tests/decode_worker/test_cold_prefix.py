@@ -24,7 +24,7 @@ class Door(Rig):
         self.cold = ColdPrefixes(
             self.engine,
             self.tier,
-            self.kv.read_block,
+            self.kv.read_blocks,
             self.kv.write_block,
             lambda: lambda num_new, num_before: token_s * num_new,
         )
@@ -114,7 +114,7 @@ def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(door.store, "contains_prefix", away)
-        patch.setattr(door.cold, "_read_block", away)  # blocks that nobody takes are not read
+        patch.setattr(door.cold, "_read_blocks", away)  # blocks that nobody takes are not read
         door.admit()
         door.run()
         for _ in range(3):

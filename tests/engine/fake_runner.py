@@ -86,6 +86,9 @@ class FakeKV:
         start = block_id * self.block_nbytes
         return bytes(self.bytes[start : start + self.block_nbytes])
 
+    def read_blocks(self, block_ids: SequenceOf[int]) -> list[bytes]:
+        return [self.read_block(block_id) for block_id in block_ids]
+
     def write_block(self, block_id: int, raw: bytes) -> None:
         start = block_id * self.block_nbytes
         self.bytes[start : start + self.block_nbytes] = raw

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from disagg.engine.stream_copier import StreamCopier
+from disagg.engine.stream_copier import BlockReader, StreamCopier
 from disagg.errors import StartupError
 
 
@@ -37,6 +38,7 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self._work: list[Callable[[], object]] = []
         self._ms = 0.0
+        self.num_waits = 0
         Stream.all.append(self)
 
     def do(self, work: Callable[[], object]) -> None:
@@ -54,6 +56,10 @@ class Stream:
     def device_ms(self) -> float:
         self._ms += 2.0
         return self._ms
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.run()
 
     def run(self) -> None:
         Stream.current = self
@@ -135,6 +141,26 @@ def test_copies_come_after_the_work_before_them_and_beside_the_work_after(comput
     loads.run()
     assert cache[:, 0].tolist() == [7.0, 7.0, 9.0, 9.0, 7.0, 9.0]
     assert copier.take_loaded() == [pytest.approx(2e-3)] * 2 and not copier.take_loaded()
+
+
+def test_blocks_that_are_read_together_are_waited_for_once_a_staging_of_them(
+    compute: Stream,
+) -> None:
+    cache = torch.arange(8.0).view(8, 1)
+    read = BlockReader(cache, 3)
+    saves = Stream.all[1]
+    compute.do(lambda: cache.mul_(2))  # under way, and writes to all of them
+    assert read([5, 1, 2, 7]) == [cache[i].numpy().tobytes() for i in (5, 1, 2, 7)]
+    assert cache[7] == 14.0 and saves.num_waits == 2
+    assert read([]) == [] and saves.num_waits == 2
+
+
+def test_memory_that_nobody_closes_is_unregistered(compute: Stream, cudart: Cudart) -> None:
+    read = BlockReader(torch.zeros(6, 3), 2)
+    assert len(cudart.registered) == 1
+    del read
+    gc.collect()
+    assert not cudart.registered
 
 
 def test_exactly_what_was_asked_for_is_pinned_and_all_of_it_given_back(

@@ -113,6 +113,6 @@ def fake_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int
         stamps,
         new_transport(config, worker_id, epoch, slab, stamps, None),
         new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
-        kv.read_block,
+        kv.read_blocks,
         kv.write_block,
     )

@@ -94,7 +94,7 @@ class Member:
             stamps,
             self.transport,
             self.tier,
-            kv.read_block,
+            kv.read_blocks,
             kv.write_block,
             host_tier=self.host_tier,
         )
@@ -179,7 +179,7 @@ def new_tier(
     """A tier without a thread of its own."""
 
     def thread(
-        store: MemoryStore, block_nbytes: int, clock: Callable[[], float], wake: object
+        store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
     ) -> SteppedStoreThread:
         return SteppedStoreThread(fates, store, block_nbytes, clock)
 

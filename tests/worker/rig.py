@@ -110,7 +110,7 @@ class Rig:
                 self._sides, worker_id, epoch, slab, stamps, clock=time.monotonic
             )
             engine = Engine(scheduler, runner)
-            return Parts(engine, stamps, transport, None, kv.read_block, kv.write_block)
+            return Parts(engine, stamps, transport, None, kv.read_blocks, kv.write_block)
 
         worker = await Worker.start(
             CONFIG, TIER, role, worker_id=name, epoch=epoch, host="127.0.0.1", build=build
