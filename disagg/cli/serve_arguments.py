@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.config import EngineConfig, ServeConfig, parse_config
 from disagg.doctor.findings import Report
+from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
 
 DEFAULT_MODEL = "demo-large"
@@ -44,7 +45,33 @@ def json_object(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
 
 
+STORE_SHARE = 16  # of the memory that is free goes to the embedded store
+LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
+
+# Flags of the command itself, and not of what it deploys: these go beside --config.
+OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
+
+
+class _Noted(argparse.Action):
+    """Stores a value, and notes in `given` that the flag was written."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        if option_string is not None or values:
+            namespace.given = {
+                **getattr(namespace, "given", {}),
+                self.dest: option_string or values,
+            }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.register("action", None, _Noted)
     parser.add_argument(
         "model",
         nargs="*",
@@ -188,11 +215,19 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--config", help="YAML or JSON of a whole deployment; replaces the flags")
+    group.add_argument(
+        "--config",
+        help="YAML or JSON of a whole deployment; flags that describe one are refused beside it",
+    )
     group.add_argument("--ray-address", help="a running cluster; default: start Ray here")
     group.add_argument("--redis-url", help="default: an embedded server")
     group.add_argument("--no-redis", action="store_true", help="no store: without the cold KV tier")
-    group.add_argument("--cold-tier-bytes", type=int, default=1 << 30)
+    group.add_argument(
+        "--cold-tier-bytes",
+        type=int,
+        help="of the embedded server (default: a sixteenth of the memory that is free, at most 1"
+        " GiB; the start says how many)",
+    )
     group.add_argument("--transport", default="nixl", help="how KV moves: nixl or local")
     group.add_argument(
         "--doctor-report",
@@ -214,6 +249,34 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _store_nbytes(wanted: int | None) -> int:
+    """It fills up within minutes, whatever its size, so it must leave room for the workers."""
+    if wanted is not None:
+        return wanted
+    _, available = read_memory()
+    return max(LEAST_STORE_NBYTES, min(MOST_STORE_NBYTES, available // STORE_SHARE))
+
+
+def _refuse_beside_config(arguments: argparse.Namespace) -> None:
+    """Raises `StartupError` if a flag says what the file says too, or leaves to its default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = {
+        dest: word if isinstance(word, str) else "MODEL"
+        for dest, word in getattr(arguments, "given", {}).items()
+    }
+    for dest, default in vars(parser.parse_args([])).items():  # switches note nothing
+        if getattr(arguments, dest) != default:
+            given.setdefault(dest, f"--{dest.replace('_', '-')}")
+    beside = sorted(word for dest, word in given.items() if dest not in OF_THE_COMMAND)
+    if beside:
+        raise StartupError(
+            f"--config describes the whole deployment, so {', '.join(beside)} would do nothing; put"
+            f" it into {arguments.config}, or leave --config out.",
+            param="config",
+        )
+
+
 def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
     """Flags (or the file given by --config) as a checked configuration."""
     return parse_config(raw_config(arguments))
@@ -222,7 +285,15 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
 def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The same as plain data, with nothing in it that was not asked for."""
     if arguments.config:
+        _refuse_beside_config(arguments)
         raw = _read_config_file(Path(arguments.config))
+        http = raw.get("http") or {}
+        if (
+            arguments.api_key
+            and isinstance(http, dict)
+            and not http.keys() & {"api_key", "api_keys"}
+        ):
+            raw["http"] = {**http, "api_key": arguments.api_key}  # of the environment
         return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
     models = arguments.model or [DEFAULT_MODEL]
     names = arguments.served_model_name
@@ -272,7 +343,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "transfer_prior": _transfer_prior(arguments.doctor_report),
         "transfer_interface": arguments.transfer_interface,
         "redis_url": arguments.redis_url,
-        "cold_tier_nbytes": 0 if arguments.no_redis else arguments.cold_tier_bytes,
+        "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(arguments.cold_tier_bytes),
         "link_host": None if arguments.ray_address else "127.0.0.1",
         "cluster_key": _new_key(),
     }

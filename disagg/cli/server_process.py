@@ -108,6 +108,12 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
     check_models(plan.config, plan.gpu_nbytes, is_here)
     with ExitStack() as cleanup:
         config, redis = _with_store(plan.config, cleanup, directory)
+        if redis is not None:
+            reports.say(
+                "store",
+                f"KV that workers evict is kept in a store of {config.cold_tier_nbytes >> 20} MiB"
+                " (--cold-tier-bytes, --no-redis).",
+            )
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)

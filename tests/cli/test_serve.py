@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli import serve
+from disagg.cli import serve, serve_arguments
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
 from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
@@ -109,3 +109,50 @@ def test_a_pool_size_that_cannot_be_read_is_refused(
     with pytest.raises(SystemExit):
         config_of("demo-small", f"--decode={size}")
     assert size in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--port", "9000"], "--port"),
+        (["--port", "8000"], "--port"),  # its default, which the file may contradict
+        (["--no-redis"], "--no-redis"),
+        (["--no-enable-prefix-caching"], "--enable-prefix-caching"),
+        (["--max-model-len", "512", "--prefill", "2"], "--max-model-len, --prefill would"),
+        (["demo-large"], "MODEL"),
+    ],
+)
+def test_flags_that_a_file_would_replace_are_refused(
+    tmp_path: Path, words: list[str], named: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("tiers: [{model: demo-small}]\nhttp: {port: 9001}\n")
+    with pytest.raises(StartupError, match=named) as refused:
+        config_of("--config", str(file), *words)
+    assert "would do nothing" in refused.value.message
+    beside = config_of("--config", str(file), "--ray-address", "auto", "--no-haproxy")
+    assert beside.http.port == 9001
+
+
+def test_the_store_takes_a_share_of_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A laptop's store of 1 GiB was full within six minutes, and its workers had no room."""
+    for available, expected in [(2 << 30, 128 << 20), (100 << 30, 1 << 30), (1 << 20, 32 << 20)]:
+        monkeypatch.setattr(
+            serve_arguments, "read_memory", lambda available=available: (1 << 40, available)
+        )
+        assert config_of("demo-small").cold_tier_nbytes == expected
+    assert config_of("--cold-tier-bytes", "5000").cold_tier_nbytes == 5000
+    assert config_of("--no-redis").cold_tier_nbytes == 0
+
+
+def test_a_key_of_the_environment_guards_a_deployment_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("tiers: [{model: demo-small}]\nhttp: {port: 9001}\n")
+    monkeypatch.setenv("DISAGG_API_KEY", "of-the-environment")
+    assert config_of("--config", str(file)).http.api_key == "of-the-environment"
+    file.write_text("tiers: [{model: demo-small}]\nhttp: {api_key: of-the-file}\n")
+    assert config_of("--config", str(file)).http.api_key == "of-the-file"
