@@ -56,6 +56,11 @@ class FleetMetrics:
         self._accepted = gauge("worker_accepted_draft_tokens", "Of these, right", *worker)
         self._index_nbytes = gauge("prefix_index_bytes", "Memory of what workers are known to have")
         self._index_blocks = gauge("prefix_index_blocks", "Blocks that workers are known to have")
+        self._limits_shared = gauge(
+            "tenant_limits_shared",
+            "1: tenants' limits hold over all ingresses together; 0: the store that they share is"
+            " away, and this ingress grants them in full by itself",
+        )
         self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
         self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
         self._lane = gauge("kv_transfer_lane", "1: carried the last of them", *pair, "lane")
@@ -119,6 +124,9 @@ class FleetMetrics:
         """The router's knowledge of caches."""
         self._index_nbytes.set(nbytes)
         self._index_blocks.set(num_blocks)
+
+    def limits_shared(self, is_shared: bool) -> None:
+        self._limits_shared.set(is_shared)
 
     def store(self, model: str, role: str, worker_id: str, num_blocks: Mapping[str, int]) -> None:
         """What became of blocks on their way to and from the store, by outcome."""

@@ -283,6 +283,7 @@ class IngressCore:
                 )
         index = self.fleet.index
         self._fleet_metrics.prefix_index(index.nbytes, index.num_blocks)
+        self._fleet_metrics.limits_shared(self._limits.is_shared)
         self._fleet_metrics.keep_only({record.worker_id for record, _ in reports})
 
     def _generate(self, request: GenerateRequest) -> Deltas:

@@ -15,14 +15,18 @@ Pure but for `keep_in_step`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
 
 from disagg.config import TenantConfig
 from disagg.errors import RateLimited, Unavailable
+
+log = logging.getLogger(__name__)
 
 SYNC_S = 0.25  # between looks at the board
 SILENT_S = 3.0  # after which the requests in flight of an ingress that says nothing do not count
@@ -139,11 +143,15 @@ class Limits:
     Args:
         tenant: a tenant's settings, by name.
         clock: seconds, monotonic.
+
+    Attributes:
+        is_shared: False while the board is away, and all that is known is this ingress's own.
     """
 
     def __init__(
         self, tenant: Callable[[str], TenantConfig], *, clock: Callable[[], float]
     ) -> None:
+        self.is_shared = True
         self._config = tenant
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}  # those with limits
@@ -287,24 +295,37 @@ class Limits:
 
 
 async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> None:
-    """Exchange entries until cancelled. A board that is away is tried again. Closes it."""
-    gone: list[str] = []
+    """Exchange entries until cancelled. A board that is away is tried again. Closes it.
+
+    In a thread of its own: long prompts are tokenised in the loop's, and would keep it waiting.
+    """
+    loop, gone = asyncio.get_running_loop(), list[str]()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="limits")
     call: asyncio.Future[Mapping[str, bytes]] | None = None
     try:
         while True:
-            exchange = asyncio.to_thread(board.exchange, ingress_id, limits.entry(), gone)
-            call = asyncio.ensure_future(exchange)
+            call = loop.run_in_executor(thread, board.exchange, ingress_id, limits.entry(), gone)
             try:
                 entries = await asyncio.shield(call)
-            except Unavailable:
-                pass
+            except Unavailable as error:
+                if limits.is_shared:
+                    log.warning(
+                        "Tenants' limits are not shared: %s. Until the store is back, each ingress"
+                        " grants them in full by itself.",
+                        error.message.rstrip("."),
+                    )
+                limits.is_shared = False
             else:
+                if not limits.is_shared:
+                    log.warning("Tenants' limits are shared by all ingresses again.")
+                limits.is_shared = True
                 others = {each: raw for each, raw in entries.items() if each != ingress_id}
                 gone = limits.hear(others)
             await asyncio.sleep(SYNC_S)
     finally:
         if call is not None:  # whose thread cannot be stopped
             await asyncio.gather(call, return_exceptions=True)
+        thread.shutdown(wait=False)
         board.close()
 
 

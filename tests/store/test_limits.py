@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -254,6 +255,38 @@ async def test_ingresses_are_kept_in_step_beside_their_requests(
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_board_that_is_away_is_said_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Tenants then have their limits once for each ingress: nobody knew."""
+
+    class Away(MemoryBoard):
+        is_away = True
+        threads: ClassVar[set[str]] = set()
+
+        def exchange(
+            self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
+        ) -> Mapping[str, bytes]:
+            self.threads.add(threading.current_thread().name)
+            if self.is_away:
+                raise Unavailable("The board is away.")
+            return super().exchange(ingress_id, entry, gone)
+
+    board, limits = Away(), new_limits(Clock(), requests_per_minute=5)
+    task = asyncio.create_task(keep_in_step(limits, board, "one"))
+    while limits.is_shared:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(2.5 * SYNC_S)
+    board.is_away = False
+    while not limits.is_shared:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    lost, back = (each.getMessage() for each in caplog.records)
+    assert "in full by itself" in lost and "again" in back
+    assert all(name.startswith("limits") for name in board.threads), "prompts are read elsewhere"
 
 
 async def test_no_request_waits_for_a_board_that_hangs(own_redis: EmbeddedRedis) -> None:
