@@ -87,11 +87,14 @@ def test_workers_that_share_a_gpu_share_its_memory(model: str, tmp_path: Path) -
 def test_workers_use_the_gpus_of_a_running_cluster(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The command itself is on a machine without one."""
+    """The command itself is on a machine without one, and Ray is told to hide none."""
+    not_hidden = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     directory = tmp_path_factory.mktemp("ray")
     opened = {"DISAGG_TEST_OPENED": str(directory / "opened")}
     here = {"RAY_AUTH_MODE": "disabled"}
-    with ray_nodes(directory, (), num_gpus=2, environment=machine(80, 80, **opened)) as nodes:
+    with ray_nodes(
+        directory, (), num_gpus=2, environment=machine(80, 80, **opened, **not_hidden)
+    ) as nodes:
         address = ["--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
         said = refusal(model, *address, "--prefill", "2", environment=here)
         assert "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2." in said
