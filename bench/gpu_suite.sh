@@ -11,7 +11,7 @@
 # in wheels/, a folder that git ignores; they are unpacked into a temporary one:
 #
 #   msgspec     0.2 MB  the engine's messages; without it the suite says so and measures kernels only
-#   nixl-cu13    26 MB  hand-overs by NIXL; without it only CUDA IPC is measured
+#   nixl, nixl-cu13  26 MB  hand-overs by NIXL; without it only CUDA IPC is measured
 #   flashinfer-python, apache-tvm-ffi   11 MB, optional: a peer, which compiles itself with nvcc
 #
 # Where there is a network, `python -m bench.gpu_wheels` fetches them for Python 3.12 and leaves out

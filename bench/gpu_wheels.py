@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-NEEDED = ("msgspec", "nixl-cu13")
+NEEDED = ("msgspec", "nixl", "nixl-cu13")  # `nixl` finds what fits the CUDA of torch
 PEERS = ("flashinfer-python==0.6.6", "apache-tvm-ffi==0.1.15.post2")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
 # Of nixl-cu13: expert parallelism, example programs, and ways to move memory other than UCX.
