@@ -46,7 +46,10 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 case " $* " in
-*" cpu "*) export TRITON_INTERPRET=1 ;; # kernels run line by line in Python
+*" cpu "*)
+    # Kernels run line by line in Python; processes side by side would wait for each other's threads.
+    export TRITON_INTERPRET=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    ;;
 esac
 if command -v nvcc >/dev/null; then
     # FlashInfer compiles its kernels at first use.
