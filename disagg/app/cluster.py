@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from disagg.kernels.devices import Gpus, see_only
 from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
-CONNECT_TIMEOUT_S = 5.0
 DRAIN_MARGIN_S = 5.0
 logger = logging.getLogger(__name__)
 
@@ -94,8 +92,6 @@ class Cluster:
             ) from error
 
     def _join(self) -> None:
-        assert self._address is not None
-        check_address(self._address)
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def gpus(self) -> Gpus:
@@ -208,21 +204,6 @@ class Cluster:
         elif self._is_serving:  # else an application of that name is not ours
             serve.delete(APPLICATION)
         ray.shutdown()
-
-
-def check_address(address: str) -> None:
-    """Raises `StartupError` if nobody listens at HOST:PORT; other forms are Ray's to read."""
-    host, colon, port = address.rpartition(":")
-    if not colon or "://" in address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise StartupError(
-            f"No Ray cluster answers at {address}: {error.strerror or error}. Start one with"
-            " `ray start --head`, or give the address that it printed.",
-            param="ray_address",
-        ) from error
 
 
 def _advice(error: Exception) -> str:

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from disagg.app.cluster import check_address
+from disagg.app.address import check_address
 from disagg.app.haproxy import find_haproxy
 from disagg.doctor.devices import check_devices, num_gpus
 from disagg.doctor.findings import Finding, NodeReport, TransferReport

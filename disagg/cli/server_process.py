@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
-from disagg.cli.process_tree import MARK, end_run, join_run, keep_logs
+from disagg.cli.process_tree import MARK, end_family, end_run, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
 from disagg.cli.reports import (
     STOP,
@@ -73,6 +73,7 @@ class Orders:
             self.stop.set()
         directory = Path(self._order.directory)
         keep_logs(directory, Path(self._order.log_directory))
+        end_family()  # as a whole: without their raylet workers would end later, one by one
         end_run(directory)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)

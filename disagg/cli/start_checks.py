@@ -8,6 +8,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from disagg.app.address import check_address
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig, ServeConfig
 from disagg.errors import StartupError
@@ -20,7 +21,9 @@ MIN_DISK_NBYTES = 256 << 20  # logs and sockets of Ray; KV is not on disk
 def check_before_ray(order: Order) -> None:
     """Raises `StartupError` in words for the user."""
     check_port(order.config.http)
-    if order.ray_address is None:
+    if order.ray_address is not None:
+        check_address(order.ray_address)
+    else:
         check_machine(Path(order.directory))
     if order.haproxy and order.ray_address is None:
         check_haproxy()

@@ -49,7 +49,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
     fake = FakeRay()
     monkeypatch.setattr(cluster, "ray", fake)
-    monkeypatch.setattr(cluster, "check_address", lambda address: None)
     monkeypatch.setattr(cluster, "serve", FakeServe(fake.calls))
     return fake
 

@@ -23,11 +23,18 @@ TIMEOUT_S = 150.0
 _MARK = "DISAGG_TEST_MARK"
 
 
-def until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
+LEFT_TIMEOUT_S = 30.0  # workers of a Ray that was killed end one by one
+
+
+def until(
+    condition: Callable[[], Any],
+    timeout_s: float = TIMEOUT_S,
+    why: Callable[[], str] = lambda: "it did not happen",
+) -> Any:
     """What `condition` returns when it is true at last."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, why()
         time.sleep(0.05)
     return value
 
@@ -107,15 +114,20 @@ class Command:
 
     def assert_nothing_left(self) -> None:
         """No process, port, directory or shared memory."""
-        until(lambda: not self._processes(), 5)
-        until(lambda: _dead_runs() <= self._runs, 5)
-        until(lambda: _shared_memory() <= self._shared_memory, 5)
+        until(lambda: not self._processes(), LEFT_TIMEOUT_S, self.left)
+        until(lambda: _dead_runs() <= self._runs, LEFT_TIMEOUT_S, self.left)
+        until(lambda: _shared_memory() <= self._shared_memory, LEFT_TIMEOUT_S, self.left)
         with socket.create_server(("", self.port)):
             pass
 
     def _processes(self) -> list[psutil.Process]:
         """By a mark in the environment, which children inherit whatever becomes of parents."""
         return [each for each in psutil.process_iter() if _environment(each) == self._mark]
+
+    def left(self) -> str:
+        """What is left, for a failure's message."""
+        shared = _shared_memory() - self._shared_memory
+        return f"{self._processes()} {_dead_runs() - self._runs} {shared}"
 
 
 class Streams:
