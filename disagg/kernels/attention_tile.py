@@ -2,11 +2,20 @@
 
 A cache of one byte a value or less has a scale for each key and each value vector. They multiply
 columns of scores and of weights; keys and values are only widened on their way into the products:
-int8 to the type of the queries, e4m3 to float16 (`paged_attention` has made the queries that), and
-int4 by way of int8.
+e4m3 and what is read in pairs to float16, other integers to the type of the queries. All of these
+hold each of them exactly.
+
+Tiles of few rows take keys and values straight from shared memory into the registers of a product.
+A GPU moves numbers of 16 bits there, transposed if need be, many in one instruction; bytes it moves
+one by one where they must be transposed, as values must. So such tiles read a cache of bytes as
+units of 16 bits, and take a unit apart in registers into two values, or four of int4. Each of them
+goes into a product of its own: the first values of all units are one half of a vector, the second
+ones the other. So nothing is put back in order but the result. Tiles of many rows pass widened
+values through shared memory in any case, and read bytes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -15,9 +24,28 @@ import triton.language as tl
 
 
 @triton.jit
-def _unpacked(pairs):
-    """int8 [TILE, BLOCK_D / 2] of two values each as int8 [TILE, BLOCK_D] (`kv_pages`)."""
-    return tl.interleave(pairs << 4, pairs & -16)
+def _parts_of(units, LARGEST: tl.constexpr, PARTS: tl.constexpr):
+    """Take units apart: PARTS tensors of their shape, of the first, second, ... values."""
+    if PARTS == 1:
+        return (units,)
+    elif units.dtype == tl.int8:  # int4, whose values are multiples of 16
+        return (units << 4, units & -16)
+    elif LARGEST == 448.0:  # e4m3
+        low = units.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        high = (units >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        return (low, high)
+    # 0x6400 is float16's 1024, where the last bit of the fraction counts 1. These are 1024 + 128 +
+    # value: two operations for two values, where a conversion takes one for each at a slower rate.
+    elif PARTS == 4:
+        first = (((units << 4) & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        second = ((units & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        third = (((units >> 4) & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        fourth = (((units >> 8) & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        return (first, second, third, fourth)
+    else:
+        low = ((units & 255) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        high = (((units >> 8) & 255) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        return (low, high)
 
 
 @triton.jit
@@ -40,7 +68,7 @@ def attend_tile(
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
-    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,12 +79,15 @@ def attend_tile(
     """Add keys [start, start + TILE) to the running softmax of all rows.
 
     Args:
+        q, acc: PARTS tensors each, [ROWS, BLOCK_D / PARTS]: column c of part j is value
+            c * PARTS + j of a head.
         pages_ptr, scales_ptr: keys of block 0, of the head; the values' are NUM_KV_HEADS pages on.
-        LARGEST, PACKED: of the format; 0.0 and 1 for one without scales.
+        LARGEST: of the format; 0.0 for one without scales.
+        PARTS: values in a unit of the cache. All sizes and strides of pages are in units.
     """
     keys = start + tl.arange(0, TILE)
-    columns = tl.arange(0, BLOCK_D // PACKED)
-    inside = columns < HEAD_DIM // PACKED
+    columns = tl.arange(0, BLOCK_D // PARTS)
+    inside = columns < HEAD_DIM // PARTS
     written = (keys < context) & (keys >= oldest)
     if BLOCK_SIZE % TILE == 0:  # one page per tile: a single contiguous run of memory
         page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
@@ -64,7 +95,7 @@ def attend_tile(
     else:
         page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context, other=0).to(tl.int64)
         offset = keys % BLOCK_SIZE
-    offsets = (page * block_stride + offset * (HEAD_DIM // PACKED))[:, None] + columns[None, :]
+    offsets = (page * block_stride + offset * (HEAD_DIM // PARTS))[:, None] + columns[None, :]
     value_offset: tl.constexpr = NUM_KV_HEADS * PAGE_STRIDE
     # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
     if MASKED:
@@ -88,10 +119,12 @@ def attend_tile(
         else:
             column_scale = tl.load(scales)[None, :] * scale
             value_scale = tl.load(value_scales)
-        if PACKED == 2:
-            key, value = _unpacked(key), _unpacked(value)
-        key, value = key.to(q.dtype), value.to(q.dtype)
-    scores = tl.dot(q, tl.trans(key), input_precision="ieee") * column_scale
+    keys_of, values_of = _parts_of(key, LARGEST, PARTS), _parts_of(value, LARGEST, PARTS)
+    scores = tl.dot(q[0], tl.trans(keys_of[0].to(q[0].dtype)), input_precision="ieee")
+    for part in tl.static_range(1, PARTS):
+        its_keys = tl.trans(keys_of[part].to(q[0].dtype))
+        scores = tl.dot(q[part], its_keys, scores, input_precision="ieee")
+    scores *= column_scale
     if MASKED:
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
@@ -105,5 +138,9 @@ def attend_tile(
         # Times the largest value of the vector: float16 holds that, and not its 448th part. The
         # caller divides the sum by LARGEST.
         weights *= value_scale[None, :] * LARGEST
-    weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return acc * decay[:, None] + weighted, total, new_peak
+    weights = weights.to(q[0].dtype)
+    sums = ()
+    for part in tl.static_range(PARTS):
+        its_values = values_of[part].to(q[0].dtype)
+        sums += (tl.dot(weights, its_values, acc[part] * decay[:, None], input_precision="ieee"),)
+    return sums, total, new_peak

@@ -49,24 +49,27 @@ class FixedMixedWork:
         long_rows = max(LONG_ROWS, next_power_of_2(group))
         self._queries_per_piece = long_rows // group
         self._num_short = num_seqs + num_programs
+        self._num_reductions = min(num_seqs, num_programs)  # as in `fixed_work`
         # Each sequence ends with a piece that may be shorter, and so do the tokens of nobody.
         num_long_seqs = min(num_seqs, num_tokens // (self._short_queries + 1))
         self._num_long = num_tokens // self._queries_per_piece + num_long_seqs + 1
         ends = [6 * self._num_short]
-        ends.append(ends[-1] + 4 * num_seqs)
+        ends.append(ends[-1] + 4 * self._num_reductions)
         ends.append(ends[-1] + 6 * self._num_long)
         self._numbers = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         short = Launch(
             pieces=self._numbers[: ends[0]].view(-1, 6),
             reductions=self._numbers[ends[0] : ends[1]].view(-1, 4),
-            num_partials=self._num_short,
+            num_partials=self._num_reductions + num_programs,
             rows=max(16, next_power_of_2(self._short_queries * group)),
+            num_merged_rows=self._short_queries * group,
         )
         long = Launch(
             pieces=self._numbers[ends[1] :].view(-1, 6),
             reductions=self._numbers[:0].view(-1, 4),
             num_partials=0,
             rows=long_rows,
+            num_merged_rows=0,
         )
         self.work = PagedWork((short, long), window)
         self.fill((), ())
@@ -91,7 +94,7 @@ class FixedMixedWork:
         numbers += _filled_up(
             ((r.sequence, r.first_partial, r.num_partials, r.num_queries) for r in reductions),
             _NO_REDUCTION,
-            self._num_seqs,
+            self._num_reductions,
         )
         pieces = split_queries(long, window, KEY_TILE, self._queries_per_piece)
         num_idle = self._num_tokens - sum(query_lens)

@@ -38,16 +38,20 @@ class FixedWork:
     ) -> None:
         self._num_seqs = num_seqs
         self._num_programs = num_programs
-        # Each sequence ends with a piece that may be shorter; all others have the common size.
+        # Each sequence ends with a piece that may be shorter; all others have the common size, of
+        # which `num_programs` make up the whole step. So at most that many sequences have one of
+        # them and are cut.
         self._num_pieces = num_seqs + num_programs
+        self._num_reductions = min(num_seqs, num_programs)
         num_first = 6 * self._num_pieces
-        num_numbers = num_first + 4 * num_seqs
+        num_numbers = num_first + 4 * self._num_reductions
         self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
         launch = Launch(
             pieces=self._numbers[:num_first].view(-1, 6),
             reductions=self._numbers[num_first:].view(-1, 4),
-            num_partials=self._num_pieces,
+            num_partials=self._num_reductions + num_programs,
             rows=max(16, next_power_of_2(group)),
+            num_merged_rows=group,
         )
         self.work = PagedWork((launch,), window)
         self.fill(())
@@ -70,5 +74,5 @@ class FixedWork:
         numbers += _NO_PIECE * (self._num_pieces - len(pieces))
         for r in reductions:
             numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
-        numbers += _NO_REDUCTION * (self._num_seqs - len(reductions))
+        numbers += _NO_REDUCTION * (self._num_reductions - len(reductions))
         return numbers

@@ -92,7 +92,7 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     num_kv_heads, block_size = values.shape[3:5]
     num_pages = 2 * num_kv_heads
     if qkv.shape[0]:
-        layer_values, layer_scales = kv_cache.layers[layer]
+        layer_values, _, layer_scales = kv_cache.layers[layer]
         _kv_write(
             (qkv.shape[0],),
             qkv,

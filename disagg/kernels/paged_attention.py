@@ -7,6 +7,7 @@ reduced in a fixed order, so a result does not depend on timing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ from disagg.kernels.launcher import Launcher, next_power_of_2
 KEY_TILE = 64
 MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
 LONG_ROWS = 128
+# Up to which `attend_tile` reads bytes in pairs; of int4 up to half, as its parts are half as wide.
+MAX_PAIR_ROWS = 32
+REDUCED_AT_ONCE = 64  # partial results: 64 registers of a thread hold so many
 _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing has no NaN
 
 
@@ -59,7 +63,7 @@ def _paged_attention_kernel(
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
-    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,19 +80,26 @@ def _paged_attention_kernel(
     context = tl.load(context_lens_ptr + sequence)
 
     row = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D // PARTS) * PARTS
     query = row // GROUP
-    used = (query < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    is_used = query < num_queries
+    used = is_used[:, None] & (columns < HEAD_DIM)[None, :]
     token = (first_token + first_query + query).to(tl.int64)
     first_position = context - query_len + first_query
     positions = first_position + query
     heads = (head * GROUP + row % GROUP) * HEAD_DIM
-    q = tl.load(
-        qkv_ptr + (token * token_stride + heads)[:, None] + columns[None, :], mask=used, other=0.0
+    q_ptrs = qkv_ptr + (token * token_stride + heads)[:, None] + columns[None, :]
+    # e4m3 and pairs of bytes are widened to float16, and the other side of a product is as well.
+    IN_HALF: tl.constexpr = (
+        pages_ptr.dtype.element_ty == tl.float8e4nv or pages_ptr.dtype.element_ty == tl.int16
     )
-
-    if pages_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        q = q.to(tl.float16)  # what e4m3 is widened to in one instruction for two
+    q, acc = (), ()
+    for part in tl.static_range(PARTS):  # of what `attend_tile` calls one
+        loaded = tl.load(q_ptrs + part, mask=used, other=0.0)
+        if IN_HALF and loaded.dtype == tl.bfloat16:
+            loaded = loaded.to(tl.float16)
+        q += (loaded,)
+        acc += (tl.zeros([ROWS, BLOCK_D // PARTS], dtype=tl.float32),)
 
     # Keys in [full_start, full_end) are seen by every row; tiles around them are masked.
     oldest = 0
@@ -100,7 +111,6 @@ def _paged_attention_kernel(
     full_end = tl.minimum((first_position + 1) // TILE * TILE, end_key // TILE * TILE)
     full_end = tl.maximum(full_end, full_start)
 
-    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
@@ -112,34 +122,39 @@ def _paged_attention_kernel(
             acc, total, peak = attend_tile(
                 q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
                 scale, block_stride, scales_ptr, scale_block_stride,
-                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
+                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
                 TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PACKED,
+            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
         )  # fmt: skip
 
+    divisor = tl.where(total > 0.0, total, 1.0)
+    weight = peak + tl.log2(divisor)
     if LARGEST != 0.0:
-        acc /= LARGEST
-    acc /= tl.where(total > 0.0, total, 1.0)[:, None]
-    if partial < 0:
-        target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
-        tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=used)
-    else:
-        slot = (partial * NUM_KV_HEADS + head) * ROWS + row
-        tl.store(partial_ptr + slot[:, None] * BLOCK_D + columns[None, :], acc)
-        tl.store(weight_ptr + slot, peak + tl.log2(tl.where(total > 0.0, total, 1.0)))
+        divisor *= LARGEST
+    target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
+    slot = (partial * NUM_KV_HEADS + head) * ROWS + row
+    for part in tl.static_range(PARTS):
+        result = acc[part] / divisor[:, None]
+        if partial < 0:
+            tl.store(out_ptr + target + part, result.to(out_ptr.dtype.element_ty), mask=used)
+        else:
+            slots = slot[:, None] * BLOCK_D + columns[None, :] + part
+            tl.store(partial_ptr + slots, result, mask=used)
+    if partial >= 0:
+        tl.store(weight_ptr + slot, weight, mask=is_used)
 
 
 @triton.jit(do_not_specialize_on_alignment=_STEP_TENSORS)
@@ -154,35 +169,43 @@ def _reduce_kernel(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    """Merge the partial softmaxes of one sequence and KV head, first to last."""
+    """Merge the partial softmaxes of one query and head, PARTIALS at a time and first to last.
+
+    One program a query and head, all of whose partial results are asked of memory at once: a chain
+    of loads would take as long as the attention itself where one sequence fills the device.
+    """
     reduction_ptr = reductions_ptr + tl.program_id(0) * 4
-    head = tl.program_id(1)
+    head, row = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(reduction_ptr)
     first_partial, num_partials = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
     num_queries = tl.load(reduction_ptr + 3)
-    row = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
-    for index in range(num_partials):
-        partial = (first_partial + index).to(tl.int64)
-        slot = (partial * NUM_KV_HEADS + head) * ROWS + row
-        weight = tl.load(weight_ptr + slot)
-        new_peak = tl.maximum(peak, weight)
-        decay, gain = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
-        piece = tl.load(partial_ptr + slot[:, None] * BLOCK_D + columns[None, :])
-        acc = acc * decay[:, None] + piece * gain[:, None]
-        total = total * decay + gain
-        peak = new_peak
-    query = row // GROUP
-    used = (query < num_queries)[:, None] & (columns < HEAD_DIM)[None, :]
-    token = (tl.load(query_start_ptr + sequence) + query).to(tl.int64)
-    heads = (head * GROUP + row % GROUP) * HEAD_DIM
-    target = (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads)[:, None] + columns[None, :]
-    acc /= tl.where(total > 0.0, total, 1.0)[:, None]  # an empty reduction adds up to nothing
-    tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=used)
+    if row < num_queries * GROUP:
+        columns = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        total = 0.0
+        peak = _NOTHING_SEEN
+        for first in range(0, num_partials, PARTIALS):
+            index = first + tl.arange(0, PARTIALS)
+            is_one = index < num_partials
+            slot = ((first_partial + index).to(tl.int64) * NUM_KV_HEADS + head) * ROWS + row
+            weight = tl.load(weight_ptr + slot, mask=is_one, other=_NOTHING_SEEN)
+            pieces = tl.load(
+                partial_ptr + slot[:, None] * BLOCK_D + columns[None, :],
+                mask=is_one[:, None] & (columns < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            new_peak = tl.maximum(peak, tl.max(weight, axis=0))
+            decay, gain = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+            acc = acc * decay + tl.sum(pieces * gain[:, None], axis=0)
+            total = total * decay + tl.sum(gain, axis=0)
+            peak = new_peak
+        token = (tl.load(query_start_ptr + sequence) + row // GROUP).to(tl.int64)
+        query_head = head * GROUP + row % GROUP
+        target = (token * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + columns
+        result = (acc / total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + target, result, mask=columns < HEAD_DIM)
 
 
 _paged_attention = Launcher(_paged_attention_kernel)
@@ -203,12 +226,19 @@ def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: its pieces on the device, and the rows of a query tile."""
+    """One kernel launch: its pieces on the device, and the rows of a query tile.
+
+    Attributes:
+        num_partials: room for so many.
+        rows: of a tile, a power of two.
+        num_merged_rows: of those, how many a reduction may have.
+    """
 
     pieces: Tensor  # int32 [num_pieces, 6]
     reductions: Tensor  # int32 [num_reductions, 4]
-    num_partials: int  # room for so many
+    num_partials: int
     rows: int
+    num_merged_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +271,23 @@ def plan_work(
     long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]
     launches = []
     if short:
-        height = max(16, next_power_of_2(max(row[1] for row in short) * group))
+        num_rows = max(row[1] for row in short) * group
         pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
-        launches.append(_launch(pieces, reductions, height, device))
+        height = max(16, next_power_of_2(num_rows))
+        launches.append(_launch(pieces, reductions, height, num_rows, device))
     if long:
         height = max(LONG_ROWS, next_power_of_2(group))
         pieces = split_queries(long, window, KEY_TILE, height // group)
-        launches.append(_launch(pieces, [], height, device))
+        launches.append(_launch(pieces, [], height, 0, device))
     return PagedWork(tuple(launches), window)
 
 
 def _launch(
-    pieces: list[Piece], reductions: list[Reduction], rows: int, device: torch.device
+    pieces: list[Piece],
+    reductions: list[Reduction],
+    rows: int,
+    num_merged_rows: int,
+    device: torch.device,
 ) -> Launch:
     numbers: list[int] = []
     for p in pieces:
@@ -268,6 +303,7 @@ def _launch(
         reductions=uploaded[num_first:].view(-1, 4),
         num_partials=sum(merge.num_partials for merge in reductions),
         rows=rows,
+        num_merged_rows=num_merged_rows,
     )
 
 
@@ -308,11 +344,18 @@ def _run(
     out: Tensor,
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
-    values, head_dim = kv_cache.values, kv_cache.head_dim
-    layer_values, layer_scales = kv_cache.layers[layer]
-    num_kv_heads, block_size, stored_dim = values.shape[3:]
+    head_dim, block_size = kv_cache.head_dim, kv_cache.values.shape[4]
+    pages = kv_cache.layers[layer]
+    units, scales = pages.values, pages.scales
+    packed = kv_cache.format.packed
+    if launch.rows * packed <= MAX_PAIR_ROWS and pages.pairs is not None:
+        units = pages.pairs
+    num_kv_heads, _, num_units = units.shape[2:]
+    page_nbytes = kv_cache.page_stride * pages.values.element_size()
     block_tables, query_start, _ = step
-    block_d = max(16, next_power_of_2(head_dim))
+    parts = head_dim // num_units
+    # A product goes over 16 values or more, and each part of a unit is in a product of its own.
+    block_d = max(16 * parts, next_power_of_2(head_dim))
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": qkv.shape[1] // num_kv_heads - 2,
@@ -321,13 +364,13 @@ def _run(
         "BLOCK_D": block_d,
     }
     num_rows = launch.num_partials * num_kv_heads * launch.rows
-    buffer = torch.empty(num_rows * (block_d + 1), dtype=torch.float32, device=qkv.device)
-    partials, weights = buffer[: num_rows * block_d], buffer[num_rows * block_d :]
+    partials = torch.empty(num_rows * block_d, dtype=torch.float32, device=qkv.device)
+    weights = torch.empty(num_rows, dtype=torch.float32, device=qkv.device)
     _paged_attention(
         (launch.pieces.shape[0], num_kv_heads),
         qkv,
-        layer_values,
-        layer_scales,
+        units,
+        scales,
         *step,
         launch.pieces,
         out,
@@ -336,18 +379,27 @@ def _run(
         head_dim**-0.5 * math.log2(math.e),
         qkv.stride(0),
         block_tables.stride(0),
-        values.stride(0),
-        0 if layer_scales is None else layer_scales.stride(0),
+        units.stride(0),
+        0 if scales is None else scales.stride(0),
         TILE=KEY_TILE,
-        PAGE_STRIDE=kv_cache.page_stride,
-        SCALE_PAGE_STRIDE=kv_cache.page_stride // SCALE_NBYTES,
+        PAGE_STRIDE=page_nbytes // units.element_size(),
+        SCALE_PAGE_STRIDE=page_nbytes // SCALE_NBYTES,
         LARGEST=kv_cache.format.largest,
-        PACKED=kv_cache.format.packed,
+        PARTS=parts,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
-        **launch_options(launch.rows, stored_dim * values.element_size()),
+        **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
     )
     if launch.num_partials:
-        grid = (launch.reductions.shape[0], num_kv_heads)
-        _reduce(grid, partials, weights, query_start, launch.reductions, out, num_warps=4, **sizes)
+        _reduce(
+            (launch.reductions.shape[0], num_kv_heads, launch.num_merged_rows),
+            partials,
+            weights,
+            query_start,
+            launch.reductions,
+            out,
+            PARTIALS=REDUCED_AT_ONCE,
+            num_warps=4,
+            **sizes,
+        )

@@ -17,10 +17,7 @@ from tests.kernels.interpreter import run_interpreted
 
 # Of each architecture: shared memory that a program may use.
 SHARED_NBYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # A100; H100, H200; B200
-SPILLED_NBYTES = {80: 64, 90: 0, 100: 16}  # of a thread: a few values outside the inner loop
-# Prompts on an A100, each warp of which unpacks all keys of a tile for itself: in the inner loop
-# there are nine loads and two stores, of 2,400 instructions.
-INT4_SPILLED_NBYTES = {**SPILLED_NBYTES, 80: 256}
+SPILLED_NBYTES = {80: 64, 90: 8, 100: 16}  # of a thread: a few values outside the inner loop
 STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS)
 STRIDES = (
     "token_stride",
@@ -42,6 +39,7 @@ POINTERS = {
     **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr"), "*fp32"),
 }
 STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
+PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
 FLOATS = ("scale", "eps")
 
 
@@ -61,7 +59,8 @@ def _compile(
         if name in FLOATS:
             return "fp32"
         if name == "pages_ptr":
-            return STORED[stored]
+            in_pairs = "ROWS" in constants and _in_pairs(stored, constants["ROWS"])
+            return (PAIRS if in_pairs else STORED)[stored]
         if name == "weight_ptr" and kernel is not rms_norm._rms_norm_kernel:
             return "*fp32"
         return POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32")
@@ -97,6 +96,21 @@ def _page(stored: str, block_size: int, head_dim: int) -> dict[str, Any]:
         "HEAD_DIM": head_dim,
         "BLOCK_D": head_dim,
     }
+
+
+def _in_pairs(stored: str, rows: int) -> bool:
+    """Whether attention reads int16, two bytes in each, into tiles of so many rows."""
+    format = _format(stored)
+    return format.has_scales and rows * format.packed <= paged_attention.MAX_PAIR_ROWS
+
+
+def _units(stored: str, rows: int, block_size: int, head_dim: int) -> dict[str, Any]:
+    """Constants of a page for attention."""
+    constants = _page(stored, block_size, head_dim)
+    packed = constants.pop("PACKED")
+    if not _in_pairs(stored, rows):
+        return {**constants, "PARTS": packed}
+    return {**constants, "PAGE_STRIDE": constants["PAGE_STRIDE"] // 2, "PARTS": 2 * packed}
 
 
 def _assembled(said: str) -> tuple[int, int]:
@@ -152,24 +166,27 @@ def test_attention_compiles_and_is_pipelined(
         "ROWS": rows,
         "TILE": paged_attention.KEY_TILE,
         "WINDOW": window,
-        **_page(stored, block_size, head_dim),
+        **_units(stored, rows, block_size, head_dim),
     }
-    stored_dim = head_dim // _format(stored).packed
-    nbytes = stored_dim * _format(stored).dtype.itemsize
-    options = paged_attention.launch_options(rows, nbytes)
+    num_units = head_dim // constants["PARTS"]
+    in_pairs = _in_pairs(stored, rows)
+    unit_nbytes = 2 if in_pairs else _format(stored).dtype.itemsize
+    options = paged_attention.launch_options(rows, num_units * unit_nbytes)
     kernel = paged_attention._paged_attention_kernel
     compiled = _compile(kernel, arch, constants, stored, **options)
     registers, spilled_nbytes = _assembled(capsys.readouterr().out)
     print(registers, "registers,", compiled.metadata.shared, "bytes shared")  # pytest -rP shows it
-    limits = INT4_SPILLED_NBYTES if stored == "int4" else SPILLED_NBYTES
-    assert spilled_nbytes <= limits[arch]
+    assert spilled_nbytes <= SPILLED_NBYTES[arch]
     assert compiled.metadata.shared <= SHARED_NBYTES[arch]
     # Two or more tiles of keys lie in shared memory: one is used while the next one comes. They
     # lie there as they are stored: nothing is widened before it is needed.
-    kind = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}[stored]
-    tile = rf"memdesc<(\d+)x{paged_attention.KEY_TILE}x{stored_dim}x{kind}"
+    kinds = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}
+    unit = "i16" if in_pairs else kinds[stored]
+    tile = rf"memdesc<(\d+)x{paged_attention.KEY_TILE}x{num_units}x{unit}"
     assert max(map(int, re.findall(tile, compiled.asm["ttgir"]))) >= 2
     assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+    if in_pairs:  # nothing comes byte by byte on its way from shared memory into a product
+        assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", compiled.asm["ptx"])
 
 
 def test_e4m3_needs_an_sm_89() -> None:
@@ -196,7 +213,14 @@ def test_e4m3_needs_an_sm_89() -> None:
         ),
         (
             paged_attention._reduce_kernel,
-            {"NUM_KV_HEADS": 8, "GROUP": 4, "ROWS": 16, "HEAD_DIM": 128, "BLOCK_D": 128},
+            {
+                "NUM_KV_HEADS": 8,
+                "GROUP": 4,
+                "ROWS": 16,
+                "HEAD_DIM": 128,
+                "BLOCK_D": 128,
+                "PARTIALS": paged_attention.REDUCED_AT_ONCE,
+            },
             "bf16",
         ),
     ],
