@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from disagg.kernels.ops import Ops
@@ -9,15 +11,25 @@ from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
 from disagg.kernels.torch_sampling import TorchSampling
 
+PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
+
 
 def ops_for(device: torch.device, num_heads: int) -> Ops:
-    """Return Triton kernels for CUDA and plain torch for everything else."""
+    """Return Triton kernels for CUDA and plain torch for everything else.
+
+    Raises:
+        ValueError: the environment asks for a way of attention that does not exist.
+    """
+    prompt_attention = os.environ.get(PROMPT_ATTENTION, "triton")
+    if prompt_attention not in ("triton", "sdpa"):
+        raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
         return TorchOps()
     from disagg.kernels.triton_ops import TritonOps
 
     properties = torch.cuda.get_device_properties(device)
-    return TritonOps(num_heads, properties.multi_processor_count)
+    use_sdpa = prompt_attention == "sdpa"
+    return TritonOps(num_heads, properties.multi_processor_count, use_sdpa=use_sdpa)
 
 
 def device_name(device_id: int) -> str:

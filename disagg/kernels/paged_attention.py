@@ -12,7 +12,7 @@ reduced in a fixed order, so a result does not depend on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -256,16 +256,19 @@ def plan_work(
     window: int | None,
     num_programs: int,
     device: torch.device,
+    done_elsewhere: Container[int] = (),
 ) -> PagedWork:
     """Cut a step into pieces and put the lists on the device.
 
     Args:
         group: query heads per KV head.
         num_programs: pieces per KV head that fill the device.
+        done_elsewhere: sequences whose rows of the result somebody else writes.
     """
     rows = [
         (sequence, *lens)
         for sequence, lens in enumerate(zip(query_lens, context_lens, strict=True))
+        if sequence not in done_elsewhere
     ]
     short = [row for row in rows if row[1] * group <= MAX_SHORT_ROWS]
     long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as functional
@@ -17,6 +17,7 @@ from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import PagedBatch
 from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.silu_mul import silu_mul
 
 _PROGRAMS_PER_MULTIPROCESSOR = 3  # what shared memory holds of the short-query kernel
@@ -35,10 +36,11 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class TritonPaging:
-    """The step's batch and its pieces of work, by window."""
+    """The step's batch and, by window, its pieces of work and the prompts that torch does."""
 
     batch: PagedBatch
     work: dict[int | None, PagedWork]
+    prompts: dict[int | None, dict[int, slice]] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,11 @@ class TritonOps:
     Args:
         num_heads: query heads of the model.
         num_multiprocessors: of the device; decides how finely long contexts are cut.
+        use_sdpa: for the prompts that `sdpa_prompt` can do.
     """
 
-    def __init__(self, num_heads: int, num_multiprocessors: int) -> None:
+    def __init__(self, num_heads: int, num_multiprocessors: int, *, use_sdpa: bool = False) -> None:
+        self._use_sdpa = use_sdpa
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
 
@@ -106,20 +110,21 @@ class TritonOps:
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TritonPaging:
         num_kv_heads = kv_cache.values.shape[3]
-        return TritonPaging(
-            batch,
-            {
-                window: plan_work(
-                    batch.query_lens,
-                    batch.context_lens_host,
-                    self._num_heads // num_kv_heads,
-                    window,
-                    max(self._num_programs // num_kv_heads, 1),
-                    kv_cache.values.device,
-                )
-                for window in set(windows)
-            },
-        )
+        lens = batch.query_lens, batch.context_lens_host
+        by_sdpa = self._use_sdpa and not kv_cache.format.has_scales
+        prompts = {window: whole_prompts(*lens, window) if by_sdpa else {} for window in windows}
+        work = {
+            window: plan_work(
+                *lens,
+                self._num_heads // num_kv_heads,
+                window,
+                max(self._num_programs // num_kv_heads, 1),
+                kv_cache.values.device,
+                done_elsewhere=done_elsewhere,
+            )
+            for window, done_elsewhere in prompts.items()
+        }
+        return TritonPaging(batch, work, prompts=prompts)
 
     def plan_decodes(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
@@ -162,7 +167,7 @@ class TritonOps:
     ) -> Tensor:
         batch = paging.batch
         kv_write(qkv, kv_cache, layer, batch.slots)
-        return paged_attention(
+        out = paged_attention(
             qkv,
             kv_cache,
             layer,
@@ -171,3 +176,6 @@ class TritonOps:
             batch.context_lens,
             paging.work[window],
         )
+        for rows in paging.prompts.get(window, {}).values():
+            attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows])
+        return out

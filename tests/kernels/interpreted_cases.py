@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from disagg.kernels import reference
+from disagg.kernels import reference, triton_ops
 from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.paged_attention import paged_attention, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.silu_mul import silu_mul
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
@@ -130,6 +133,28 @@ def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
     assert any(
         launch.num_partials for launch in plan_work([1, 4], [1100, 515], 3, None, 64, CPU).launches
     )
+
+
+@pytest.mark.parametrize("window", [None, 50, 70])
+def test_whole_prompts_by_torch_beside_others_by_pages(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_ops, "whole_prompts", partial(whole_prompts, min_tokens=30))
+    by_torch: list[int] = []
+
+    def attend(qkv: torch.Tensor, num_kv_heads: int, out: torch.Tensor) -> None:
+        by_torch.append(len(qkv))
+        attend_prompt(qkv, num_kv_heads, out)
+
+    monkeypatch.setattr(triton_ops, "attend_prompt", attend)
+    lens = [(1, 65), (40, 40), (29, 29), (35, 99), (60, 60)]
+    inputs = paged_inputs(lens, group=3)
+    expected = inputs.expected(window)
+    ops = TritonOps(6, 1, use_sdpa=True)
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging)
+    _assert_close(out, expected, SINGLE)
+    assert by_torch == ([40] if window == 50 else [40, 60])
 
 
 def test_work_of_a_fixed_shape() -> None:
