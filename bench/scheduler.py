@@ -6,7 +6,8 @@ The real engine (scheduler and block pool) with a runner that computes nothing. 
 which so many sequences advance by one token, blocks growing and being published as they fill.
 `admit`: from submitting a prompt of 2,048 tokens to its first token, with half of it found by
 name. `match`: finding the blocks of a prompt of 8,192 tokens that is in the cache, and taking them
-for a sequence. `status` is the load that goes to the router after each step.
+for a sequence. `status` is the load that goes to the router after each step, `batch` what the step
+is as tensors, on a CPU.
 
 CPU time of the process, which is what a step costs also where others use the same cores.
 """
@@ -19,13 +20,17 @@ import time
 from array import array
 from typing import Any
 
+import torch
+
 from bench.report import finish, print_table
 from disagg.blocks import hash_blocks
+from disagg.engine.batching import Batching
 from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.ownership import find_prefix
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
+from disagg.engine.slots import Slots
 from disagg.engine.step import SampledToken, StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
 
@@ -76,7 +81,7 @@ def decode(num_seqs: int, num_steps: int) -> dict[str, Any]:
     """Mean, not median: one step in sixteen has blocks to give and to publish."""
     engine = new_engine()
     for number in range(num_seqs):
-        engine.submit(new_sequence(number, [number + 8] * 129, num_steps + 8))
+        engine.submit(new_sequence(number, [number + 8] * 129, 2 * num_steps + 8))
     while engine.scheduler.waiting or engine.last_plan.num_decodes < num_seqs:
         engine.step()
     began_s = time.process_time()
@@ -93,7 +98,25 @@ def decode(num_seqs: int, num_steps: int) -> dict[str, Any]:
         "us a step": step_s * 1e6,
         "us a token": step_s * 1e6 / num_seqs,
         "status us": status_s * 1e6,
+        "batch us": batch_s(engine, num_steps) * 1e6,
     }
+
+
+def batch_s(engine: Engine, num_steps: int) -> float:
+    """Seconds of a step for the batches of those that decode."""
+    slots = Slots()
+    batching = Batching(slots, BLOCK_SIZE, (1 << 15) // BLOCK_SIZE, torch.device("cpu"))
+    seconds = 0.0
+    for _ in range(num_steps):
+        plan = engine.scheduler.plan()
+        began_s = time.process_time()
+        step = batching.inputs(plan, slots.enter(plan.sequences))
+        batch, rows = batching.batch(step)
+        batching.remember(rows, batch.token_ids)
+        seconds += time.process_time() - began_s
+        engine.scheduler.apply(plan, engine.runner.run(plan))
+        engine.pool.take_events()
+    return seconds / num_steps
 
 
 def admit(num_prompts: int) -> dict[str, Any]:
@@ -135,6 +158,7 @@ def row_of(case: str, seconds: list[float], num_tokens: int) -> dict[str, Any]:
         "us a step": took_us,
         "us a token": took_us / num_tokens,
         "status us": None,
+        "batch us": None,
     }
 
 
