@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,12 +231,19 @@ def test_a_log_directory_that_cannot_be(home: Path) -> None:
 
 
 @pytest.fixture
-def cluster(home: Path) -> Iterator[str]:
+def short() -> Iterator[Path]:
+    """Ray's sockets lie in it, whose paths may have 107 characters only."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def cluster(home: Path, short: Path) -> Iterator[str]:
     """A Ray cluster of others with Ray's defaults: it wants the token in its user's home."""
     port = free_port()
     words = (
         f"start --head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4"
-        f" --include-dashboard=false --temp-dir {home}/ray --disable-usage-stats"
+        f" --include-dashboard=false --temp-dir {short} --disable-usage-stats"
     )
     environment = {**os.environ, "HOME": str(home), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
     ray = Path(sys.executable).parent / "ray"
