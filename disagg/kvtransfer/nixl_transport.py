@@ -206,7 +206,8 @@ class _NixlWire:
         except Exception as error:  # NIXL's errors have no root of their own
             raise StartupError(
                 f"NIXL could not be started for a slab of {slab.nbytes} bytes ({error!r});"
-                " check UCX and its settings (UCX_TLS, UCX_NET_DEVICES), and `ulimit -l`"
+                " `disagg doctor` shows what this machine offers; check also UCX's own settings"
+                " (UCX_TLS, UCX_NET_DEVICES)"
             ) from error
 
     def connect(self, record: bytes) -> str:
