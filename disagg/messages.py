@@ -201,6 +201,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int = 0  # tokens of drafts that were verified, ever
     num_accepted: int = 0  # of these, right
     host: HostCounts | None = None  # None: the worker has no host tier
+    num_preempted: int = 0  # sequences, ever
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from disagg.messages import HostCounts
+from disagg.messages import HostCounts, WorkerRecord, WorkerStatus
+
+# Of each worker, by the metric's name: what its HELP says, and what its value is. One line each.
+WORKER_GAUGES: Mapping[str, tuple[str, Callable[[WorkerRecord, WorkerStatus], float]]] = {
+    "worker_num_requests_running": (
+        "Sequences in the batch of a worker",
+        lambda _, status: status.num_running,
+    ),
+    "worker_num_requests_waiting": (
+        "Sequences that wait in the queue of a worker",
+        lambda _, status: status.num_waiting,
+    ),
+    "worker_kv_cache_usage_perc": (
+        "Share of a worker's KV blocks that sequences use, from 0 to 1",
+        lambda record, status: 1.0 - status.num_free_blocks / record.num_blocks,
+    ),
+    "worker_kv_holds": (
+        "Tickets of a worker whose KV blocks wait to be pulled",
+        lambda _, status: status.num_holds,
+    ),
+    "worker_requests_bytes": (
+        "Bytes of the requests on a worker, its queue included",
+        lambda _, status: status.requests_nbytes,
+    ),
+    "worker_step_time_error": (
+        "Median error of a worker's recent predictions of step times, as a fraction",
+        lambda _, status: status.step_costs.median_error if status.step_costs else 0.0,
+    ),
+    "worker_draft_tokens": (
+        "Tokens of drafts that a worker has verified since it started",
+        lambda _, status: status.num_drafted,
+    ),
+    "worker_accepted_draft_tokens": (
+        "Tokens of drafts that a worker has verified and found right since it started",
+        lambda _, status: status.num_accepted,
+    ),
+    "worker_preemptions": (
+        "Sequences that a worker took off its batch for want of KV blocks, since it started",
+        lambda _, status: status.num_preempted,
+    ),
+}
 
 
 class FleetMetrics:
@@ -30,40 +70,59 @@ class FleetMetrics:
             return Gauge(f"disagg_{name}", text, labels, registry=self.registry)
 
         worker, pair = ("model_name", "role", "worker_id"), ("source_id", "worker_id")
-        self._running = gauge("worker_num_requests_running", "Sequences in the batch", *worker)
-        self._waiting = gauge("worker_num_requests_waiting", "Sequences in the queue", *worker)
-        self._kv_usage = gauge("worker_kv_cache_usage_perc", "KV in use, 0 to 1", *worker)
-        self._holds = gauge("worker_kv_holds", "Tickets whose blocks wait to be pulled", *worker)
+        self._of_workers = {
+            name: gauge(name, text, *worker) for name, (text, _) in WORKER_GAUGES.items()
+        }
         self._store = gauge(
-            "worker_store_blocks", "Between a worker and the store, so far", *worker, "outcome"
+            "worker_store_blocks",
+            "KV blocks on their way from a worker to the store or back, since the worker started",
+            *worker,
+            "outcome",
         )
-        self._host_nbytes = gauge("worker_host_tier_bytes", "Of KV blocks in host memory", *worker)
+        self._host_nbytes = gauge(
+            "worker_host_tier_bytes",
+            "Bytes of evicted KV blocks that a worker keeps in host memory",
+            *worker,
+        )
         self._host_blocks = gauge(
             "worker_host_tier_blocks",
-            "Between a worker's cache and host memory, so far",
+            "KV blocks moved between a worker's cache and its host memory since it started",
             *worker,
             "outcome",
         )
         self._host_load_s = gauge(
-            "worker_host_tier_load_seconds", "Spent on loading from host memory, so far", *worker
+            "worker_host_tier_load_seconds",
+            "Seconds a worker has spent on loading KV from its host memory",
+            *worker,
         )
-        self._requests = gauge("worker_requests_bytes", "Prompts on it", *worker)
-        self._link = gauge("worker_link_buffer_bytes", "Waiting to be sent to it", *worker)
-        self._step_error = gauge(
-            "worker_step_time_error", "Median of recent predictions, a fraction", *worker
+        self._link = gauge(
+            "worker_link_buffer_bytes",
+            "Bytes that wait in this ingress to be sent to a worker",
+            *worker,
         )
-        self._drafted = gauge("worker_draft_tokens", "Verified in drafts, so far", *worker)
-        self._accepted = gauge("worker_accepted_draft_tokens", "Of these, right", *worker)
-        self._index_nbytes = gauge("prefix_index_bytes", "Memory of what workers are known to have")
-        self._index_blocks = gauge("prefix_index_blocks", "Blocks that workers are known to have")
+        self._index_nbytes = gauge(
+            "prefix_index_bytes", "Bytes of this ingress that hold the names of cached KV blocks"
+        )
+        self._index_blocks = gauge(
+            "prefix_index_blocks", "KV blocks that this ingress knows to be cached on some worker"
+        )
         self._limits_shared = gauge(
             "tenant_limits_shared",
             "1: tenants' limits hold over all ingresses together; 0: the store that they share is"
             " away, and this ingress grants them in full by itself",
         )
-        self._rate = gauge("kv_transfer_bytes_per_second", "Fitted", *pair)
-        self._latency = gauge("kv_transfer_latency_seconds", "Fitted", *pair)
-        self._lane = gauge("kv_transfer_lane", "1: carried the last of them", *pair, "lane")
+        self._rate = gauge(
+            "kv_transfer_bytes_per_second", "Rate of pulling KV from source_id, as fitted", *pair
+        )
+        self._latency = gauge(
+            "kv_transfer_latency_seconds", "Time before the first byte of a pull, as fitted", *pair
+        )
+        self._lane = gauge(
+            "kv_transfer_lane",
+            "1: this lane carried the last pull of KV from source_id",
+            *pair,
+            "lane",
+        )
         self._moves = Counter(
             "disagg_request_moves",
             "Requests that went on elsewhere after a worker or a transfer failed",
@@ -83,42 +142,17 @@ class FleetMetrics:
     def prefix_asked(self, model: str, is_lent: bool) -> None:
         self._loans.labels(model, "lent" if is_lent else "refused").inc()
 
-    def worker(
-        self,
-        model: str,
-        role: str,
-        worker_id: str,
-        *,
-        num_running: int,
-        num_waiting: int,
-        kv_usage: float,
-        num_holds: int,
-        requests_nbytes: int,
-        link_nbytes: int,
-        step_error: float,
-        num_drafted: int,
-        num_accepted: int,
-    ) -> None:
-        """A worker's load as of its last step.
+    def worker(self, record: WorkerRecord, status: WorkerStatus, link_nbytes: int) -> None:
+        """What a worker said after its last step.
 
         Args:
-            kv_usage: a fraction.
-            requests_nbytes: of the prompts on it.
             link_nbytes: that wait here to be sent to it.
-            step_error: of its time model, a fraction.
-            num_drafted, num_accepted: tokens of drafts that it verified, and found right.
         """
-        series = (model, role, worker_id)
+        series = (record.model, record.role, record.worker_id)
         self._workers.add(series)
-        self._running.labels(*series).set(num_running)
-        self._waiting.labels(*series).set(num_waiting)
-        self._kv_usage.labels(*series).set(kv_usage)
-        self._holds.labels(*series).set(num_holds)
-        self._requests.labels(*series).set(requests_nbytes)
+        for name, (_, value) in WORKER_GAUGES.items():
+            self._of_workers[name].labels(*series).set(value(record, status))
         self._link.labels(*series).set(link_nbytes)
-        self._step_error.labels(*series).set(step_error)
-        self._drafted.labels(*series).set(num_drafted)
-        self._accepted.labels(*series).set(num_accepted)
 
     def prefix_index(self, nbytes: int, num_blocks: int) -> None:
         """The router's knowledge of caches."""
@@ -160,17 +194,7 @@ class FleetMetrics:
 
     def keep_only(self, worker_ids: Collection[str]) -> None:
         """Drop the series of workers that have left."""
-        gauges = (
-            self._running,
-            self._waiting,
-            self._kv_usage,
-            self._holds,
-            self._requests,
-            self._link,
-            self._step_error,
-            self._drafted,
-            self._accepted,
-        )
+        gauges = (*self._of_workers.values(), self._link)
         for worker in [each for each in self._workers if each[-1] not in worker_ids]:
             self._workers.remove(worker)
             for gauge in gauges:

@@ -247,20 +247,8 @@ class IngressCore:
         self._refresh_queue()
         reports = self.fleet.reports()
         for record, status in reports:
-            self._fleet_metrics.worker(
-                record.model,
-                record.role,
-                record.worker_id,
-                num_running=status.num_running,
-                num_waiting=status.num_waiting,
-                kv_usage=1.0 - status.num_free_blocks / record.num_blocks,
-                num_holds=status.num_holds,
-                requests_nbytes=status.requests_nbytes,
-                link_nbytes=self.links.num_buffered_bytes(record.worker_id),
-                step_error=status.step_costs.median_error if status.step_costs else 0.0,
-                num_drafted=status.num_drafted,
-                num_accepted=status.num_accepted,
-            )
+            link_nbytes = self.links.num_buffered_bytes(record.worker_id)
+            self._fleet_metrics.worker(record, status, link_nbytes)
             if status.store is not None:
                 counts = msgspec.structs.asdict(status.store)
                 self._fleet_metrics.store(

@@ -21,4 +21,5 @@ def load_of(scheduler: Scheduler) -> WorkerStatus:
         num_blocks=scheduler.pool.num_blocks,
         num_drafted=scheduler.num_drafted,
         num_accepted=scheduler.num_accepted,
+        num_preempted=scheduler.num_preempted,
     )

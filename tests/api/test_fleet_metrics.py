@@ -3,27 +3,27 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from disagg.api.fleet_metrics import FleetMetrics
-from disagg.messages import HostCounts
+from disagg.messages import HostCounts, StepCosts, WorkerStatus
+from tests.router.fakes import make_record
 
 
 def test_the_series_of_a_worker_go_with_it() -> None:
     registry = CollectorRegistry()
     metrics = FleetMetrics(registry)
     for worker_id in ("p1", "d1"):
-        metrics.worker(
-            "m",
-            "decode",
-            worker_id,
+        record = make_record(worker_id, model="m", role="decode", num_blocks=100)
+        status = WorkerStatus(
             num_running=3,
             num_waiting=1,
-            kv_usage=0.5,
+            num_free_blocks=50,
             num_holds=2,
             requests_nbytes=4000,
-            link_nbytes=50,
-            step_error=0.07,
+            step_costs=StepCosts((0.0,), 1, 0.07),
             num_drafted=9,
             num_accepted=6,
+            num_preempted=5,
         )
+        metrics.worker(record, status, 50)
         metrics.store("m", "decode", worker_id, {"hits": 5, "stored": 7})
         host = HostCounts(nbytes=8192, num_saved=4, num_torn=1, num_loaded=3, load_s=0.25)
         metrics.host_tier("m", "decode", worker_id, host)
@@ -44,6 +44,7 @@ def test_the_series_of_a_worker_go_with_it() -> None:
     assert f"disagg_worker_step_time_error{{{series}}} 0.07" in text
     assert f"disagg_worker_draft_tokens{{{series}}} 9.0" in text
     assert f"disagg_worker_accepted_draft_tokens{{{series}}} 6.0" in text
+    assert f"disagg_worker_preemptions{{{series}}} 5.0" in text
     assert "disagg_prefix_index_bytes 12345.0" in text
     assert "disagg_prefix_index_blocks 67.0" in text
     by_outcome = 'model_name="m",outcome="stored",role="decode",worker_id="p1"'
