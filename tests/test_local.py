@@ -15,6 +15,7 @@ import pytest
 from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
+from disagg.time_model import TransferTimeModel
 from disagg.worker.draining import Draining
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
@@ -228,6 +229,14 @@ async def test_a_planned_stop_moves_kv_and_no_answer_shows_it(
 ) -> None:
     """Whatever was asked for; and nothing is counted or computed twice."""
     monkeypatch.setattr(Draining, "_step_s", lambda draining: 10.0)
+    sources: set[str] = set()  # of pulls; workers forget the figures of who has left
+    observe = TransferTimeModel.observe
+
+    def noted(times: TransferTimeModel, source_id: str, *figures: Any) -> None:
+        sources.add(source_id)
+        observe(times, source_id, *figures)
+
+    monkeypatch.setattr(TransferTimeModel, "observe", noted)
     async with cluster(model, transport, 1, 2) as (running, client):
 
         async def ask(index: int) -> dict[str, Any]:
@@ -250,11 +259,6 @@ async def test_a_planned_stop_moves_kv_and_no_answer_shows_it(
                 assert scores(choice) == pytest.approx(scores(same), abs=1e-4)
             for count in ("prompt_tokens", "completion_tokens"):
                 assert answer["usage"][count] == undisturbed["usage"][count]
-        sources = {
-            figure.source_id
-            for worker in running.workers
-            for figure in worker._doors.status().transfers
-        }
         assert victim.record.worker_id in sources, "its KV was not fetched"
         for worker in running.workers:
             await until_empty(worker)
