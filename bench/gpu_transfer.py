@@ -75,6 +75,7 @@ class Side:
         block_size: int | None = None,
     ) -> None:
         from disagg.kvtransfer.nixl_transport import NixlTransport  # may not be installed
+        from disagg.kvtransfer.ucx import LOOPBACK
 
         self.device = device
         made: list[Stamps] = []
@@ -104,7 +105,15 @@ class Side:
             owner=cache,
         )
         self.generations = made[0].generations
-        self.transport = NixlTransport(name, EPOCH, slab, made[0], clock=time.perf_counter)
+        self.transport = NixlTransport(
+            name,
+            EPOCH,
+            slab,
+            made[0],
+            clock=time.perf_counter,
+            interface=LOOPBACK,
+            begin_thread=cache.begin_thread,
+        )
 
     def sequence(self, name: str, tokens: list[int], num_prompt: int, max_tokens: int) -> Sequence:
         return new_sequence(name, tokens, num_prompt, max_tokens, self.engine.pool.block_size)

@@ -72,6 +72,7 @@ class Probe:
             stamps,
             clock=time.perf_counter,
             pull_timeout_s=PULL_TIMEOUT_S,
+            begin_thread=lambda: self._fill(1),  # on a GPU: the thread then has its context
             ucx=dict([ucx_config.split("=", 1)]) if ucx_config else {},
         )
 
