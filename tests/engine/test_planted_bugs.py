@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine import ownership, scheduler
 from disagg.engine.block_pool import BlockPool
-from disagg.engine.following import After
+from disagg.engine.following import After, Following
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence as EngineSequence
 from disagg.engine.step import SampledToken, StepPlan, TokenEvent
@@ -29,6 +29,7 @@ _find_prefix = ownership.find_prefix
 _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = After.__init__
+_end = Following.end
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +188,11 @@ def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "__contains__", lambda self, sequence: True)
+    def end(self: Following) -> set[EngineSequence]:
+        _end(self)
+        return set()
+
+    patch.setattr(Following, "end", end)
 
 
 PLANTS: list[Plant] = [
