@@ -34,7 +34,7 @@ from bench.report import finish, print_table
 from disagg import local
 from disagg.cli.cascade import SHARES, Answer, Asked, asker, compared
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
-from disagg.engine.step import StepPlan
+from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.router.calibration import Compared, curve
 from disagg.worker.parts import Parts, build_parts

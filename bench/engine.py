@@ -25,8 +25,8 @@ from bench.report import ENOUGH_S, finish, print_table, take_turns
 from bench.shapes import SHAPES, transformers_config
 from disagg.blocks import hash_blocks
 from disagg.config import DType, EngineConfig
-from disagg.engine.runner import build_engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.device.runner import build_engine
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 
 MAX_MODEL_LEN = 2048

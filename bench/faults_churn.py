@@ -31,10 +31,10 @@ from bench.report import finish, print_table
 from disagg import local
 from disagg.blocks import hash_blocks
 from disagg.config import PoolConfig, ServeConfig, TierConfig
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import Sampled, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.errors import DisaggError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
@@ -42,7 +42,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.prefill_worker import leaving
+from disagg.prefill_worker import kv_export
 from disagg.router.fleet import Load
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
@@ -344,7 +344,7 @@ def churn(
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with mock.patch.object(leaving, "HOLD_TTL_S", HOLD_S):
+        with mock.patch.object(kv_export, "HOLD_TTL_S", HOLD_S):
             asyncio.run(_run(seed, (0, 0, 0)))  # what stays open after this stays open anyway
             before = _standing()
             began_s = time.monotonic()

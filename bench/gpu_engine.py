@@ -33,8 +33,8 @@ from bench.gpu_models import join_sequences, new_sequence, num_parameters, write
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
 from disagg.config import EngineConfig
+from disagg.engine.device.runner import ModelRunner, build_engine
 from disagg.engine.engine import Engine
-from disagg.engine.runner import ModelRunner, build_engine
 from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.model_config import ModelConfig

@@ -13,12 +13,12 @@ import torch
 
 from bench.shapes import model_config
 from disagg.blocks import hash_blocks
-from disagg.engine.block_pool import BlockPool
+from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
-from disagg.engine.kv_cache import KVCache, KVShape
-from disagg.engine.runner import ModelRunner
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kernels.kv_pages import format_of
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.decoder import random_decoder

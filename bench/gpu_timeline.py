@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from disagg.engine.engine import Engine
-from disagg.engine.step import Results
+from disagg.engine.sched.step import Results
 
 NUM_SKIPPED = 5  # steps before those that count
 NUM_PROFILED = 4

@@ -32,12 +32,12 @@ from bench.gpu_models import new_engine, new_sequence
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.shapes import model_config
 from disagg.decode_worker.arrivals import Arrivals
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.prefill_worker.leaving import Leaving
+from disagg.prefill_worker.kv_export import Leaving
 
 SOURCE, READER, EPOCH = "source", "reader", 1
 NUM_BLOCKS, CPU_BLOCKS, TINY_BLOCKS = 256, 64, 64  # the longest prompt needs more than half

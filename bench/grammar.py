@@ -24,9 +24,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.report import finish, print_table
-from disagg.engine import grammar as grammar_module
-from disagg.engine.grammar import Grammars
-from disagg.engine.token_masks import TokenMasks
+from disagg.engine.device.token_masks import TokenMasks
+from disagg.engine.sched import grammar as grammar_module
+from disagg.engine.sched.grammar import Grammars
 from disagg.messages import Grammar
 
 DEMO = Path(grammar_module.__file__).parent.parent / "assets" / "demo-small" / "tokenizer.json"

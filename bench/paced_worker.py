@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from disagg.config import ServeConfig, TierConfig
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.step import SampledToken, StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -64,7 +64,7 @@ def paced_parts(
     config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, progress: object = None
 ) -> Parts:
     """In the place of `worker.parts.build_parts`. Nothing takes long enough for `progress`."""
-    from disagg.api.tokenizer import Tokenizer
+    from disagg.text.tokenizer import Tokenizer
 
     (token_id,) = Tokenizer.from_directory(tier.directory).encode(MARKER, add_special_tokens=False)
     memory = (ctypes.c_ubyte * (NUM_BLOCKS * BLOCK_NBYTES))()

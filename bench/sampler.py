@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import sampler_before
 from bench.report import finish, print_table, take_turns
-from disagg.engine.sampler import Sampler
-from disagg.engine.sequence import Sequence
-from disagg.engine.slots import Slots
+from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.messages import GenerateRequest, SamplingParams
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.engine.speculation import Continued
-from disagg.engine.step import SampledToken
+from disagg.engine.sched.speculation import Continued
+from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives

@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor
 
 from bench.report import finish, print_table
-from disagg.engine.sampler import Sampler
-from disagg.engine.sequence import Sequence
-from disagg.engine.slots import Slots
+from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 
 PROMPT, OUTPUT = (1, 2, 3, 3, 40), (3, 7, 7, 7, 9, 40, 2000)

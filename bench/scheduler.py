@@ -24,14 +24,14 @@ import torch
 
 from bench.report import finish, print_table
 from disagg.blocks import hash_blocks
-from disagg.engine.batching import Batching
-from disagg.engine.block_pool import BlockPool
+from disagg.engine.device.batching import Batching
+from disagg.engine.device.slots import Slots
 from disagg.engine.engine import Engine
-from disagg.engine.ownership import find_prefix
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.slots import Slots
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import find_prefix
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken, StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1 << 16

@@ -30,12 +30,12 @@ from disagg.blocks import hash_blocks
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine_thread import IN_FLIGHT_WAIT_S, StepResult
+from disagg.ingress.request_state import Journey
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
-from disagg.router.journey import Journey
 from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel
 from disagg.worker.doors import Doors

@@ -39,11 +39,12 @@ IMPORTS = (
     ("python", "pass"),
     ("+ msgspec, our messages", "import disagg.messages"),
     ("+ torch", "import disagg.messages, torch"),
-    ("+ our engine", "import torch, disagg.engine.runner, disagg.worker.worker"),
-    ("+ NIXL", "import torch, disagg.engine.runner, disagg.worker.worker, nixl"),
+    ("+ our engine", "import torch, disagg.engine.device.runner, disagg.worker.worker"),
+    ("+ NIXL", "import torch, disagg.engine.device.runner, disagg.worker.worker, nixl"),
     (
         "+ Ray Serve",
-        "import torch, disagg.engine.runner, disagg.worker.worker, nixl, disagg.app.deployments",
+        "import torch, disagg.engine.device.runner, disagg.worker.worker, nixl,"
+        " disagg.app.deployments",
     ),
 )
 

@@ -51,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit
-    max_num_seqs: Positive | None = None  # by the device (`engine/memory_plan.py`)
+    max_num_seqs: Positive | None = None  # by the device (`engine/device/memory_plan.py`)
     max_num_batched_tokens: Positive | None = None  # by the device
     gpu_memory_utilization: Fraction = 0.9  # of its GPU, or of its share of one
     kv_cache_memory_bytes: Positive | None = None

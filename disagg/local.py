@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from disagg.api.ingress import IngressCore
 from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.ingress.core import IngressCore
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.messages import Role
 from disagg.worker.parts import Parts, build_parts

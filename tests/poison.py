@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
-from disagg.engine.runner import ModelRunner
 from disagg.models.decoder import Decoder
 
 NAN_BYTE = 0xFF  # repeated, a NaN in every format and in its scales

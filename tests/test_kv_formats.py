@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from bench.kv_formats import Contender, Row, conversations, quality
 from disagg import local
 from disagg.config import ASSETS, EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.engine.device.kv_cache import choose_format
+from disagg.engine.device.runner import build_engine
 from disagg.engine.engine import Engine
-from disagg.engine.kv_cache import choose_format
-from disagg.engine.runner import build_engine
 from disagg.errors import StartupError, TransferFailed
 from disagg.kernels import torch_attention
 from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
@@ -24,7 +24,7 @@ from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from tests.e2e.single_engine import SingleEngine
-from tests.engine.test_runner import config, new_sequence, prompts, run
+from tests.engine.device.test_runner import config, new_sequence, prompts, run
 from tests.poison import poison_new_blocks
 from tests.tiny_model import tiny_parts, write_tiny_model
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from disagg.api import http_reply
+from disagg.api.http import reply
 from disagg.worker.worker import Worker
 from tests.api.apps import Exchange, never
 from tests.links.fakes import until
@@ -62,7 +62,7 @@ async def test_nothing_is_left(phase: str, model: Path, monkeypatch: pytest.Monk
         asked: dict[str, Any] = body(LONG, 200, stream=True, ignore_eos=True)
         exchange = Exchange(running.ingress.app, asked)
         if phase == "slow_reader":
-            monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.05)
+            monkeypatch.setattr(reply, "PING_AFTER_S", 0.05)
 
             async def block(message: MutableMapping[str, Any]) -> None:
                 exchange.sent.append(message)

@@ -19,7 +19,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from disagg.engine.grammar import Compiled, GrammarState
+from disagg.engine.sched.grammar import Compiled, GrammarState
 from disagg.errors import GrammarError
 from disagg.local import LocalCluster
 from disagg.messages import Grammar

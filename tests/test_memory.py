@@ -21,7 +21,6 @@ import httpx
 import pytest
 
 from disagg import local
-from disagg.api.tokenizer import Tokenizer
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
@@ -30,6 +29,7 @@ from disagg.local import LocalCluster
 from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
 from disagg.store.memory_store import MemoryStore
+from disagg.text.tokenizer import Tokenizer
 from disagg.time_model import TransferTimeModel
 from disagg.worker.parts import Parts
 from tests.faults import fake_model

@@ -23,7 +23,7 @@ from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.prefill_worker import leaving
+from disagg.prefill_worker import kv_export
 from tests.test_local import LONG, cluster, until_empty
 from tests.tiny_model import write_tiny_model
 
@@ -176,7 +176,7 @@ async def _up_to(
 @pytest.fixture(autouse=True)
 def _short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a ticket is lost on its way, only time gives its blocks back."""
-    monkeypatch.setattr(leaving, "HOLD_TTL_S", 2.0)
+    monkeypatch.setattr(kv_export, "HOLD_TTL_S", 2.0)
 
 
 @pytest.fixture(scope="module")

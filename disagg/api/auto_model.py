@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from disagg.api.served_model import ServedModel
-from disagg.api.tokenizer import Tokenizer
 from disagg.config import AUTO
 from disagg.errors import ModelError
+from disagg.text.tokenizer import Tokenizer
 
 
 def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:

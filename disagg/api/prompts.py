@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
-from disagg.api.chat_template import RENDER_LIMIT_S, ChatTemplate, TemplateTooSlow
-from disagg.api.openai_requests import (
+from disagg.api.openai.requests import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
     prompts,
 )
+from disagg.api.openai.tools import Tool, offered
 from disagg.api.served_model import ServedModel
-from disagg.api.tools import Tool, offered
 from disagg.errors import ContextLengthExceeded, InvalidRequest
+from disagg.text.chat_template import RENDER_LIMIT_S, ChatTemplate, TemplateTooSlow
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
 INLINE_S = 0.02  # a template that takes longer, even for less, goes there too

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg.api.chat_template import ChatTemplate, load_chat_template
-from disagg.api.tokenizer import Tokenizer
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files, read_header
 from disagg.models.hf_config import HFConfig
+from disagg.text.chat_template import ChatTemplate, load_chat_template
+from disagg.text.tokenizer import Tokenizer
 
 _SAMPLE_NBYTES = 1024
 

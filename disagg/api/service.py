@@ -17,18 +17,18 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.answers import Choice, Explain, Generate, Job, Run
-from disagg.api.openai_requests import (
+from disagg.api.openai.answers import Choice, Explain, Generate, Job, Run
+from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from disagg.api.openai.structured_output import GrammarChecks, wanted_grammar
+from disagg.api.openai.tool_calls import CallSyntax
+from disagg.api.openai.tools import call_syntax, required_calls
 from disagg.api.prompts import chat_tokens, check_ids, completion_tokens, text_tokens
 from disagg.api.served_model import ServedModel
-from disagg.api.structured_output import GrammarChecks, wanted_grammar
-from disagg.api.tool_calls import CallSyntax
-from disagg.api.tools import call_syntax, required_calls
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams

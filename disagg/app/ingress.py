@@ -8,10 +8,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
-from disagg.api.http import AsgiApp
-from disagg.api.ingress import IngressCore
+from disagg.api.http.app import AsgiApp
 from disagg.app import membership
 from disagg.config import ServeConfig
+from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerRecord
 
 READY_WAIT_S = 30.0

@@ -91,7 +91,7 @@ def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bo
         gpu_nbytes: memory of each GPU, where it is known.
         is_here: whether workers run on this machine.
     """
-    from disagg.api.ingress import served_models
+    from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
     for tier in config.tiers:

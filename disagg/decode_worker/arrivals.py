@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from disagg.decode_worker.entering import enter_or_end
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport

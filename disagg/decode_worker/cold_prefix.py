@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from disagg.blocks import BlockHash
 from disagg.decode_worker.entering import enter_or_end
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import StoreCounts
 from disagg.store.cold_tier import ColdTier, Fetch
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed
 
 log = logging.getLogger(__name__)

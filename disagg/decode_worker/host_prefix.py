@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from disagg.blocks import BlockHash
 from disagg.decode_worker.entering import enter_or_end
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import HostCounts, KVEvent
 from disagg.store.host_tier import HostTier, Load
 

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 def check_model(tier: TierConfig) -> list[Finding]:
     """Read a model's description and its weights' headers; do the arithmetic of one worker."""
-    from disagg.engine.runner import check_engine
+    from disagg.engine.device.runner import check_engine
     from disagg.models.model_config import ModelConfig
 
     check = f"model {tier.name}"

@@ -9,12 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 from disagg.blocks import BlockHash
-from disagg.engine.block_pool import BlockPool
-from disagg.engine.grammar import Grammars
-from disagg.engine.load import load_of
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import Launcher, Results, Runner, StepPlan, TokenEvent
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.grammar import Grammars
+from disagg.engine.sched.load import load_of
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Launcher, Results, Runner, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.engine.engine import Engine
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.messages import KVEvent, WorkerStatus
 from disagg.time_model import StepFeatures

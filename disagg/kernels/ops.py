@@ -42,7 +42,7 @@ class PagedBatch(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on rows of tokens. `kv_cache` is the slab of `engine/kv_cache.py`."""
+    """Operations on rows of tokens. `kv_cache` is the slab of `engine/device/kv_cache.py`."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Weight:
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""

@@ -2,7 +2,7 @@
 
 A model's own log-probabilities tell its right answers from its wrong ones rather well, and cost
 nothing. Pure: the judge sees scores, the threshold sees predicted seconds. Who asks the models is
-`router/escalation.py`.
+`ingress/escalation.py`.
 """
 
 from __future__ import annotations

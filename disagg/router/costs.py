@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import msgspec
 
 from disagg.messages import HostCounts
-from disagg.router.experience import USUAL_OUTPUT_TOKENS
 from disagg.router.fleet import WorkerView
+from disagg.router.output_length import USUAL_OUTPUT_TOKENS
 from disagg.time_model import CHUNK_TOKENS
 
 # A decode worker is kept clear for streams: a prompt that it computes delays at least one, which

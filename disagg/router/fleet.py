@@ -27,7 +27,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.backlog import Backlog
-from disagg.router.experience import AnswerLengths, Delays
+from disagg.router.output_length import AnswerLengths, Delays
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
 

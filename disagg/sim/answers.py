@@ -14,8 +14,8 @@ import random
 from collections.abc import Mapping
 
 from disagg.config import CascadeConfig
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken
 from disagg.messages import TokenLogprobs
 
 _CERTAIN = TokenLogprobs(0.0)

@@ -13,12 +13,12 @@ import msgspec
 
 from disagg.config import PoolConfig, TierConfig
 from disagg.errors import RequestError
+from disagg.ingress.admission_queue import Turns
 from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
 from disagg.router.demand import Asked, Demand
 from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState, states_of
-from disagg.router.turns import Turns
 from disagg.time_model import StepTimeModel
 
 PERIOD_S = 1.0

@@ -14,11 +14,11 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import STALLED_WAIT_S, StepResult
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -33,7 +33,7 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.prefill_worker.leaving import HOLD_TTL_S
+from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
 from disagg.sim.answers import Sureness
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport

@@ -16,6 +16,9 @@ import msgspec
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.config import AUTO, TierConfig
 from disagg.errors import DisaggError, RequestError, WorkerLost
+from disagg.ingress.admission_queue import Turns
+from disagg.ingress.dispatch import Dispatcher
+from disagg.ingress.escalation import Escalation
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -28,10 +31,7 @@ from disagg.messages import (
 from disagg.router.autoscale import pools
 from disagg.router.baselines import new_policy
 from disagg.router.cascade import Attempt
-from disagg.router.dispatch import Dispatcher
-from disagg.router.escalation import Escalation
 from disagg.router.fleet import Fleet, FleetView, Pool
-from disagg.router.turns import Turns
 from disagg.sim import virtual_time
 from disagg.sim.answers import Sureness
 from disagg.sim.config import Fault, SimConfig

@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import Sampled, SampledToken, StepPlan
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.sim.answers import Sureness
 from disagg.time_model import StepFeatures, StepTimeModel
 

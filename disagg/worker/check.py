@@ -16,7 +16,7 @@ def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = 
     Raises:
         StartupError: in words for the user; `ModelError` and `NotEnoughMemory` are two of them.
     """
-    from disagg.engine.runner import check_engine
+    from disagg.engine.device.runner import check_engine
 
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

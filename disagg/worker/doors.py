@@ -18,13 +18,13 @@ from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.decode_worker.host_prefix import HostPrefixes
 from disagg.decode_worker.prefetches import Prefetches
 from disagg.engine.engine_thread import StepResult
-from disagg.engine.limits import check_room, rename_blocks
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.limits import check_room, rename_blocks
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
-from disagg.prefill_worker.leaving import Leaving
+from disagg.prefill_worker.kv_export import Leaving
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, Lobby, refusal
 from disagg.worker.parts import Parts

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import Unavailable
 from disagg.time_model import StepTimeModel
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
 

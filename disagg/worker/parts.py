@@ -28,7 +28,7 @@ from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
 
 if TYPE_CHECKING:  # needs torch
-    from disagg.engine.kv_cache import KVCache
+    from disagg.engine.device.kv_cache import KVCache
 
 READ_NBYTES = 64 << 20  # of pinned memory for blocks on their way to the store, as it queues
 
@@ -77,7 +77,7 @@ def build_parts(
         StartupError: in words for the user.
     """
     # Here, and not above: the scheduler's users must not need torch to import this package.
-    from disagg.engine.runner import build_engine
+    from disagg.engine.device.runner import build_engine
     from disagg.kernels.dispatch import device_name
 
     made: list[Stamps] = []
@@ -193,7 +193,7 @@ def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Seque
     """What reads blocks that are evicted together, for the store."""
     if slab.device_id == HOST:
         return kv_cache.read_blocks
-    from disagg.engine.stream_copier import BlockReader
+    from disagg.engine.device.stream_copier import BlockReader
 
     return BlockReader(kv_cache.slab, max(1, READ_NBYTES // slab.block_nbytes))
 
@@ -201,7 +201,7 @@ def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Seque
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:
     """What copies between a cache and `num_slots` blocks of host memory."""
     if slab.device_id != HOST:
-        from disagg.engine.stream_copier import StreamCopier
+        from disagg.engine.device.stream_copier import StreamCopier
 
         return StreamCopier(kv_cache.slab, num_slots)
     memory = allocate_host(num_slots * slab.block_nbytes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from disagg import telemetry
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.step import TokenEvent
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import GenerateRequest
 

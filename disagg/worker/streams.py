@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from disagg.engine.limits import TOKEN_NBYTES
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.limits import TOKEN_NBYTES
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import DisaggError, EngineFailed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, WireError

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import openai
 
-from disagg.api.answers import Generate
-from disagg.api.http import AsgiApp, HttpApp, Readiness, build_app
+from disagg.api.http.app import AsgiApp, HttpApp, Readiness, build_app
+from disagg.api.openai.answers import Generate
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.config import HttpConfig

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from disagg.api.chat_template import ChatTemplate
 from disagg.api.served_model import ServedModel
-from disagg.api.tokenizer import Tokenizer
 from disagg.errors import DisaggError
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.text.chat_template import ChatTemplate
+from disagg.text.tokenizer import Tokenizer
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"

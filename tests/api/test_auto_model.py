@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 
 from disagg.api.auto_model import auto_model, check_one_language
-from disagg.api.chat_template import ChatTemplate
 from disagg.api.served_model import GenerationDefaults, ServedModel
-from disagg.api.tokenizer import Tokenizer
 from disagg.errors import ModelError
+from disagg.text.chat_template import ChatTemplate
+from disagg.text.tokenizer import Tokenizer
 from tests.api.fakes import CHATML, byte_fallback_core, byte_level_core, served_model
 
 

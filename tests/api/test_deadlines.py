@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from disagg.api import http_reply, prompts
-from disagg.api.chat_template import ChatTemplate
-from disagg.api.metrics import ApiMetrics
-from disagg.api.openai_requests import ChatRequest, parse_request
+from disagg.api import prompts
+from disagg.api.http import reply
+from disagg.api.http.metrics import ApiMetrics
+from disagg.api.openai.requests import ChatRequest, parse_request
 from disagg.api.service import Caller
 from disagg.config import HttpConfig
+from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate, served_model
 from tests.api.hostile_requests import CHAT
-from tests.api.test_chat_template import ENDLESS
 from tests.api.test_service import service
+from tests.text.test_chat_template import ENDLESS
 
 
 def status(exchange: Exchange) -> int:
@@ -163,7 +164,7 @@ async def test_bodies_have_a_room_of_so_many_bytes() -> None:
 async def test_a_whole_reply_that_nobody_reads_is_given_up(
     body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     generate = FakeGenerate()
     exchange = Exchange(make_app(generate), body)
 
@@ -180,7 +181,7 @@ async def test_a_whole_reply_that_nobody_reads_is_given_up(
 async def test_a_silent_stream_that_takes_no_ping_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     pauses = iter(range(100))
     generate = FakeGenerate(
         pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 1 else never()

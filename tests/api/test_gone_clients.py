@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from disagg.api import http_reply
-from disagg.api.metrics import ApiMetrics
+from disagg.api.http import reply
+from disagg.api.http.metrics import ApiMetrics
 from disagg.messages import GenerateRequest, TokenDelta
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
@@ -71,7 +71,7 @@ async def test_a_cancelled_server_task_leaves_nothing_behind() -> None:
 
 
 async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     generate = FakeGenerate(pause=stuck_after(1))
     exchange = Exchange(make_app(generate), CHAT | {"stream": True})
     await exchange.until_text(": ping\n\n")
@@ -80,7 +80,7 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_reply, "PING_AFTER_S", 0.01)
+    monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     generate = FakeGenerate(pause=lambda: asyncio.ensure_future(asyncio.sleep(0.002)), finish=False)
     exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 400})
 

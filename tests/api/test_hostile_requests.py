@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.api.openai_requests import (
+from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import prompts
-from disagg.api.openai_requests import ChatRequest, CompletionRequest, parse_request
+from disagg.api.openai.requests import ChatRequest, CompletionRequest, parse_request
 from disagg.api.served_model import GenerationDefaults, ServedModel, model_fingerprint
 from disagg.api.service import Caller, Service
 from disagg.blocks import hash_blocks, hash_root

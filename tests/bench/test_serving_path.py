@@ -10,8 +10,8 @@ from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
 from bench.serving_path import PROMPT, WAYS
 from bench.sse_clients import Clients
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import StepPlan
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepFeatures
 from tests.behind_uvicorn import served_port

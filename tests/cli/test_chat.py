@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from disagg.api.http import AsgiApp
+from disagg.api.http.app import AsgiApp
 from disagg.cli import chat
 from disagg.config import HttpConfig
 from disagg.errors import DisaggError, EngineFailed, StartupError, Unavailable

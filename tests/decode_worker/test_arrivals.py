@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from disagg.decode_worker.arrivals import PULL_FACTOR, PULL_PATIENCE_S, Arrivals
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased

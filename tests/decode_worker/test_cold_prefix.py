@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.decode_worker.cold_prefix import ColdPrefixes
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Unavailable
 from disagg.store.memory_store import MemoryStore
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig

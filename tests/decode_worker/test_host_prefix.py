@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.decode_worker.host_prefix import HostPrefixes
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded
 from disagg.store.host_tier import HostTier
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig

@@ -9,7 +9,7 @@ import pytest
 from disagg.blocks import BlockHash
 from disagg.decode_worker.arrivals import PULL_PATIENCE_S
 from disagg.decode_worker.prefetches import Prefetches
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import Prefetch

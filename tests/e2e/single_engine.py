@@ -6,8 +6,8 @@ from pathlib import Path
 
 from disagg.api.served_model import ServedModel
 from disagg.config import EngineConfig
-from disagg.engine.runner import build_engine
-from disagg.engine.sequence import Sequence
+from disagg.engine.device.runner import build_engine
+from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 
 

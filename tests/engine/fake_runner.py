@@ -16,8 +16,8 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import Results, Sampled, SampledToken, StepPlan
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Results, Sampled, SampledToken, StepPlan
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine.block_pool import BlockPool
-from disagg.engine.decode_graphs import DecodeGraphs, new_logits
+from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
+from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.mixed_graphs import MixedGraphs, MixedSize
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
-from disagg.engine.kv_cache import KVCache, KVShape
-from disagg.engine.mixed_graphs import MixedGraphs, MixedSize
-from disagg.engine.runner import ModelRunner
-from disagg.engine.scheduler import Scheduler
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
 from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
-from tests.engine.test_runner import new_sequence
+from tests.engine.device.test_runner import new_sequence
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4

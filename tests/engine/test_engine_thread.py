@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import EngineThread, StepResult
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan, TokenEvent
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError, EngineFailed, RequestError, WorkerLost
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_engine, new_sequence

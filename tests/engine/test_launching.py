@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
-from disagg.engine.batching import StepInputs
+from disagg.engine.device.batching import StepInputs
+from disagg.engine.device.runner import ModelRunner, build_engine
 from disagg.engine.engine import Engine
-from disagg.engine.runner import ModelRunner, build_engine
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import Results, StepPlan
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Results, StepPlan
 from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.tiny_model import write_tiny_model
 

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from disagg.engine import block_pool
-from disagg.engine.block_pool import BlockPool
+from disagg.engine.sched import block_pool
+from disagg.engine.sched.block_pool import BlockPool
 from disagg.kvtransfer.runs import merge_runs
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1400

@@ -9,12 +9,12 @@ from hypothesis import Phase, given, settings
 from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
-from disagg.engine import ownership, scheduler
-from disagg.engine.block_pool import BlockPool
-from disagg.engine.following import After, Following
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence as EngineSequence
-from disagg.engine.step import SampledToken, StepPlan, TokenEvent
+from disagg.engine.sched import block_tables, scheduler
+from disagg.engine.sched.async_scheduling import After, Following
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence as EngineSequence
+from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
 from disagg.time_model import StepFeatures
 from tests.engine import workload
 from tests.engine.workload import ROOT, Driver, Workload, workloads
@@ -23,9 +23,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 _allocate = BlockPool.allocate
 _apply = Scheduler.apply
-_publish = ownership.publish
-_give_back = ownership.give_back
-_find_prefix = ownership.find_prefix
+_publish = block_tables.publish
+_give_back = block_tables.give_back
+_find_prefix = block_tables.find_prefix
 _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = After.__init__
@@ -59,7 +59,7 @@ def _publish_on_admission(patch: pytest.MonkeyPatch) -> None:
         for block_id, name in zip(sequence.block_ids, sequence.block_hashes, strict=False):
             pool.publish(block_id, name)
 
-    ownership_adopt = ownership.adopt
+    ownership_adopt = block_tables.adopt
     patch.setattr(scheduler, "adopt", adopt)
 
 

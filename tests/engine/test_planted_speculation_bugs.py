@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import Phase, given, settings
 
-from disagg.engine import chunks, ownership, scheduler, speculation
-from disagg.engine.block_pool import BlockPool
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken
+from disagg.engine.sched import block_tables, chunks, scheduler, speculation
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.workload import Driver, Workload, workloads
 
@@ -54,7 +54,7 @@ def _publish_before_it_is_verified(patch: pytest.MonkeyPatch) -> None:
         sequence.tokens += sequence.draft[:num_ahead]
         sequence.num_computed = len(sequence.tokens)
         if sequence.num_computed >= sequence.publish_at:
-            ownership.publish(pool, sequence)
+            block_tables.publish(pool, sequence)
         sequence.tokens[:] = known
         return _gain(pool, sequence, verified)[0], None
 

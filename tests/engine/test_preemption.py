@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
 from tests.engine.fake_runner import FakeKV, expected_tokens
 from tests.engine.workload import new_engine, new_sequence
 
@@ -169,7 +169,7 @@ def test_another_choice_of_victim_would_be_noticed(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: giving way must not go round in circles."""
-    from disagg.engine.ownership import give_back
+    from disagg.engine.sched.block_tables import give_back
 
     def preempt(self: Scheduler) -> Sequence:
         running = self.running

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench import sampler_before
-from disagg.engine.sampler import Sampler
-from disagg.engine.sequence import Sequence
-from disagg.engine.slots import Slots
-from disagg.engine.speculation import Ahead, Continued
-from disagg.engine.step import SampledToken
+from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import Ahead, Continued
+from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams
-from tests.engine.test_sampler import new_sequence
+from tests.engine.device.test_sampler import new_sequence
 
 VOCAB_SIZE = 600  # groups that are full, and one that is not
 

@@ -11,11 +11,11 @@ from itertools import count
 from hypothesis import strategies as st
 
 from disagg.blocks import hash_blocks, hash_root
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.messages import GenerateRequest, SamplingParams
 from tests.engine.fake_runner import FakeDevice, FakeKV, FakeRunner, draft_of, expected_tokens
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import ServeConfig, TierConfig
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import Sampled, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.worker.parts import Parts, new_cold_tier, new_transport

@@ -18,7 +18,7 @@ import msgspec
 from disagg.app.deployments import WorkerReplica
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
-from disagg.prefill_worker import leaving
+from disagg.prefill_worker import kv_export
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.faults.fake_model import BACK_DOORS, fake_parts
@@ -36,7 +36,7 @@ def parts_with_broken_wires(
     # Imports NIXL, and must do so when a real worker does: inside its process, after Serve.
     from tests.faults.fake_wire import broken_wires
 
-    leaving.HOLD_TTL_S = LEASE_S
+    kv_export.HOLD_TTL_S = LEASE_S
     with broken_wires():
         return fake_parts(config, tier, worker_id, epoch)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.engine.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache, KVShape
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.holds import issue_ticket

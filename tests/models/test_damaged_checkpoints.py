@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.config import EngineConfig
-from disagg.engine.runner import check_engine
+from disagg.engine.device.runner import check_engine
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files, read_header
 from tests.models.checkpoints import write_checkpoint

@@ -14,11 +14,11 @@ from array import array
 from dataclasses import dataclass, field
 
 from disagg.blocks import hash_blocks
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import SampledToken, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken, StepPlan
 from disagg.errors import Overloaded
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.router.fleet import Fleet, Load, Reservation

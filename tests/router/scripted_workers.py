@@ -14,9 +14,9 @@ from disagg.errors import (
     DisaggError,
     WorkerLost,
 )
+from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet, Load
 from tests.router.fakes import BLOCK_SIZE, make_status
 

@@ -9,8 +9,8 @@ import pytest
 
 from disagg.errors import Overloaded
 from disagg.router.admission import in_time
-from disagg.router.experience import USUAL_DELAY
 from disagg.router.fleet import Fleet, Load
+from disagg.router.output_length import USUAL_DELAY
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from disagg.errors import DeadlineExceeded, Unavailable
+from disagg.ingress.dispatch import Dispatcher
 from disagg.router.demand import Asked
-from disagg.router.dispatch import Dispatcher
 from disagg.router.fleet import Fleet
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (

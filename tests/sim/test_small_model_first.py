@@ -7,7 +7,7 @@ import pytest
 
 from disagg.blocks import HASH_NBYTES
 from disagg.config import AutoscalingConfig
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.errors import RequestError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.sim.answers import Sureness

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from disagg.engine.step import Sampled, StepPlan
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
 from disagg.kvtransfer.pulls import Pull
 from disagg.kvtransfer.runs import Run

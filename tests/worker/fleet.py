@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.ingress import request_state as router_journey
+from disagg.ingress.request_state import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -25,9 +27,7 @@ from disagg.messages import (
     decode_to_worker,
     encode,
 )
-from disagg.prefill_worker.leaving import HOLD_TTL_S
-from disagg.router import journey as router_journey
-from disagg.router.journey import grown
+from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
 from tests.engine.workload import STOP_IDS
 from tests.worker.members import Member, World

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import count
 from unittest import mock
 
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import StepResult
-from disagg.engine.scheduler import Scheduler
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
 from disagg.errors import EngineFailed
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from disagg.config import ServeConfig, TierConfig
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.step import Sampled, StepPlan
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps

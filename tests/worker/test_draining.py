@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
+from disagg.ingress.request_state import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.router.journey import grown
 from disagg.worker.draining import Draining
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig

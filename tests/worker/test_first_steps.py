@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from disagg.engine.engine import Engine
-from disagg.engine.prompt_lookup import PromptLookup
-from disagg.engine.step import Sampled, StepPlan
+from disagg.engine.sched.prompt_lookup import PromptLookup
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.worker.first_steps import first_steps
 from tests.engine.workload import new_engine
 

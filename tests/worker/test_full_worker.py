@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from disagg.engine.limits import TOKEN_NBYTES
+from disagg.engine.sched.limits import TOKEN_NBYTES
 from disagg.messages import TokenDelta
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig

@@ -9,7 +9,7 @@ import torch
 
 from disagg.blocks import hash_block, hash_root
 from disagg.config import EngineConfig, parse_config
-from disagg.engine.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache, KVShape
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.slab import Slab

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from disagg.ingress.request_state import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     Cancel,
@@ -23,8 +24,7 @@ from disagg.messages import (
     decode_to_worker,
     encode,
 )
-from disagg.prefill_worker import leaving
-from disagg.router.journey import grown
+from disagg.prefill_worker import kv_export
 from tests.links.test_server import RawIngress
 from tests.worker.members import Member, World
 from tests.worker.mutations import mutated
@@ -39,7 +39,7 @@ BLOCK_SIZE = 4
 @pytest.fixture
 def short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes for the tickets here."""
-    monkeypatch.setattr(leaving, "HOLD_TTL_S", 0.5)
+    monkeypatch.setattr(kv_export, "HOLD_TTL_S", 0.5)
 
 
 class Pair:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from disagg.ingress.request_state import grown
 from disagg.messages import GenerateRequest, Role, TokenDelta
-from disagg.router.journey import grown
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, tokens
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from disagg import telemetry
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import DeadlineExceeded
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import GenerateRequest, Start

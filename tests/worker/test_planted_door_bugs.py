@@ -16,17 +16,17 @@ from disagg.decode_worker import arrivals, cold_prefix, entering
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.decode_worker.cold_prefix import ColdPrefixes
 from disagg.decode_worker.prefetches import Prefetches
-from disagg.engine import ownership, scheduler
-from disagg.engine.block_pool import BlockPool
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence as EngineSequence
+from disagg.engine.sched import block_tables, scheduler
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.sequence import Sequence as EngineSequence
+from disagg.ingress import request_state
 from disagg.kvtransfer import pulls
 from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch
-from disagg.prefill_worker.leaving import Leaving
-from disagg.router import journey
+from disagg.prefill_worker.kv_export import Leaving
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
@@ -44,7 +44,7 @@ from tests.worker.rehearsal import play_many
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 _allocate = BlockPool.allocate
-_publish = ownership.publish
+_publish = block_tables.publish
 _begin = PullBook.begin
 _leave = Leaving.leave
 _lend = Leaving.lend
@@ -113,8 +113,8 @@ def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
         return hash_block(ROOT, tokens)
 
     patch.setattr(plays_module, "hash_blocks", hash_blocks)
-    patch.setattr(journey, "hash_block", of_one)
-    patch.setattr(ownership, "hash_block", of_one)
+    patch.setattr(request_state, "hash_block", of_one)
+    patch.setattr(block_tables, "hash_block", of_one)
 
 
 def _published_before_full(patch: pytest.MonkeyPatch) -> None:

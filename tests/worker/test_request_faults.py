@@ -9,11 +9,11 @@ import pytest
 
 from disagg.decode_worker.arrivals import Arrivals
 from disagg.engine.engine import Engine
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.kvtransfer.holds import issue_ticket
 from disagg.messages import GenerateRequest
-from disagg.prefill_worker import leaving
+from disagg.prefill_worker import kv_export
 from disagg.worker.phases import Phases
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig
@@ -61,7 +61,7 @@ def break_once(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
             raise RuntimeError("planted")
         return issue_ticket(*arguments, **named)
 
-    monkeypatch.setattr(leaving, "issue_ticket", breaks)
+    monkeypatch.setattr(kv_export, "issue_ticket", breaks)
 
 
 async def test_an_early_ticket_that_cannot_be_issued(monkeypatch: pytest.MonkeyPatch) -> None:

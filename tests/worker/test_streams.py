@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from disagg.engine.limits import TOKEN_NBYTES
-from disagg.engine.sequence import Sequence
-from disagg.engine.step import TokenEvent
+from disagg.engine.sched.limits import TOKEN_NBYTES
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, TokenLogprobs

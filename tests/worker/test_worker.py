@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from disagg.errors import EngineFailed, StartupError, WorkerLost
+from disagg.ingress.request_state import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
-from disagg.router.journey import grown
 from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker

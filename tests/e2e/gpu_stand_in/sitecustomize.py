@@ -74,7 +74,7 @@ def change_runner(runner: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.cuda": change_cuda,
-    "disagg.engine.runner": change_runner,
+    "disagg.engine.device.runner": change_runner,
 }
 
 

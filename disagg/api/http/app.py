@@ -1,0 +1,408 @@
+"""The HTTP surface as a plain ASGI application: routing, keys, limits, streams, ends.
+
+Decides on `scope["path"]` alone (never on a URL rebuilt from `Host`), refuses by default where a
+key is set, and turns every error into one reply in one place. Runs under uvicorn and inside Ray
+Serve. What a request means is `service`'s part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from disagg import logs, telemetry
+from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
+from disagg.api.http.quota import Quota
+from disagg.api.http.reply import Reply, Send, Writer, watch
+from disagg.api.http.request import Bodies, HttpRequest, KeyCheck
+from disagg.api.openai import responses as responses
+from disagg.api.openai.answers import Piece, Run
+from disagg.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_request,
+)
+from disagg.api.refusals import (
+    MethodNotAllowed,
+    UnknownUrl,
+    as_disagg_error,
+)
+from disagg.api.served_model import ServedModel
+from disagg.api.service import Caller, Service
+from disagg.config import AUTO, HttpConfig
+from disagg.errors import Overloaded, Unavailable
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
+
+CUT_TIMEOUT_S = 1.0  # for writing the error to clients that may read slowly
+
+logger = logging.getLogger("disagg.api")
+
+_STOPPING = Unavailable("This server is stopping and takes no new requests; ask again.")
+_CUT = Unavailable("The server stopped before this answer was complete; ask again.")
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether requests can be served now; `pools` says what there is, for people."""
+
+    ready: bool
+    reason: str = ""
+    pools: dict[str, dict[str, int]] = {}
+    ingress: str = ""  # which of several answers
+
+
+class Drained(NamedTuple):
+    """How the requests that ran when a server was told to stop have ended."""
+
+    num_ended: int
+    num_cut: int  # with an error, when their time was over
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | AsyncGenerator[bytes, None]]]
+
+
+def build_app(
+    service: Service,
+    config: HttpConfig,
+    *,
+    readiness: Callable[[], Readiness],
+    metrics: ApiMetrics | None = None,
+    explain: Callable[[str], bytes | None] | None = None,
+    refresh: Callable[[], None] = lambda: None,
+    new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    quota: Quota | None = None,
+) -> HttpApp:
+    """The ASGI application.
+
+    Args:
+        readiness: asked by `/ready` and `/health`; cheap.
+        metrics: shown by `/metrics`.
+        explain: request id -> JSON that says how it was routed; `/debug/requests/{id}`.
+        refresh: brings gauges up to date before `/metrics` shows them.
+        new_id: random text for ids that clients do not choose.
+        quota: what tenants may do; None: whatever they like.
+    """
+    metrics = metrics or ApiMetrics()
+    quota = quota or Quota.unlimited(metrics.clock)
+    return HttpApp(service, config, readiness, metrics, explain, refresh, new_id, quota)
+
+
+class HttpApp:
+    """An ASGI application; made by `build_app`."""
+
+    def __init__(
+        self,
+        service: Service,
+        config: HttpConfig,
+        readiness: Callable[[], Readiness],
+        metrics: ApiMetrics,
+        explain: Callable[[str], bytes | None] | None,
+        refresh: Callable[[], None],
+        new_id: Callable[[], str],
+        quota: Quota,
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._readiness = readiness
+        self._metrics = metrics
+        self._explain = explain
+        self._refresh = refresh
+        self._new_id = new_id
+        self._key_check = KeyCheck(config.api_key, config.api_keys)
+        self._quota = quota
+        self._running: set[asyncio.Task[None]] = set()  # not those of open paths
+        self._stopping: Unavailable | None = None  # what new requests are told
+        self._is_cutting = False
+        self._bodies = Bodies(config.max_requests_nbytes)
+        metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
+        metrics.num_running.set_function(lambda: len(self._running))
+        metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
+        self._routes: dict[str, tuple[str, Endpoint]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._ready),
+            "/ready": ("GET", self._ready),
+            "/ping": ("GET", self._ready),
+            "/live": ("GET", self._live),
+            "/version": ("GET", self._show_version),
+            "/metrics": ("GET", self._show_metrics),
+        }
+        self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
+            "/v1/models/": ("GET", self._one_model),
+            "/debug/requests/": ("GET", self._debug_request),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _answer_lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1003})
+        elif scope["type"] == "http":
+            request = HttpRequest(scope, receive, self._new_id)
+            await self._serve(request, send)
+
+    async def _serve(self, request: HttpRequest, send: Send) -> None:
+        """Answer one request, unless its client goes away first."""
+        if request.path in OPEN_PATHS:
+            await self._serve_untraced(request, send)
+            return
+        named = {"http.request.method": request.method, "url.path": request.path[:128]}
+        with telemetry.span("http", request.traceparent, named, "server") as span:
+            request.traceparent = span.traceparent
+            logs.set_request(request.request_id, request.traceparent)
+            span.set("http.response.status_code", await self._serve_untraced(request, send))
+
+    async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
+        """Returns the status that was sent; 499 if the client went away before."""
+        writer = Writer(send, request.reply_headers)
+        work = asyncio.create_task(self._answer(request, writer))
+        if request.path not in OPEN_PATHS:
+            self._running.add(work)
+        gone = asyncio.create_task(watch(request, writer))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when the server cancels us, as Serve does when a client goes away
+            if not work.done():
+                self._metrics.disconnects.inc()
+            status = writer.status or 499
+            self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
+            for task in (work, gone):
+                task.cancel()
+            try:
+                await asyncio.gather(work, gone, return_exceptions=True)
+            finally:  # also when we are cancelled a second time
+                self._running.discard(work)
+                self._bodies.give_back(request.num_body_bytes)
+                self._quota.end(request)
+        return status
+
+    async def _answer(self, request: HttpRequest, writer: Writer) -> None:
+        try:
+            answer = await self._dispatch(request)
+            if isinstance(answer, Reply):
+                await writer.reply(answer)
+            else:
+                await writer.stream(answer)
+        except asyncio.CancelledError:
+            if not self._is_cutting:
+                raise
+            await writer.fail(_CUT, close=True)
+        except Exception as problem:  # the one place where errors become replies
+            error = as_disagg_error(problem, request.request_id)
+            if error is not problem:
+                logger.exception("request %s failed", request.request_id)
+            if isinstance(error, Overloaded):
+                who = self._quota.tenant_class(request.tenant)
+                self._metrics.refused.labels(request.route, error.reason, who).inc()
+                self._quota.say(request)
+            await writer.fail(error, close=not request.body_is_read)
+
+    async def drain(self, timeout_s: float) -> Drained:
+        """Refuse what is new, and wait for what runs.
+
+        What still runs after `timeout_s` ends with an error: as a reply, or as the last event of
+        a stream. There is no way back.
+        """
+        self._stopping = _STOPPING
+        running = {work for work in self._running if not work.done()}
+        if running and timeout_s > 0:
+            await asyncio.wait(running, timeout=timeout_s)
+        cut = {work for work in running if not work.done()}
+        self._is_cutting = True
+        for work in cut:
+            work.cancel()
+        if cut:
+            await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
+        return Drained(len(running) - len(cut), len(cut))
+
+    async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        method, endpoint = self._route(request)
+        request.check_head()
+        if request.path not in OPEN_PATHS:
+            self._key_check(request)
+            if self._stopping is not None:
+                raise self._stopping
+        if endpoint is None:
+            raise UnknownUrl(f"There is no {request.path[:128]!r} here.")
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            raise MethodNotAllowed(
+                f"{request.path} takes {method}, not {request.method[:16]}.", allowed=method
+            )
+        if method == "POST" and len(self._running) > self._config.max_num_requests:
+            raise Overloaded(
+                f"{self._config.max_num_requests} requests are in flight here already."
+            )
+        if method == "POST":
+            self._quota.begin(request)
+        return await endpoint(request)
+
+    def _route(self, request: HttpRequest) -> tuple[str, Endpoint | None]:
+        path = request.path
+        if path in self._routes:
+            request.route = path
+            return self._routes[path]
+        for prefix, route in self._prefix_routes.items():
+            if path.startswith(prefix):
+                request.route = prefix
+                request.rest = path.removeprefix(prefix)
+                return route
+        return "", None
+
+    # Completions
+
+    async def _chat(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        arrived_s = self._metrics.clock()
+        asked = parse_request(await self._read_json(request), ChatRequest)
+        run = await self._service.chat(asked, self._caller(request, "chatcmpl-", arrived_s))
+        self._quota.take_prompt(request, run)
+        if asked.stream:
+            return self._events(request, run, responses.ChatFrames(run.job), arrived_s)
+        return Reply(responses.chat_body(run, await self._collect(request, run, arrived_s)))
+
+    async def _completions(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+        arrived_s = self._metrics.clock()
+        asked = parse_request(await self._read_json(request), CompletionRequest)
+        run = await self._service.complete(asked, self._caller(request, "cmpl-", arrived_s))
+        self._quota.take_prompt(request, run)
+        if asked.stream:
+            return self._events(request, run, responses.CompletionFrames(run.job), arrived_s)
+        return Reply(responses.completion_body(run, await self._collect(request, run, arrived_s)))
+
+    async def _collect(self, request: HttpRequest, run: Run, arrived_s: float) -> list[Piece]:
+        """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
+        answers = [Piece(choice.index) for choice in run.job.choices]
+        async with aclosing(run.batches()) as batches:
+            with RequestTimer(self._metrics, run, arrived_s) as timer:
+                async for batch in batches:
+                    timer.observe(batch)
+                    for piece in batch:
+                        answers[piece.index].extend(piece)
+        _say_why(run, request)
+        return answers
+
+    async def _events(
+        self, request: HttpRequest, run: Run, frames: responses.Frames, arrived_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, those of one batch joined into one write."""
+        begun, is_named = False, run.job.model.name != AUTO
+        async with aclosing(run.batches()) as batches:
+            with RequestTimer(self._metrics, run, arrived_s) as timer:
+                async for batch in batches:
+                    timer.observe(batch)
+                    if not is_named:
+                        is_named = frames.name_models(run)
+                    events = b"".join(map(frames.piece, batch))
+                    if not begun:
+                        begun = True
+                        _say_why(run, request)
+                        events = frames.opening() + events
+                    if events:
+                        yield events
+        yield frames.closing(run)
+
+    def _caller(self, request: HttpRequest, prefix: str, arrived_s: float) -> Caller:
+        waited_s = self._metrics.clock() - arrived_s
+        return Caller(
+            prefix + request.own_id,
+            request.tenant,
+            request.traceparent,
+            waited_s,
+            self._quota.min_priority(request.tenant),
+        )
+
+    # The rest
+
+    async def _models(self, request: HttpRequest) -> Reply:
+        models = [_describe(model) for model in self._service.models.values()]
+        return Reply(msgspec.json.encode(responses.ModelList(models)))
+
+    async def _one_model(self, request: HttpRequest) -> Reply:
+        return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
+
+    async def _tokenize(self, request: HttpRequest) -> Reply:
+        asked = parse_request(await self._read_json(request), TokenizeRequest)
+        model, token_ids = await self._service.tokenize(asked)
+        texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        body = responses.Tokenized(
+            len(token_ids),
+            model.max_model_len,
+            token_ids,
+            texts if asked.return_token_strs else None,
+        )
+        return Reply(msgspec.json.encode(body))
+
+    async def _detokenize(self, request: HttpRequest) -> Reply:
+        asked = parse_request(await self._read_json(request), DetokenizeRequest)
+        text = self._service.detokenize(asked)
+        return Reply(msgspec.json.encode(responses.Detokenized(text)))
+
+    async def _ready(self, request: HttpRequest) -> Reply:
+        state = self._readiness()
+        if self._stopping is not None:
+            state = msgspec.structs.replace(state, ready=False, reason="the server is stopping")
+        return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
+
+    async def _live(self, request: HttpRequest) -> Reply:
+        return Reply(b"{}")
+
+    async def _show_version(self, request: HttpRequest) -> Reply:
+        return Reply(msgspec.json.encode(_Version(version("disagg"))))
+
+    async def _show_metrics(self, request: HttpRequest) -> Reply:
+        self._refresh()
+        return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
+
+    async def _debug_request(self, request: HttpRequest) -> Reply:
+        found = self._explain(request.rest) if self._explain is not None else None
+        if found is None:
+            raise UnknownUrl("No decision is kept for a request of this id.")
+        return Reply(found)
+
+    async def _read_json(self, request: HttpRequest) -> bytes:
+        request.check_json()
+        return await request.read_body(
+            self._config.max_body_nbytes, self._bodies, self._config.default_timeout_s
+        )
+
+
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _say_why(run: Run, request: HttpRequest) -> None:
+    """In a header, what the cascade has decided so far."""
+    words = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
+    if words:
+        text = "; ".join(words).encode("ascii", "replace")
+        request.reply_headers.append((b"x-disagg-cascade", text))
+
+
+def _describe(model: ServedModel) -> responses.Model:
+    return responses.Model(
+        model.name, model.created_unix_s, model.max_model_len, model.name, model.num_parameters
+    )

@@ -1,0 +1,80 @@
+"""What a tenant may do, as HTTP shows it: refusals, headers, and a bound on priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.api.http.request import HttpRequest
+from disagg.api.openai.answers import Run
+from disagg.config import DEFAULT_TENANT, TenantConfig
+from disagg.store.limits import Limits, Remaining
+
+_PREFIX = b"x-ratelimit-"
+
+
+class Quota:
+    """Counts requests against their tenants' limits.
+
+    Args:
+        tenant: a tenant's settings, by name.
+        tenant_class: what metrics call a tenant; bounded by the configuration.
+        limits: kept by every ingress alike.
+    """
+
+    def __init__(
+        self,
+        tenant: Callable[[str], TenantConfig],
+        tenant_class: Callable[[str], str],
+        limits: Limits,
+    ) -> None:
+        self._tenant = tenant
+        self.tenant_class = tenant_class
+        self._limits = limits
+
+    @classmethod
+    def unlimited(cls, clock: Callable[[], float]) -> Quota:
+        nothing = TenantConfig()
+        limits = Limits(lambda name: nothing, clock=clock)
+        return cls(lambda name: nothing, lambda name: DEFAULT_TENANT, limits)
+
+    def min_priority(self, name: str) -> int:
+        return self._tenant(name).min_priority
+
+    def begin(self, request: HttpRequest) -> None:
+        """Raises `RateLimited`."""
+        self._limits.begin(request.tenant)
+        request.num_output_tokens = lambda: 0
+
+    def take_prompt(self, request: HttpRequest, run: Run) -> None:
+        """Raises `RateLimited`."""
+        self._limits.take_tokens(request.tenant, run.job.num_prompt_tokens)
+        request.num_output_tokens = lambda: run.num_completion_tokens
+        self.say(request)
+
+    def end(self, request: HttpRequest) -> None:
+        """Whatever has become of it."""
+        if request.num_output_tokens is not None:
+            self._limits.end(request.tenant, request.num_output_tokens())
+
+    def say(self, request: HttpRequest) -> None:
+        """Tell the client what is left, where there is a limit."""
+        headers = request.reply_headers
+        headers[:] = [each for each in headers if not each[0].startswith(_PREFIX)]
+        for kind, left in self._limits.remaining(request.tenant).items():
+            headers += _headers(kind.encode(), left)
+
+
+def _headers(kind: bytes, left: Remaining) -> list[tuple[bytes, bytes]]:
+    return [
+        (_PREFIX + b"limit-" + kind, str(left.limit).encode()),
+        (_PREFIX + b"remaining-" + kind, str(left.remaining).encode()),
+        (_PREFIX + b"reset-" + kind, duration(left.reset_s).encode()),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    if seconds < 1.0:
+        return f"{round(1000 * seconds)}ms"
+    minutes, rest = divmod(round(seconds, 1), 60.0)
+    return f"{int(minutes)}m{round(rest)}s" if minutes else f"{rest:g}s"

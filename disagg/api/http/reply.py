@@ -1,0 +1,111 @@
+"""Writing one answer: whole, or as a stream that starts with its first event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from disagg.api.http.request import HttpRequest
+from disagg.api.openai.responses import PING, error_frame
+from disagg.api.refusals import error_headers, error_json
+from disagg.errors import DisaggError
+
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# A stream without an event for so long gets a comment, against idle timeouts of proxies; one
+# whose client takes nothing for so long is given up.
+PING_AFTER_S = 15.0
+JSON = (b"content-type", b"application/json")
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass
+class Reply:
+    body: bytes
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=lambda: [JSON])
+
+
+class Writer:
+    """Writes one answer, whole or in parts, and knows how far it got."""
+
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers  # of every answer, whatever it is
+        self.status: int | None = None
+        self.streaming = False
+        self.num_begun = 0  # writes of the stream; one more than `num_written` while one blocks
+        self.num_written = 0
+
+    async def reply(self, reply: Reply) -> None:
+        length = (b"content-length", str(len(reply.body)).encode())
+        await self._start(reply.status, [*reply.headers, length])
+        await self._write(reply.body, more=False)
+
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        """The reply starts with the first event, so that earlier errors have a status."""
+        async with aclosing(events):
+            async for event in events:
+                if not self.streaming:
+                    await self._start(200, EVENT_STREAM)
+                    self.streaming = True
+                await self.write(event)
+        self.streaming = False
+        await self._write(b"", more=False)
+
+    async def write(self, event: bytes) -> None:
+        await self._write(event, more=True)
+
+    async def fail(self, error: DisaggError, *, close: bool) -> None:
+        """An error reply, or the error as the last event of a stream that has begun."""
+        if self.streaming:
+            self.streaming = False
+            await self._write(error_frame(error), more=False)
+        elif self.status is None:
+            closing = [(b"connection", b"close")] if close else []
+            headers = [JSON, *error_headers(error), *closing]
+            await self.reply(Reply(error_json(error), error.http_status, headers))
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        self.num_begun += 1
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.num_written += 1
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self._headers],
+            }
+        )
+
+
+async def watch(request: HttpRequest, writer: Writer) -> None:
+    """Return when the client is gone or has stopped reading; keep a silent stream alive."""
+    gone = asyncio.create_task(request.disconnected())
+    try:
+        while True:
+            before = writer.num_begun, writer.num_written
+            done, _ = await asyncio.wait({gone}, timeout=PING_AFTER_S)
+            if done:
+                return
+            if before != (writer.num_begun, writer.num_written):
+                continue
+            if writer.num_begun > writer.num_written:
+                return  # one write has blocked for all this time
+            if writer.streaming:
+                async with asyncio.timeout(PING_AFTER_S):
+                    await writer.write(PING)
+    except TimeoutError:
+        return
+    finally:
+        gone.cancel()

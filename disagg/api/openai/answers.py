@@ -1,0 +1,281 @@
+"""Running the choices of one request: token deltas in, pieces of text out, one end for each.
+
+A choice that a stop string ends is closed at once, and a slow client delays nobody: what arrives
+while it is busy waits at its source and is handed on together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from disagg.api.openai.tool_calls import Call, CallReader, CallSyntax
+from disagg.api.served_model import ServedModel
+from disagg.errors import EngineFailed
+from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.router.cascade import CascadeDecision
+from disagg.text.detokenizer import Detokenizer
+
+Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
+# Request id -> which tier answers and why; None: the request named its model itself.
+Explain: TypeAlias = Callable[[str], CascadeDecision | None]
+
+
+class ScoredToken(NamedTuple):
+    """A token of an answer with its log-probabilities and the offset of its text."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice gained."""
+
+    index: int
+    text: str = ""
+    num_tokens: int = 0
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    def extend(self, later: Piece) -> None:
+        self.text += later.text
+        self.calls += later.calls
+        self.num_tokens += later.num_tokens
+        self.scored += later.scored
+        self.finish_reason = later.finish_reason
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer to generate."""
+
+    index: int
+    request: GenerateRequest
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    calls: CallSyntax | None = None  # how tool calls are read in it; None: it is text
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: `num_choices` consecutive choices for each prompt."""
+
+    id: str
+    created_unix_s: int
+    model: ServedModel
+    choices: tuple[Choice, ...]
+    num_choices: int
+    num_logprobs: int | None = None
+    include_usage: bool = False
+    echoes: tuple[str, ...] = ()  # the prompts' texts, when they are to be repeated
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        firsts = self.choices[:: self.num_choices]
+        return sum(choice.request.num_prompt_tokens for choice in firsts)
+
+
+class Answer:
+    """The state of one choice while it runs."""
+
+    def __init__(self, choice: Choice, model: ServedModel, explain: Explain) -> None:
+        self._choice = choice
+        self._explain = explain
+        self._detokenizer = Detokenizer(
+            model.tokenizer,
+            stops=choice.stops,
+            include_stop=choice.include_stop,
+            skip_special_tokens=choice.skip_special_tokens,
+            num_unchecked=choice.request.sampling.min_tokens,
+        )
+        self._calls = None
+        if choice.calls is not None:
+            self._calls = CallReader(choice.calls, choice.request.request_id)
+        self._num_deltas = 0
+        self.num_cached_tokens = 0
+        self.decision: CascadeDecision | None = None
+
+    def advance(self, delta: TokenDelta) -> Piece:
+        """The text `delta` adds. Raises the error that `delta` carries."""
+        if delta.error is not None:
+            raise delta.error.to_error()
+        if self._num_deltas == 0:
+            self.num_cached_tokens = delta.num_cached_tokens
+            self.decision = self._explain(self._choice.request.request_id)
+        self._num_deltas += 1
+        piece = Piece(self._choice.index)
+        scores = delta.logprobs or ()
+        num_shown = len(delta.token_ids) - self._ends_unseen(delta)
+        for position, token_id in enumerate(delta.token_ids):
+            if position < len(scores):
+                offset = self._detokenizer.num_chars
+                piece.scored.append(ScoredToken(token_id, scores[position], offset))
+            piece.num_tokens += 1
+            if position < num_shown:
+                piece.text += self._detokenizer.push(token_id)
+            if self._detokenizer.found is not None:
+                break
+        else:
+            piece.finish_reason = delta.finish_reason
+            if delta.finish_reason is not None:
+                piece.text += self._detokenizer.finish()
+        if self._detokenizer.found is not None:
+            piece.finish_reason = "stop"
+        if self._calls is not None:
+            is_end = piece.finish_reason is not None
+            piece.text, piece.calls = self._calls.push(piece.text, is_end=is_end)
+            if self._calls.is_done or (self._calls.has_called and piece.finish_reason == "stop"):
+                piece.finish_reason = "tool_calls"
+        return piece
+
+    def _ends_unseen(self, delta: TokenDelta) -> bool:
+        """Whether the last token only says that the answer is over."""
+        return (
+            delta.finish_reason == "stop"
+            and not self._choice.include_stop
+            and bool(delta.token_ids)
+            and delta.token_ids[-1] in self._choice.request.sampling.stop_token_ids
+        )
+
+
+class Run:
+    """One job under way. Iterate `batches`; afterwards the counts are final.
+
+    Args:
+        generate: keeps the deadline of the requests it is given.
+        explain: asked when a choice's first tokens come.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        generate: Generate,
+        explain: Explain = lambda request_id: None,
+    ) -> None:
+        self.job = job
+        self.num_completion_tokens = 0
+        self._generate = generate
+        self._answers = [Answer(choice, job.model, explain) for choice in job.choices]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed; further choices of a prompt do not count."""
+        return sum(answer.num_cached_tokens for answer in self._answers[:: self.job.num_choices])
+
+    @property
+    def decisions(self) -> list[CascadeDecision | None]:
+        """Of the cascade, for each choice: once it has begun, and if it was asked to decide."""
+        return [answer.decision for answer in self._answers]
+
+    @property
+    def model_name(self) -> str:
+        """The model that answers. What the client asked for, where several did or none yet."""
+        asked = self.job.model.name
+        names = {asked if each is None else each.model for each in self.decisions}
+        return names.pop() if len(names) == 1 else asked
+
+    def batches(self) -> AsyncGenerator[list[Piece], None]:
+        """Pieces as they come, at most one per choice at a time, each choice ending once.
+
+        The first come when every choice has begun, so a request is refused whole, before anything
+        of it was sent, if one of its choices is.
+
+        Closing the iterator cancels what still runs, and returns when that is done.
+
+        Raises:
+            DisaggError: the first failure of any choice; the others are cancelled.
+        """
+        choices = self.job.choices
+        return self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
+
+    async def _alone(self, choice: Choice) -> AsyncGenerator[list[Piece], None]:
+        """The common case, without a task of its own: that would cost as much as a token does."""
+        async with aclosing(self._pieces(choice)) as pieces:
+            async for piece in pieces:
+                yield [piece]
+
+    async def _side_by_side(self) -> AsyncGenerator[list[Piece], None]:
+        """A task for each choice, so that one that is slow to start delays no other."""
+        inbox = _Inbox({choice.index for choice in self.job.choices})
+        tasks = [asyncio.create_task(self._follow(choice, inbox)) for choice in self.job.choices]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                batch = await inbox.take()
+                num_open -= sum(piece.finish_reason is not None for piece in batch)
+                yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, choice: Choice, inbox: _Inbox) -> None:
+        """Feed the inbox until this choice ended, one way or another."""
+        try:
+            async with aclosing(self._pieces(choice)) as pieces:
+                async for piece in pieces:
+                    inbox.put(piece)
+        except Exception as error:  # whatever it is, the client must hear of an end
+            inbox.put(error)
+
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        """What a choice gains, up to its end; a stop string closes the source early."""
+        answer = self._answers[choice.index]
+        async with aclosing(self._generate(choice.request)) as deltas:
+            async for delta in deltas:
+                piece = answer.advance(delta)
+                self.num_completion_tokens += piece.num_tokens
+                if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
+                    yield piece
+                if piece.finish_reason is not None:
+                    return
+        raise EngineFailed("The answer ended without saying why; try the request again.")
+
+
+class _Inbox:
+    """Pieces of several choices, by index, on their way to one reader."""
+
+    def __init__(self, choices: set[int]) -> None:
+        self._silent = choices  # until these have begun, or failed
+        self._arrived: list[Piece | Exception] = []
+        self._has_some = asyncio.Event()
+
+    def put(self, item: Piece | Exception) -> None:
+        if isinstance(item, Exception):
+            if self._silent:
+                self._arrived.clear()
+                self._silent.clear()
+        elif self._silent:
+            self._silent.discard(item.index)
+        self._arrived.append(item)
+        if not self._silent:
+            self._has_some.set()
+
+    async def take(self) -> list[Piece]:
+        """What arrived since the last call, at most one piece per choice.
+
+        Raises the failure that arrived, once all text before it has been taken.
+        """
+        await self._has_some.wait()
+        merged: dict[int, Piece] = {}
+        arrived, self._arrived = self._arrived, []
+        self._has_some.clear()
+        for position, item in enumerate(arrived):
+            if isinstance(item, Exception):
+                if not merged:
+                    raise item
+                self._arrived = arrived[position:]
+                self._has_some.set()
+                break
+            if item.index in merged:
+                merged[item.index].extend(item)
+            else:
+                merged[item.index] = item
+        return list(merged.values())

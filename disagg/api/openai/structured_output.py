@@ -1,0 +1,178 @@
+"""What an answer must look like, as clients say it: from request fields to a checked grammar.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. A schema is
+followed to the letter, `strict` or not; one that cannot be is refused here, before any worker
+hears of it. Knows no tokens: what a grammar allows is known to `engine/sched/grammar.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import Future
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from disagg.api.refusals import invalid_value, missing_parameter
+from disagg.api.served_model import ServedModel
+from disagg.engine.sched.grammar import Compiled, Grammars
+from disagg.errors import GrammarError, InvalidRequest
+from disagg.messages import Grammar
+
+# Of processor time, for one grammar. Ordinary schemas take about a millisecond.
+MAX_COMPILE_S = 0.5
+ANY_OBJECT = Grammar("json", '{"type":"object"}')
+
+Choices = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1000)
+]
+Schema = dict[str, Any] | str
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    json: Schema | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Structured(Protocol):
+    """The fields of a request that are looked at here."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: Schema | None
+    guided_regex: str | None
+    guided_choice: Choices | None
+    guided_grammar: str | None
+    ignore_eos: bool | None
+    min_tokens: int | None
+
+
+def wanted_grammar(
+    request: Structured, required_calls: Grammar | None = None
+) -> tuple[str, Grammar] | None:
+    """The field that says what the answer must look like, and what it says.
+
+    Raises:
+        InvalidRequest: several fields do, one is incomplete, or the end of the answer is asked to
+            be elsewhere than the grammar has it.
+    """
+    wanted = _wanted(request)
+    if required_calls is not None:
+        wanted["tool_choice"] = required_calls
+    if not wanted:
+        return None
+    (param, grammar), *others = wanted.items()
+    if others:
+        raise invalid_value(others[0][0], f"{param} says already what the answer must look like.")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise invalid_value(name, f"With {param} an answer ends where it is complete.")
+    return param, grammar
+
+
+def _wanted(request: Structured) -> dict[str, Grammar]:
+    wanted: dict[str, Grammar] = {}
+    form = request.response_format
+    if form is not None and form.type == "json_object":
+        wanted["response_format"] = ANY_OBJECT
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise missing_parameter("response_format.json_schema")
+        param = "response_format.json_schema.schema"
+        wanted[param] = Grammar("json", _json_text(form.json_schema.schema, param))
+    outputs = request.structured_outputs
+    if outputs is not None:
+        found = _texts("structured_outputs.", outputs.json, outputs.regex, outputs.choice,
+                       outputs.grammar)  # fmt: skip
+        if outputs.json_object:
+            found["structured_outputs.json_object"] = ANY_OBJECT
+        if not found:
+            raise invalid_value("structured_outputs", "It is empty.")
+        wanted |= found
+    return wanted | _texts(
+        "guided_", request.guided_json, request.guided_regex, request.guided_choice,
+        request.guided_grammar,
+    )  # fmt: skip
+
+
+def _texts(
+    prefix: str,
+    schema: Schema | None,
+    regex: str | None,
+    choices: list[str] | None,
+    lark: str | None,
+) -> dict[str, Grammar]:
+    found: dict[str, Grammar] = {}
+    if schema is not None:
+        found[f"{prefix}json"] = Grammar("json", _json_text(schema, f"{prefix}json"))
+    if regex is not None:
+        found[f"{prefix}regex"] = Grammar("regex", regex)
+    if choices is not None:
+        found[f"{prefix}choice"] = Grammar("choice", _json_text(choices, f"{prefix}choice"))
+    if lark is not None:
+        found[f"{prefix}grammar"] = Grammar("lark", lark)
+    return found
+
+
+def _json_text(value: dict[str, Any] | list[str] | str, param: str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise _refused(param, "It is nested too deeply.") from None
+
+
+class GrammarChecks:
+    """Compiles grammars as workers will, to refuse what they could not follow."""
+
+    def __init__(self) -> None:
+        self._of_models: dict[str, Grammars] = {}
+
+    async def check(self, param: str, grammar: Grammar, model: ServedModel) -> None:
+        """
+        Raises:
+            InvalidRequest: it cannot be followed; in words for the client.
+            Overloaded: too many others are being looked at.
+        """
+        if not model.eos_token_ids:
+            raise _refused(param, f"The model {model.name!r} has no token that ends an answer.")
+        grammars = self._of_models.get(model.name)
+        if grammars is None:
+            core, ends = model.tokenizer.core, model.eos_token_ids
+            grammars = Grammars(core.to_str, ends, max_compile_s=MAX_COMPILE_S)
+            self._of_models[model.name] = grammars
+        try:
+            await _done(grammars.compile(grammar))
+        except GrammarError as error:
+            raise _refused(param, error.message) from None
+
+
+async def _done(future: Future[Compiled]) -> Compiled:
+    """Its result. Who stops waiting does not cancel it: others may wait for the same."""
+    if not future.done():
+        loop, is_done = asyncio.get_running_loop(), asyncio.Event()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))
+        await is_done.wait()
+    return future.result()
+
+
+def _refused(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid {param}: {message}", code=GrammarError.code, param=param)

@@ -1,0 +1,157 @@
+"""Functions that a client offers to the model: checked, shown to it, and asked for by grammar.
+
+With `tool_choice` "auto" the model says whether it calls one, in the way that its chat template
+shows. Where a call is required the answer is made of JSON alone, by a grammar: a list of calls, or
+the arguments of the one function that was named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from disagg.api.openai.tool_calls import CallSyntax, format_of
+from disagg.api.refusals import invalid_value, unsupported
+from disagg.api.served_model import ServedModel
+from disagg.messages import Grammar
+
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+
+
+class FunctionDefinition(msgspec.Struct, omit_defaults=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct):
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Offering(Protocol):
+    """The fields of a request that are looked at here."""
+
+    tools: Tools | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
+
+
+def offered(request: Offering) -> Sequence[Tool]:
+    """The functions that may be called: none if the client says so."""
+    return () if request.tool_choice == "none" else request.tools or ()
+
+
+def check_tools(request: Offering) -> None:
+    """
+    Raises:
+        InvalidRequest: two functions have one name, or one is asked for that is not offered.
+    """
+    names = [tool.function.name for tool in request.tools or ()]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid_value(
+                f"tools[{index}].function.name", f"There are two functions {name!r}."
+            )
+    choice = request.tool_choice
+    if choice == "required" and not names:
+        raise invalid_value("tool_choice", "There are no tools to choose from.")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid_value(
+            "tool_choice", f"No function {choice.function.name!r} is among the tools."
+        )
+
+
+def required_calls(request: Offering) -> Grammar | None:
+    """What the answer must look like where a call is required; None where it is not.
+
+    Raises:
+        InvalidRequest: two functions mean different things by one definition in their schemas.
+    """
+    if isinstance(request.tool_choice, NamedTool):
+        wanted = request.tool_choice.function.name
+        named = next(t.function for t in request.tools or () if t.function.name == wanted)
+        return _grammar(named.parameters or {"type": "object"})
+    if request.tool_choice != "required":
+        return None
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = [_call_schema(tool.function, definitions) for tool in request.tools or ()]
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
+    if request.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    return _grammar(schema)
+
+
+def _call_schema(
+    function: FunctionDefinition, definitions: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The schema of a call. Definitions that its parameters refer to by their place move along."""
+    parameters = dict(function.parameters or {"type": "object"})
+    for place in ("$defs", "definitions"):
+        own = parameters.pop(place, None)
+        if not isinstance(own, dict):
+            continue
+        known = definitions.setdefault(place, {})
+        for name, definition in own.items():
+            if known.setdefault(name, definition) != definition:
+                raise invalid_value(
+                    "tools", f"Two functions have different {place}/{name}; rename one of them."
+                )
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _grammar(schema: dict[str, Any]) -> Grammar:
+    try:
+        return Grammar("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    except RecursionError:
+        raise invalid_value("tools", "A schema is nested too deeply.") from None
+
+
+def call_syntax(request: Offering, model: ServedModel) -> CallSyntax | None:
+    """How the answers of `request` are read for calls; None: they are text.
+
+    Raises:
+        InvalidRequest: the model's chat template cannot show functions, or not in a way known here.
+    """
+    if not offered(request):
+        return None
+    template, parallel = model.template, request.parallel_tool_calls is not False
+    if template is None or not template.shows_tools:
+        raise unsupported(
+            "tools", f"The chat template of {model.name!r} does not show them to the model."
+        )
+    if isinstance(request.tool_choice, NamedTool):
+        return CallSyntax(function=request.tool_choice.function.name, parallel=parallel)
+    if request.tool_choice == "required":
+        return CallSyntax(parallel=parallel)
+    call_format = format_of(template.source)
+    if call_format is None:
+        raise unsupported(
+            "tools",
+            f"How {model.name!r} writes calls is not known; set tool_choice to 'required', to a"
+            " function or to 'none'.",
+        )
+    return CallSyntax(call_format, parallel=parallel)

@@ -1,0 +1,145 @@
+"""What goes into a GPU's memory, counted before anything does: weights, the largest step, KV.
+
+How large steps are follows from what the weights leave. On a CPU memory is not what limits them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.device.kv_cache import KVShape, choose_num_blocks
+from disagg.engine.device.workspace import captured_nbytes, step_nbytes
+from disagg.errors import NotEnoughMemory
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import num_weights
+
+CPU_MAX_NUM_SEQS = 64
+CPU_MAX_NUM_BATCHED_TOKENS = 1024
+# On a GPU a step reads all weights, whatever it computes: many sequences share that, as many as
+# have room for so many tokens each ...
+TOKENS_PER_SEQ = 512
+LEAST_NUM_SEQS, MOST_NUM_SEQS = 64, 512
+# ... and prompts are computed at full speed from some thousand tokens on, in steps that take at
+# most this part of what the weights leave.
+LEAST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 2048, 8192
+MOST_OF_ROOM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Attributes:
+    max_num_seqs, max_num_batched_tokens: of one step.
+    weights_nbytes: of the whole model in the dtype that is computed in.
+    workspace_nbytes: what steps need on the device besides weights and KV.
+    """
+
+    shape: KVShape
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weights_nbytes: int
+    workspace_nbytes: int
+
+    def num_kv_tokens(self, config: EngineConfig, gpu_nbytes: int | None) -> int:
+        """Tokens that the cache would hold. gpu_nbytes: of the GPU's memory; None on a CPU."""
+        room_nbytes = None
+        if gpu_nbytes is not None:
+            claim_nbytes = int(config.gpu_memory_utilization * gpu_nbytes)
+            room_nbytes = claim_nbytes - self.weights_nbytes - self.workspace_nbytes
+        num_blocks = choose_num_blocks(
+            config, self.shape, self.max_model_len, room_nbytes, self.max_num_seqs
+        )
+        return num_blocks * self.shape.block_size
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    shape: KVShape,
+    max_model_len: int,
+    dtype: torch.dtype,
+    claim_nbytes: int | None,
+) -> MemoryPlan:
+    """Choose the sizes of steps.
+
+    Args:
+        claim_nbytes: of the GPU's memory; None on a CPU.
+
+    Raises:
+        NotEnoughMemory: one sequence of full length does not fit.
+    """
+    weights_nbytes = num_weights(model) * dtype.itemsize
+    num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
+    if claim_nbytes is not None:
+        num_seqs, num_tokens = _step_of_gpu(
+            config, model, shape, dtype, claim_nbytes - weights_nbytes
+        )
+    # Every sequence of a step decodes: who sets one of the two has the other follow.
+    num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
+    num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
+    workspace_nbytes = step_nbytes(model, dtype.itemsize, num_seqs, num_tokens)
+    if claim_nbytes is not None and not config.enforce_eager:
+        from disagg.engine.device.mixed_graphs import graph_sizes  # needs Triton
+
+        num_blocks = -(-max_model_len // shape.block_size)
+        sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
+        workspace_nbytes += captured_nbytes(model, dtype.itemsize, sizes, num_blocks)
+    plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, weights_nbytes, workspace_nbytes)
+    if claim_nbytes is None:
+        choose_num_blocks(config, shape, max_model_len, None, num_seqs)
+    else:
+        _check_fits(config, plan, claim_nbytes)
+    return plan
+
+
+def _step_of_gpu(
+    config: EngineConfig,
+    model: ModelConfig,
+    shape: KVShape,
+    dtype: torch.dtype,
+    room_nbytes: int,
+) -> tuple[int, int]:
+    """Sequences and tokens of one step, by the memory that the weights leave."""
+    seq_nbytes = TOKENS_PER_SEQ * shape.block_nbytes // shape.block_size
+    num_fitting = room_nbytes // seq_nbytes // 32 * 32
+    num_seqs = config.max_num_seqs or max(LEAST_NUM_SEQS, min(num_fitting, MOST_NUM_SEQS))
+    num_tokens = MOST_BATCHED_TOKENS
+    while num_tokens > LEAST_BATCHED_TOKENS and (
+        MOST_OF_ROOM * step_nbytes(model, dtype.itemsize, num_seqs, num_tokens) > room_nbytes
+    ):
+        num_tokens //= 2
+    return num_seqs, num_tokens
+
+
+def _check_fits(config: EngineConfig, plan: MemoryPlan, claim_nbytes: int) -> None:
+    shape, weights_nbytes = plan.shape, plan.weights_nbytes
+    num_blocks = -(-plan.max_model_len // shape.block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = max(num_blocks, config.num_gpu_blocks_override)
+    kv_nbytes = max(num_blocks * shape.block_nbytes, config.kv_cache_memory_bytes or 0)
+    beside_nbytes = weights_nbytes + plan.workspace_nbytes
+    if beside_nbytes + kv_nbytes <= claim_nbytes:
+        return
+    num_fitting = (claim_nbytes - beside_nbytes) // shape.block_nbytes * shape.block_size
+    if num_fitting > 0:
+        advice = f"Lower max_model_len to {num_fitting} or less, or max_num_batched_tokens"
+        flag = "max_model_len"
+    else:
+        advice = "Take a smaller model or a larger GPU, or lower max_num_batched_tokens"
+        flag = "gpu_memory_utilization"
+    raise NotEnoughMemory(
+        f"{_gb(weights_nbytes)} of weights, {_gb(plan.workspace_nbytes)} for steps of"
+        f" {plan.max_num_seqs} sequences and {plan.max_num_batched_tokens} tokens, and"
+        f" {_gb(kv_nbytes)} of KV ({plan.max_model_len} tokens of max_model_len, {num_blocks}"
+        f" blocks) are {_gb(beside_nbytes + kv_nbytes)}; a worker has {_gb(claim_nbytes)} of its"
+        f" GPU (gpu_memory_utilization = {config.gpu_memory_utilization:g}). {advice}, or raise"
+        " gpu_memory_utilization.",
+        param=flag,
+    )
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

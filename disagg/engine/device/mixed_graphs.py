@@ -1,0 +1,178 @@
+"""Small steps with prompts or drafts as captured graphs, beside `decode_graphs`.
+
+A short prompt, or the verification of drafts, is over on the device before the host has launched
+its kernels one by one. These graphs are captured for some numbers of tokens, in whatever way
+sequences share them; tokens too many write nothing and belong to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from disagg.engine.device.decode_graphs import Record, capture_sizes
+from disagg.engine.sched.speculation import MAX_AHEAD
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
+
+# More tokens keep a device busy for longer than a host needs to launch. Not yet measured.
+MAX_PROMPT_TOKENS = 256
+TOKENS_APART = 32
+
+
+class MixedSize(NamedTuple):
+    """Of a graph: tokens, and rows of logits. As many rows as tokens are all of them, in order."""
+
+    num_tokens: int
+    num_logits: int
+
+    def holds(self, batch: Batch) -> bool:
+        num_tokens, num_logits = batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        if num_tokens > self.num_tokens:
+            return False
+        if self.num_logits == self.num_tokens:
+            return num_logits == num_tokens
+        return num_logits <= self.num_logits
+
+
+def mixed_sizes(max_num_seqs: int, with_drafts: bool) -> list[MixedSize]:
+    """What to capture: steps with prompts, where few tokens are the last of their sequences, and
+    steps that verify drafts, where the successor of every token is wanted."""
+    sizes = [MixedSize(n, n // 2) for n in _nums_tokens(MAX_PROMPT_TOKENS)]
+    if with_drafts:
+        sizes += [MixedSize(n, n) for n in _nums_tokens(max_num_seqs + MAX_AHEAD)]
+    return sorted(sizes)
+
+
+def _nums_tokens(most: int) -> list[int]:
+    return [16, *range(TOKENS_APART, most, TOKENS_APART), most]
+
+
+def graph_sizes(max_num_seqs: int, with_drafts: bool) -> list[int]:
+    """Tokens of each graph that a runner captures."""
+    mixed = [size.num_tokens for size in mixed_sizes(max_num_seqs, with_drafts)]
+    return capture_sizes(max_num_seqs) + mixed
+
+
+class MixedGraphs:
+    """A decoder's steps of few tokens.
+
+    Args:
+        decoder: on `TritonOps`.
+        kv_cache: its cache. Nothing in it is changed by capturing.
+        max_num_seqs: of one step.
+        max_num_blocks: of one sequence.
+        logits: float32 [num_rows, vocab_size], which every step overwrites; of as many rows as the
+            largest size has.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVPages,
+        sizes: Iterable[MixedSize],
+        max_num_seqs: int,
+        max_num_blocks: int,
+        record: Record,
+        logits: Tensor,
+    ) -> None:
+        self._sizes = sorted(sizes)
+        self._logits = logits
+        largest = self._sizes[-1].num_tokens
+        self._max_num_seqs = min(largest, max_num_seqs)
+        # One more, to which the tokens of nobody belong.
+        rows = largest, self._max_num_seqs + 1, max_num_blocks
+        self._batch = _empty_batch(*rows, decoder.device)
+        graphs = [
+            _MixedGraph(decoder, kv_cache, self._first(size), logits[: size.num_logits], record)
+            for size in self._sizes[::-1]  # the others fit into the memory that the largest leaves
+        ]
+        self._graphs = graphs[::-1]
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """As `Decoder.forward`; None for a step that is none of these.
+
+        The logits are overwritten by the next step.
+        """
+        if len(batch.query_lens) > self._max_num_seqs:
+            return None
+        for size, graph in zip(self._sizes, self._graphs, strict=True):
+            if size.holds(batch):
+                self._fill(batch, size)
+                graph.replay(batch)
+                return self._logits[: batch.logits_rows.shape[0]]
+        return None
+
+    def _first(self, size: MixedSize) -> Batch:
+        """A step of this size in the tensors of the largest."""
+        num_tokens, num_logits = size
+        own, num_seqs = self._batch, min(num_tokens, self._max_num_seqs) + 1
+        return replace(
+            own,
+            token_ids=own.token_ids[:num_tokens],
+            positions=own.positions[:num_tokens],
+            slots=own.slots[:num_tokens],
+            query_start=own.query_start[: num_seqs + 1],
+            context_lens=own.context_lens[:num_seqs],
+            block_tables=own.block_tables[:num_seqs],
+            logits_rows=own.logits_rows[:num_logits],
+        )
+
+    def _fill(self, batch: Batch, size: MixedSize) -> None:
+        """Copy a step to where the graph of this size reads it."""
+        own, num_seqs = self._batch, len(batch.query_lens)
+        num_tokens, num_logits = batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        own.token_ids[:num_tokens].copy_(batch.token_ids)
+        own.positions[:num_tokens].copy_(batch.positions)
+        own.slots[:num_tokens].copy_(batch.slots)
+        own.slots[num_tokens : size.num_tokens].fill_(-1)  # what an earlier step left there
+        own.query_start[: num_seqs + 1].copy_(batch.query_start)
+        own.query_start[num_seqs + 1].fill_(size.num_tokens)
+        own.context_lens[:num_seqs].copy_(batch.context_lens)
+        own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        own.logits_rows[:num_logits].copy_(batch.logits_rows)
+
+
+class _MixedGraph:
+    """The steps of at most as many tokens, sequences and wanted rows as `batch` has room for."""
+
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVPages, batch: Batch, logits: Tensor, record: Record
+    ) -> None:
+        ops = decoder.ops
+        if not isinstance(ops, TritonOps):
+            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
+        self._paging = paging = ops.plan_mixed(batch, kv_cache, decoder.config.sliding_windows)
+        self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
+
+    def replay(self, batch: Batch) -> None:
+        self._paging.fill(batch.query_lens, batch.context_lens_host)
+        self._replay()
+
+
+def _empty_batch(
+    num_tokens: int, num_seqs: int, max_num_blocks: int, device: torch.device
+) -> Batch:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Batch(
+        token_ids=zeros(num_tokens, dtype=torch.int64),
+        positions=zeros(num_tokens, dtype=torch.int64),
+        slots=zeros(num_tokens, dtype=torch.int64).fill_(-1),
+        query_start=zeros(num_seqs + 1),
+        context_lens=zeros(num_seqs).fill_(1),
+        block_tables=zeros(num_seqs, max_num_blocks),
+        logits_rows=zeros(num_tokens, dtype=torch.int64),
+        num_decodes=0,
+        max_query_len=num_tokens,
+        max_context_len=num_tokens,
+        query_lens=(),
+        context_lens_host=(),
+    )

@@ -1,0 +1,387 @@
+"""Carries out plans with a model, and puts an engine together on this machine.
+
+Knows devices, dtypes and weights. Must not know why a plan is what it is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, MutableSequence
+from collections.abc import Sequence as SequenceOf
+from itertools import chain, compress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from disagg.config import EngineConfig
+from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.gpu import GpuMemory, choose_device
+from disagg.engine.device.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
+from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.engine.device.sampler import Sampler, needs_host
+from disagg.engine.device.slots import Slots
+from disagg.engine.device.step_threads import CONTEXT, StepThreads
+from disagg.engine.device.token_masks import token_masks
+from disagg.engine.engine import Engine
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.grammar import Grammars
+from disagg.engine.sched.prompt_lookup import PromptLookup
+from disagg.engine.sched.scheduler import Scheduler
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import Continued, rows
+from disagg.engine.sched.step import Results, Sampled, SampledToken, StepPlan
+from disagg.errors import DisaggError, StartupError
+from disagg.messages import GenerateRequest, SamplingParams, StartStep
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder, load_model
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import Progress, check_weights
+from disagg.time_model import StepFeatures
+
+if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+    from disagg.engine.device.decode_graphs import DecodeGraphs
+    from disagg.engine.device.mixed_graphs import MixedGraphs
+
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
+CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+NewGenerations = Callable[[int], MutableSequence[int]]
+Tell = Callable[[StartStep], None]
+LoadModel = Callable[[Path, ModelConfig, torch.dtype, torch.device, Progress], Decoder]
+
+
+class ModelRunner:
+    """A decoder over a KV cache; one call of `run` is one forward pass and one draw."""
+
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, grammars: Grammars | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+        self.grammars = grammars
+        self.graphs: tuple[DecodeGraphs | MixedGraphs, ...] | None = None
+        self.threads = StepThreads(torch.get_num_threads())
+        self.slots = Slots()
+        block_size = kv_cache.block_size
+        max_num_blocks = -(-decoder.config.max_model_len // block_size)
+        self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
+        self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
+
+    def launch(self, plan: StepPlan) -> Results:
+        """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
+        return self._launch(plan, *self._inputs(plan))
+
+    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
+        """What the device is told, and slots that others had before."""
+        entered = self.slots.enter(plan.sequences)
+        return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
+
+    def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
+        """The part of `launch` that the device is given."""
+        self.sampler.enter(entered)
+        batch, slots = self.batching.batch(step)
+        logits, positions = self._forward(batch)
+        ends = _ends(plan, step)
+        sampled = [*compress(plan.sequences, ends)]
+        nums_unread = [1] * step.num_unread + [0] * (len(sampled) - step.num_unread)
+        chosen = self.sampler.sample(logits, sampled, positions, nums_unread=nums_unread)
+        self.batching.remember(slots, chosen.token_ids)
+
+        def results() -> list[Sampled]:
+            tokens = iter(chosen.read())
+            return [next(tokens) if is_end else None for is_end in ends]
+
+        return chosen.read if all(ends) else results
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        """Whether the device alone finds a token for each sequence, and so can go on with it."""
+        return (
+            bool(plan.sequences) and not plan.num_ahead and not any(map(needs_host, plan.sequences))
+        )
+
+    def needs_host(self, sequence: Sequence) -> bool:
+        """Whether a token of this sequence is not found by the device alone."""
+        return needs_host(sequence)
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """One result for each item; `engine.step.Sampled` says what it is."""
+        self.threads.use_for(plan.features)
+        step, entered = self._inputs(plan)
+        self.sampler.enter(entered)
+        batch, _ = self.batching.batch(step)
+        logits, positions = self._forward(batch)
+        if plan.num_ahead:
+            return self._verified(plan, logits, positions)
+        if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
+            return [*self._sample(logits, plan.sequences, positions)]
+        ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
+        if not any(ends):  # nobody reads a token, which would wait for all of the step
+            _synchronize(self.decoder.device)
+            return [None] * len(ends)
+        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)], positions))
+        return [next(tokens) if is_end else None for is_end in ends]
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits, and the positions of the tokens that they follow."""
+        logits = None
+        for graphs in self.graphs or ():
+            logits = graphs.forward(batch) if logits is None else logits
+        if logits is None:
+            logits = self.decoder.forward(batch, self.kv_cache.pages)
+        is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
+        return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
+
+    def _verified(self, plan: StepPlan, logits: Tensor, positions: Tensor) -> list[Sampled]:
+        """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
+        continued = [list(rows(work)) for work in plan.work]
+        tokens = iter(self._sample(logits, list(chain.from_iterable(continued)), positions))
+        sampled: list[Sampled] = []
+        for each in continued:
+            some = [next(tokens) for _ in each]
+            # A draft has no error: whoever follows a grammar has no draft.
+            verified = tuple(token for token in some if isinstance(token, SampledToken))
+            sampled.append(verified if len(verified) > 1 else some[0] if some else None)
+        return sampled
+
+    def _sample(
+        self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
+    ) -> SequenceOf[SampledToken | DisaggError]:
+        """The next token of each, or why its grammar has none."""
+        bound = [row for row, each in enumerate(sequences) if each.sampling.grammar is not None]
+        if not bound:
+            return self.sampler.sample(logits, sequences, positions).read()
+        # On a GPU the logits are still being computed.
+        masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
+        chosen = self.sampler.sample(logits, sequences, positions, masks)
+        sampled: list[SampledToken | DisaggError] = [*chosen.read()]
+        for row, error in failed.items():
+            sampled[row] = error
+        return sampled
+
+    def warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
+
+        Compiles or picks every kernel and allocates the largest step's memory before the first
+        request. Blocks are overwritten, so it comes before anything is in the cache.
+        """
+        block_size = self.kv_cache.block_size
+        num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
+        prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
+        self.run(StepPlan((prompt,), (num_tokens,), 0, num_tokens, StepFeatures()))
+        num_seqs = min(num_seqs, self.kv_cache.num_blocks)
+        decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
+        self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+
+    def measure_threads(self, max_model_len: int) -> None:
+        """Find out which steps of a CPU are better computed by fewer threads; as `warm_up`."""
+        block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
+        num_tokens = min(CONTEXT, max_model_len, num_blocks * block_size)
+        blocks = list(range(-(-num_tokens // block_size)))
+
+        def compute(num_seqs: int) -> None:
+            decodes = [_scratch_sequence(num_tokens, blocks) for _ in range(num_seqs)]
+            for sequence in decodes:
+                sequence.num_computed = num_tokens - 1
+            self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+
+        self.threads.measure(compute)
+
+    def capture(self, max_num_seqs: int, max_model_len: int, *, with_drafts: bool = False) -> None:
+        """Keep small steps as CUDA graphs, from now on: decodes of up to `max_num_seqs` sequences,
+        short prompts, and if there will be any the verification of drafts."""
+        from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits, record_cuda_graph
+        from disagg.engine.device.mixed_graphs import MixedGraphs, mixed_sizes
+
+        max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
+        pages, record = self.kv_cache.pages, record_cuda_graph()
+        sizes = mixed_sizes(max_num_seqs, with_drafts)
+        logits = new_logits(self.decoder, max(max_num_seqs, *(each.num_logits for each in sizes)))
+        common = max_num_seqs, max_num_blocks, record, logits
+        self.graphs = (
+            DecodeGraphs(self.decoder, pages, *common),
+            MixedGraphs(self.decoder, pages, sizes, *common),
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until what was launched is over: from then on other workers may read the blocks, by
+    ways that the device's queue of work knows nothing of, and freed ones may be written."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _ends(plan: StepPlan, step: StepInputs) -> list[bool]:
+    """Of which sequences the step computes the last tokens, and so samples the next."""
+    n = plan.num_decodes
+    chunks = zip(plan.sequences[n:], step.ends[n:], strict=True)
+    return [True] * n + [end >= len(sequence.tokens) for sequence, end in chunks]
+
+
+def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
+    request = GenerateRequest(
+        request_id="warm-up",
+        model="",
+        token_ids=(0,) * num_tokens,
+        num_prompt_tokens=num_tokens,
+        hash_root=b"",
+        block_hashes=(),
+        # All that a kernel would be compiled for.
+        sampling=SamplingParams(max_tokens=1, top_k=8, top_p=0.9, repetition_penalty=1.1),
+        deadline_unix_s=0.0,
+    )
+    sequence = Sequence(request)
+    sequence.block_ids = block_ids
+    return sequence
+
+
+def _own_generations(num_blocks: int) -> MutableSequence[int]:
+    """A stamp table that nobody else reads."""
+    return array("Q", bytes(8 * num_blocks))
+
+
+def build_engine(
+    config: EngineConfig,
+    directory: Path,
+    progress: Tell = lambda step: None,
+    new_generations: NewGenerations = _own_generations,
+    load: LoadModel = load_model,
+) -> tuple[Engine, KVCache, ModelConfig]:
+    """Load a model, size and allocate its cache, and return an engine that is ready to step.
+
+    Args:
+        progress: called after every tensor and before every longer part of the work.
+        new_generations: makes the stamp table for a number of blocks (a transport's, which remote
+            readers see); by default one of the engine's own.
+        load: makes the decoder; by default of the checkpoint's weights.
+
+    Raises:
+        ModelError: the checkpoint is missing, damaged or unsupported.
+        NotEnoughMemory: one sequence of full length does not fit.
+        StartupError: a setting contradicts the model or the machine.
+    """
+    model = ModelConfig.from_directory(directory)
+    max_model_len = _choose_max_model_len(config, model)
+    device = choose_device(config)
+    gpu = GpuMemory(config, device) if device.type == "cuda" else None
+    dtype = _choose_dtype(config, model, device)
+    shape = _choose_shape(config, model, dtype, device)
+    claim_nbytes = None if gpu is None else gpu.claim_nbytes
+    memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    decoder = load(
+        directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
+    )
+    room_nbytes = None if gpu is None else gpu.left_nbytes() - memory.workspace_nbytes
+    num_blocks = choose_num_blocks(config, shape, max_model_len, room_nbytes, memory.max_num_seqs)
+    progress(StartStep("kv_blocks", 0, num_blocks))
+    kv_cache = KVCache(shape, num_blocks, device)
+    grammars = Grammars(
+        lambda: (directory / "tokenizer.json").read_text("utf-8"), model.eos_token_ids
+    )
+    runner = ModelRunner(decoder, kv_cache, grammars)
+    progress(StartStep("warm_up"))
+    is_cpu = device.type == "cpu"
+    num_tokens = min(memory.max_num_batched_tokens, max_model_len - 1)
+    runner.warm_up(
+        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
+    )
+    if is_cpu:
+        runner.measure_threads(max_model_len)
+    elif not config.enforce_eager:
+        with_drafts = config.speculative_config is not None
+        runner.capture(memory.max_num_seqs, max_model_len, with_drafts=with_drafts)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, shape.block_size, new_generations(num_blocks)),
+        max_num_seqs=memory.max_num_seqs,
+        max_num_batched_tokens=memory.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        prompt_lookup=_prompt_lookup(config),
+    )
+    # A CPU has nothing to do at once with planning: the same threads compute.
+    launcher = None if is_cpu else runner
+    return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache, model
+
+
+def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
+    asked = config.speculative_config
+    if asked is None:
+        return None
+    return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
+
+
+def check_engine(
+    config: EngineConfig,
+    directory: Path,
+    *,
+    gpu_nbytes: int | None = None,
+    is_here: bool = True,
+) -> MemoryPlan | None:
+    """What `build_engine` would refuse, as far as the headers of the weights show it.
+
+    Returns how it would divide the memory; None where the device's memory is not known.
+
+    Args:
+        gpu_nbytes: memory of the GPU that it would be on; None: not known.
+        is_here: whether it would be on this machine; if not, only a CPU's memory is looked at.
+
+    Raises:
+        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
+    """
+    model = ModelConfig.from_directory(directory)
+    max_model_len = _choose_max_model_len(config, model)
+    check_weights(directory, model)
+    if not is_here and config.device != "cpu":
+        return None
+    device = choose_device(config)
+    dtype = _choose_dtype(config, model, device)
+    shape = _choose_shape(config, model, dtype, device)
+    if device.type == "cpu":
+        return plan_memory(config, model, shape, max_model_len, dtype, None)
+    if gpu_nbytes is None:
+        return None
+    is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
+    return plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
+
+
+def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_model_len:
+        raise StartupError(
+            f"max_model_len is {wanted}, but the model was made for {model.max_model_len} positions"
+            " at most; lower it, or leave it out.",
+            param="max_model_len",
+        )
+    return wanted or model.max_model_len
+
+
+def _choose_shape(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> KVShape:
+    format = choose_format(config, dtype, device)
+    block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
+    return KVShape.of(model, config.block_size or block_size, format)
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """What was asked for; else half precision where the hardware multiplies it natively."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        return model.dtype if model.dtype is not torch.float32 else torch.bfloat16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False  # not Linux
+    return "amx_bf16" in flags or "avx512_bf16" in flags

@@ -1,0 +1,190 @@
+"""Logits to tokens, as a function of a sequence's tokens, its sampling parameters and nothing else.
+
+Randomness is counter-based: the noise of a candidate is a hash of (seed, position, token id), so a
+token does not depend on what else is in the batch, on chunking, or on the worker: a sequence that
+moves or is recomputed goes on as if nothing had happened. A draw adds Gumbel noise to the scaled
+logits and takes the largest, which is a draw from their softmax (Gumbel, 1954); and unlike a
+cumulative sum, rounding that differs from one device to another hardly ever changes the outcome.
+
+Order, as in vLLM: what a grammar allows, penalties, temperature, min-p, top-k, top-p. Reported
+log-probabilities are of the model's own distribution, before any of these.
+
+Nothing here waits for a device but `Chosen.read`. What it computes is `kernels.sampling_rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.engine.device.sampling_state import SamplingState, Step
+from disagg.engine.device.slots import Slots
+from disagg.engine.device.token_masks import TokenMasks
+from disagg.engine.sched.speculation import Continued
+from disagg.engine.sched.step import SampledToken
+from disagg.kernels.dispatch import sampling_ops_for
+from disagg.kernels.sampling_rows import SamplingOps, upload
+from disagg.messages import TokenLogprobs
+
+
+def needs_host(sequence: Continued) -> bool:
+    """Whether the host must see earlier tokens before the next token can be chosen."""
+    return sequence.sampling.grammar is not None
+
+
+class Sampler:
+    """Chooses tokens of the sequences that have a slot.
+
+    Args:
+        ops: the device's operations; by default what `sampling_ops_for` chooses.
+    """
+
+    def __init__(
+        self, slots: Slots, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
+    ) -> None:
+        self._ops = ops or sampling_ops_for(device)
+        self._state = SamplingState(self._ops, slots, vocab_size, device)
+
+    def enter(self, entered: SequenceOf[int]) -> None:
+        """These slots have just been given to sequences; others had them before."""
+        self._state.enter(entered)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: SequenceOf[Continued],
+        positions: Tensor,
+        masks: TokenMasks | None = None,
+        nums_unread: SequenceOf[int] = (),
+    ) -> Chosen:
+        """Choose the next token of each sequence.
+
+        Args:
+            logits: float32 [num_sequences, vocab_size]; consumed.
+            sequences: row i belongs to sequences[i], whose tokens all have been computed.
+            positions: int64 [num_sequences], of the last token of each.
+            masks: what grammars allow.
+            nums_unread: tokens of each that only the device knows so far, because the step before
+                has chosen them: 0 or 1. Empty: none of any.
+        """
+        if not sequences:
+            return Chosen(positions, None)
+        state, ops = self._state, self._ops
+        step = state.step(sequences, nums_unread)
+        scores = _Scores.of(logits, step, sequences, nums_unread)
+        if masks is not None:
+            masks.apply_(logits)
+        positions = positions + 1
+        if step.is_adjusted:
+            ops.adjust_(logits, state.tables, step.rows, positions)
+        for row in step.foreseen:
+            _adjust_(logits[row], sequences[row])
+        token_ids = ops.choose(logits, state.tables, step.rows, positions)
+        state.remember(step, token_ids)
+        return Chosen(token_ids, scores)
+
+
+class _Scores:
+    """Log-probabilities of some rows, while the token is still to be chosen.
+
+    wanted: [row, how many of the most likely tokens].
+    """
+
+    def __init__(self, logits: Tensor, wanted: list[tuple[int, int]]) -> None:
+        self.wanted = wanted
+        self.rows = upload([row for row, _ in wanted], torch.int64, logits.device)
+        is_whole = len(wanted) == logits.shape[0]
+        self.log_probs = torch.log_softmax(logits if is_whole else logits[self.rows], dim=-1)
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        step: Step,
+        sequences: SequenceOf[Continued],
+        nums_unread: SequenceOf[int],
+    ) -> _Scores | None:
+        wanted = []
+        for row in step.scored:
+            params, num_tokens = sequences[row].sampling, sequences[row].num_output_tokens
+            num_tokens += nums_unread[row] if nums_unread else 0
+            if params.logprobs_until is None or num_tokens < params.logprobs_until:
+                wanted.append((row, params.logprobs or 0))
+        return cls(logits, wanted) if wanted else None
+
+    def tensors(self, token_ids: Tensor) -> list[Tensor]:
+        """Of the chosen tokens [n], and if any are wanted the largest [n, k] and their ids."""
+        chosen = self.log_probs.gather(1, token_ids[self.rows].unsqueeze(1)).flatten()
+        num_top = max(num_top for _, num_top in self.wanted)
+        if not num_top:
+            return [chosen]
+        return [chosen, *self.log_probs.topk(min(num_top, self.log_probs.shape[-1]), dim=-1)]
+
+
+class Chosen:
+    """A step's tokens, on their device and on the way to the host.
+
+    token_ids: int64 [num_sequences].
+    """
+
+    def __init__(self, token_ids: Tensor, scores: _Scores | None) -> None:
+        self.token_ids = token_ids
+        self._wanted = scores.wanted if scores else []
+        self._read = _reader([token_ids, *(scores.tensors(token_ids) if scores else ())])
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the tokens, and for nothing that is launched after them."""
+        token_ids, *scores = self._read()
+        sampled = [*map(SampledToken, token_ids)]
+        if not scores:
+            return sampled
+        tops: list[Any] = [()] * len(self._wanted)
+        if len(scores) > 1:
+            tops = [tuple(zip(*pair, strict=True)) for pair in zip(*scores[:0:-1], strict=True)]
+        for (row, num_top), chosen, top in zip(self._wanted, scores[0], tops, strict=True):
+            sampled[row] = SampledToken(token_ids[row], TokenLogprobs(chosen, top[:num_top]))
+        return sampled
+
+
+def _reader(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
+    if tensors[0].device.type == "cpu":
+        return lambda: [tensor.tolist() for tensor in tensors]
+    on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    for host, device in zip(on_host, tensors, strict=True):
+        host.copy_(device, non_blocking=True)
+    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_there.record()
+
+    def read() -> list[list[Any]]:
+        is_there.synchronize()
+        return [tensor.tolist() for tensor in on_host]
+
+    return read
+
+
+def _adjust_(row: Tensor, sequence: Continued) -> None:
+    """As `SamplingOps.adjust_`, for one row from the tokens that the host knows, in place."""
+    sampling, tokens = sequence.sampling, sequence.tokens
+    if sampling.repetition_penalty != 1.0:
+        present = torch.tensor(sorted(set(tokens)), device=row.device)
+        scores = row[present]
+        penalty = sampling.repetition_penalty
+        row[present] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    output = tokens[sequence.num_prompt_tokens :]
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        seen = Counter(output)
+        penalties = [
+            sampling.presence_penalty + sampling.frequency_penalty * count
+            for count in seen.values()
+        ]
+        row[list(seen)] -= torch.tensor(penalties, device=row.device)
+    if sequence.stop_ids and len(output) < sampling.min_tokens:
+        # A client may name any number; only those of the vocabulary can be drawn.
+        row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf

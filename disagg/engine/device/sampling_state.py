@@ -1,0 +1,289 @@
+"""What sampling needs of running sequences, kept on their device in tensors by slot.
+
+Parameters go up once, when a sequence is first sampled. The tokens that penalties look at follow
+from step to step: the device counts what it has just chosen, so that the next step can be launched
+before anybody knows the token. Where it has not seen a sequence's last tokens (it entered, a draft
+came true), they are counted first; so its counts are always those of `tokens`, as a moved or
+recomputed sequence needs. Decides nothing about tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import Ahead, Continued
+from disagg.kernels.sampling_rows import (
+    FIRST_FLOAT,
+    GREEDY_BELOW,
+    NUM_COLUMNS,
+    Numbers,
+    SampledRows,
+    SamplingOps,
+    SamplingTables,
+    upload,
+)
+from disagg.kernels.torch_sampling import mix, signed
+from disagg.messages import SamplingParams
+
+_OFF = 1 << 31  # a top-k beyond every vocabulary
+_UNKNOWN = -1
+_FEW = 16  # tokens that are counted one after the other; more are counted anew on the host
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def is_adjusted(params: SamplingParams) -> bool:
+    return has_penalties(params) or params.min_tokens > 0
+
+
+def is_narrowed(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Whose rows a step's logits are. The same for all steps of the same sequences.
+
+    slots: the same as `rows.slots`, on the host.
+    penalised: rows whose tokens are counted.
+    scored: rows that may want log-probabilities.
+    foreseen: rows of drafts with penalties or `min_tokens`, which the tables do not know.
+    has_drafts: some rows are of drafts.
+    is_adjusted: some rows are adjusted from the tables.
+    """
+
+    slots: list[int]
+    rows: SampledRows
+    penalised: list[int]
+    scored: list[int]
+    foreseen: list[int]
+    has_drafts: bool
+    is_adjusted: bool
+
+
+class SamplingState:
+    """Tables of the sequences in `slots`, and what of them the device knows."""
+
+    def __init__(
+        self, ops: SamplingOps, slots: Slots, vocab_size: int, device: torch.device
+    ) -> None:
+        self._ops = ops
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._device = device
+        self.tables = SamplingTables(
+            numbers=self._zeros(0, NUM_COLUMNS, dtype=torch.int64),
+            stop_ids=self._zeros(0, 1) - 1,
+            seen_ids=self._zeros(0, 1),
+            num_seen=self._zeros(0),
+            counts=self._zeros(0, vocab_size),
+        )
+        self._num_known: list[int] = []  # tokens of each slot that are counted; or `_UNKNOWN`
+        self._last: Step | None = None
+
+    def enter(self, entered: SequenceOf[int]) -> None:
+        """These slots were others' before."""
+        if entered:
+            self._last = None
+            self._num_known += [_UNKNOWN] * (self._slots.num_slots - len(self._num_known))
+        for slot in entered:
+            self._num_known[slot] = _UNKNOWN
+
+    def step(self, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]) -> Step:
+        """Bring the tables up to date for a step, and say whose rows it has.
+
+        Args:
+            sequences: row i belongs to sequences[i], whose tokens all have been computed.
+            nums_unread: 1 where the device alone knows the last token, and has counted it; or
+                empty, where there is no such row.
+        """
+        slots = [sequence.slot for sequence in sequences]
+        step = self._last
+        if step is None or step.slots != slots:
+            self._write_new([each for each in sequences if isinstance(each, Sequence)])
+            self._last = step = self._step_of(slots, sequences)
+        self._catch_up(
+            [sequences[row] for row in step.penalised if not (nums_unread and nums_unread[row])]
+        )
+        return step
+
+    def remember(self, step: Step, token_ids: Tensor) -> None:
+        """Count what was chosen, [num_rows]; nothing of drafts, which may not come true."""
+        if step.has_drafts or not step.penalised:
+            return
+        rows = step.rows
+        self._ops.remember(self.tables, rows.slots, token_ids, rows.remembered)
+        for row in step.penalised:
+            self._num_known[step.slots[row]] += 1
+
+    def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> Step:
+        params = [sequence.sampling for sequence in sequences]
+        is_draft = [isinstance(sequence, Ahead) for sequence in sequences]
+        drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
+        narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
+        adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]
+        known = [row for row in adjusted if not is_draft[row]]
+        penalised = [row for row in known if has_penalties(params[row])]
+        parts = (slots, drawn, narrowed, known, penalised)
+        packed = upload([*chain.from_iterable(parts)], torch.int64, self._device)
+        tensors = torch.split(packed, [*map(len, parts)])
+        return Step(
+            slots=slots,
+            rows=SampledRows(
+                slots=tensors[0],
+                drawn=tensors[1],
+                narrowed=tensors[2],
+                adjusted=tensors[3],
+                remembered=tensors[4],
+                has_min_p=any(params[row].min_p > 0 for row in drawn),
+                largest_top_k=max((params[drawn[i]].top_k or _OFF for i in narrowed), default=0),
+            ),
+            penalised=penalised,
+            scored=[row for row, each in enumerate(params) if each.logprobs is not None],
+            foreseen=[row for row in adjusted if is_draft[row]],
+            has_drafts=any(is_draft),
+            is_adjusted=bool(known),
+        )
+
+    # Writing tables.
+
+    def _write_new(self, sequences: list[Sequence]) -> None:
+        new = [each for each in sequences if self._num_known[each.slot] == _UNKNOWN]
+        if not new:
+            return
+        self._make_room(new)
+        numbers = torch.tensor([_numbers(each)[:FIRST_FLOAT] for each in new], dtype=torch.int64)
+        floats = torch.tensor([_numbers(each)[FIRST_FLOAT:] for each in new], dtype=torch.float64)
+        rows = torch.cat((numbers, floats.view(torch.int64)), dim=1)
+        where = upload([each.slot for each in new], torch.int64, self._device)
+        self.tables.numbers[where] = self._copied(rows)
+        stopping = [each for each in new if each.sampling.min_tokens > 0]
+        if stopping:
+            width = self.tables.stop_ids.shape[1]
+            stop_ids = torch.full((len(stopping), width), -1, dtype=torch.int32)
+            for row, each in enumerate(stopping):
+                named = [i for i in each.stop_ids if 0 <= i < self._vocab_size]
+                stop_ids[row, : len(named)] = torch.tensor(named, dtype=torch.int32)
+            where = upload([each.slot for each in stopping], torch.int64, self._device)
+            self.tables.stop_ids[where] = self._copied(stop_ids)
+        for each in new:
+            self._num_known[each.slot] = 0
+
+    def _catch_up(self, sequences: list[Continued]) -> None:
+        """Count the tokens that the device has not counted."""
+        known = self._num_known
+        behind = [each for each in sequences if known[each.slot] != each.num_tokens]
+        if not behind:
+            return
+        new: list[Continued] = []
+        few: list[Continued] = []
+        for each in behind:
+            num_known = known[each.slot]
+            is_few = num_known > 0 and 0 < each.num_tokens - num_known <= _FEW
+            (few if is_few else new).append(each)
+        if new:
+            self._count_anew(new)
+        while few:
+            slots = [each.slot for each in few]
+            tokens = [each.tokens[known[each.slot]] for each in few]
+            packed = upload([*slots, *tokens, *range(len(few))], torch.int64, self._device)
+            self._ops.remember(self.tables, *torch.split(packed, len(few)))
+            for slot in slots:
+                known[slot] += 1
+            few = [each for each in few if known[each.slot] < each.num_tokens]
+
+    def _count_anew(self, sequences: list[Continued]) -> None:
+        places, counts, num_seen = array("q"), array("q"), array("q")
+        for each in sequences:
+            found = dict.fromkeys(each.tokens, 1)
+            for token_id, count in Counter(each.tokens[each.num_prompt_tokens :]).items():
+                found[token_id] = 1 + count
+            places.extend(found)
+            counts.extend(found.values())
+            num_seen.append(len(found))
+            self._num_known[each.slot] = each.num_tokens
+        slots = array("q", [each.slot for each in sequences])
+        packed = torch.frombuffer(slots + num_seen + places + counts, dtype=torch.int64)
+        sizes = [len(slots), len(slots), len(places), len(places)]
+        parts = torch.split(self._copied(packed), sizes)
+        rows, ids = parts[0].repeat_interleave(parts[1], output_size=len(places)), parts[2]
+        tables = self.tables
+        tables.counts[parts[0]] = 0
+        tables.counts[rows, ids] = parts[3].int()
+        tables.num_seen[parts[0]] = parts[1].int()
+        ends = parts[1].cumsum(0)
+        begins = (ends - parts[1]).repeat_interleave(parts[1], output_size=len(places))
+        tables.seen_ids[rows, torch.arange(len(places), device=self._device) - begins] = ids.int()
+
+    def _make_room(self, new: list[Sequence]) -> None:
+        tables, num_slots = self.tables, self._slots.num_slots
+        tables.numbers = _grown(tables.numbers, num_slots, NUM_COLUMNS, 0)
+        stopping = (len(each.stop_ids) for each in new if each.sampling.min_tokens > 0)
+        tables.stop_ids = _grown(tables.stop_ids, num_slots, max(stopping, default=1), -1)
+        penalised = [each for each in new if has_penalties(each.sampling)]
+        if penalised:
+            longest = max(max(each.max_num_tokens, each.num_tokens) for each in penalised)
+            num_ids = min(longest, self._vocab_size) + 1  # one more is written, but not kept
+            tables.seen_ids = _grown(tables.seen_ids, num_slots, num_ids, 0)
+            tables.num_seen = _grown(tables.num_seen, num_slots, 0, 0)
+            tables.counts = _grown(tables.counts, num_slots, self._vocab_size, 0)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """On the device, without waiting for what it computes."""
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _grown(table: Tensor, num_rows: int, num_columns: int, fill: int) -> Tensor:
+    """The table, or a copy with at least so many rows, and columns if it has any.
+
+    Columns grow by doubling.
+    """
+    missing_rows = max(0, num_rows - table.shape[0])
+    if table.dim() == 1:
+        return functional.pad(table, (0, missing_rows), value=fill) if missing_rows else table
+    width = table.shape[1]
+    missing = 0 if num_columns <= width else max(num_columns, 2 * width) - width
+    if not missing and not missing_rows:
+        return table
+    return functional.pad(table, (0, missing, 0, missing_rows), value=fill)
+
+
+def _numbers(sequence: Sequence) -> Numbers:
+    params = sequence.sampling
+    return Numbers(
+        seed=signed(mix(params.seed & ((1 << 64) - 1))),
+        top_k=params.top_k or _OFF,
+        min_tokens=sequence.num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
+        temperature=0.0 if is_greedy(params) else params.temperature,
+        top_p=params.top_p if params.top_p < 1.0 else math.inf,
+        reach=-math.log(params.min_p) if params.min_p > 0 else math.inf,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )

@@ -1,0 +1,62 @@
+"""A place for each sequence in the tensors that a runner keeps of running sequences.
+
+A slot is a row of every such tensor. A sequence has the same one from the first step that it is
+part of until others need it, so that a step writes only what it changes. Nobody says that a
+sequence has ended: when a slot is wanted and none is free, those of sequences that are gone come
+back, and if there are none, those of sequences that this step leaves out, which get another one
+with their next step. Whoever keeps tensors by slot writes all of a row for those who entered.
+
+Knows no device. A device that computes launched steps in order has read a row for its last owner
+before it is written for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from weakref import ref
+
+from disagg.engine.sched.sequence import NO_SLOT, Sequence
+
+
+class Slots:
+    """Gives out numbers from 0 to `num_slots` - 1, as `Sequence.slot`; at most one runner's.
+
+    num_slots: doubles when one step has more sequences; tensors by slot grow with it.
+    """
+
+    def __init__(self, num_slots: int = 1) -> None:
+        self.num_slots = num_slots
+        self._free = list(reversed(range(num_slots)))
+        self._owners: list[ref[Sequence] | None] = [None] * num_slots
+
+    def enter(self, sequences: SequenceOf[Sequence]) -> list[Sequence]:
+        """Give every sequence of a step a slot. Returns those that had none."""
+        entered = [sequence for sequence in sequences if sequence.slot == NO_SLOT]
+        for sequence in entered:
+            if not self._free:
+                self._reclaim(sequences)
+            sequence.slot = slot = self._free.pop()
+            self._owners[slot] = ref(sequence)
+        return entered
+
+    def _reclaim(self, sequences: SequenceOf[Sequence]) -> None:
+        """Make at least one slot free; those of `sequences` stay."""
+        self._take([slot for slot, owner in enumerate(self._owners) if not owner or not owner()])
+        if self._free:
+            return
+        staying = {sequence.slot for sequence in sequences}
+        self._take([slot for slot in range(self.num_slots) if slot not in staying])
+        if self._free:
+            return
+        self._free = list(reversed(range(self.num_slots, 2 * self.num_slots)))
+        self._owners += [None] * self.num_slots
+        self.num_slots *= 2
+
+    def _take(self, slots: list[int]) -> None:
+        for slot in slots:
+            owner = self._owners[slot]
+            sequence = owner() if owner else None
+            if sequence is not None:
+                sequence.slot = NO_SLOT
+            self._owners[slot] = None
+        self._free += reversed(slots)

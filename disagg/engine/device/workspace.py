@@ -1,0 +1,61 @@
+"""What steps need on a device besides weights and KV, in bytes; arithmetic that needs no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from disagg.engine.sched.speculation import MAX_AHEAD
+from disagg.models.model_config import ModelConfig
+
+# Each logit as float32, how often its token was said, what a grammar adds to it, its
+# log-probability, and copies of these.
+SAMPLING_NBYTES = 32
+# A captured kernel launch: its arguments, and what the driver makes of it. Not yet measured.
+LAUNCH_NBYTES = 16 << 10
+LAUNCHES_A_LAYER = 16
+CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
+PARTIAL_ROWS = 64  # of a tile of queries, at most: what a cut of one sequence's keys leaves behind
+SPARE_PARTIALS = 1024  # pieces that fill a device, over all KV heads: more than any has
+
+
+def step_nbytes(
+    model: ModelConfig, itemsize: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """Of the largest step: activations, logits and what sampling makes of them.
+
+    Args:
+        itemsize: of an activation.
+    """
+    activations = max_num_batched_tokens * _token_nbytes(model, itemsize)
+    num_rows = max_num_seqs + MAX_AHEAD
+    return activations + num_rows * model.vocab_size * SAMPLING_NBYTES + CUBLAS_NBYTES
+
+
+def captured_nbytes(
+    model: ModelConfig, itemsize: int, capture_sizes: Iterable[int], max_num_blocks: int
+) -> int:
+    """Of captured steps: what they read and write, their pool of memory, and themselves.
+
+    Args:
+        capture_sizes: tokens of each graph.
+        max_num_blocks: of one sequence.
+    """
+    sizes = list(capture_sizes)
+    num_rows = max(sizes)
+    inputs = num_rows * (3 * 8 + 3 * 4 + 4 * max_num_blocks)
+    logits = num_rows * model.vocab_size * (4 + itemsize)  # ours, and the projection's
+    partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
+    partials = (num_rows * model.num_kv_heads + SPARE_PARTIALS) * partial
+    pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES
+    # Pieces of work: each has numbers of its own, once for each window.
+    num_windows = len(set(model.sliding_windows))
+    pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
+    launches = len(sizes) * model.num_layers * LAUNCHES_A_LAYER * LAUNCH_NBYTES
+    return inputs + logits + pool + pieces + launches
+
+
+def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
+    """Activations that a token has at once."""
+    num_heads = model.num_heads + 2 * model.num_kv_heads
+    wide = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * num_heads * model.head_dim
+    return wide * itemsize

@@ -1,0 +1,106 @@
+"""The step after the one that runs, planned before anybody knows what that one samples.
+
+A device that computes by itself would stand idle while Python applies a step and plans the next. As
+long as nobody may enter or has to give way, the next plan needs none of the tokens that are still
+to come: it follows from the plan that runs. Who samples there decodes here, with a token that only
+the device knows; who is in the middle of a prompt goes on with it. Whatever could make it another
+plan (somebody may be admitted, has a draft or needs the host, or blocks are short) means: apply the
+step first.
+
+What a sequence learns only then, that it has ended, costs the row that it has in the later step:
+its result is ignored, and blocks that the row writes to are given back when that step has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
+
+
+class After:
+    """Where the sequences of a plan will be once it has been applied, if none of them ends early.
+
+    decodes, starts: those with one token to compute, which the plan samples, and its position.
+    growing: those of them that need a block for it.
+    prefills: those in the middle of a prompt, with the position where they go on.
+    num_here: sequences of the plan that are still here; some will have ended.
+    num_context: tokens of the decodes.
+    """
+
+    __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
+
+    def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence]) -> None:
+        self.decodes: list[Sequence] = []
+        self.starts: list[int] = []
+        self.growing: list[Sequence] = []
+        self.prefills: list[tuple[Sequence, int]] = []
+        self.num_here = self.num_context = 0
+        for sequence, num_planned in zip(plan.sequences, plan.query_lens, strict=True):
+            if by_id.get(sequence.request_id) is not sequence:
+                continue  # it ended while the plan was under way
+            self.num_here += 1
+            start, num_known = sequence.num_computed + num_planned, len(sequence.tokens)
+            if start < num_known:
+                self.prefills.append((sequence, start))
+            elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
+                self.decodes.append(sequence)
+                self.starts.append(start)
+                self.num_context += start + 1
+                if start == sequence.num_slots:
+                    self.growing.append(sequence)
+
+
+class LateBlocks(NamedTuple):
+    block_ids: SequenceOf[int]
+    is_spent: bool  # as `BlockPool.release` means it
+
+
+class Following:
+    """Steps that were planned ahead: at most one behind the one that will be applied next.
+
+    late_blocks: given up while such a step may write to them; nobody else may have them before it
+        has ended.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.late_blocks: list[LateBlocks] = []
+        self._pool = pool
+        self._num_planned = 0
+        self._gone: set[Sequence] = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._num_planned > 0
+
+    def begin(self) -> None:
+        """A step is planned ahead."""
+        self._num_planned += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, and a step under way may have a row of it."""
+        if self.is_under_way:
+            self._gone.add(sequence)
+
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        if not self.is_under_way:
+            self._pool.release(block_ids, is_spent=is_spent)
+        elif block_ids:
+            self.late_blocks.append(LateBlocks(block_ids, is_spent))
+
+    def end(self) -> set[Sequence]:
+        """The first of them has ended on the device. What it wrote to for nothing is free.
+
+        Returns those who ended after it was planned.
+        """
+        self._num_planned -= 1
+        late, self.late_blocks = self.late_blocks, []
+        for block_ids, is_spent in late:
+            self._pool.release(block_ids, is_spent=is_spent)
+        gone, self._gone = self._gone, set()
+        return gone

@@ -1,0 +1,217 @@
+"""The one owner of block state: who holds a block, under which name it can be found, what is free.
+
+A block is *held* (somebody reads or writes it), *idle* (nobody holds it, but its content has a
+name and can be taken back) or *free*. Decides which block to hand out and which idle one to give
+up. Must not know sequences, steps, tensors or workers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, MutableSequence, Sequence
+from typing import Literal
+
+from disagg.blocks import BlockHash
+from disagg.engine.sched.free_runs import FreeRuns
+from disagg.engine.sched.require import require
+from disagg.messages import KVEvent
+
+EXTENT_TOKENS = 256  # neighbours that are given up together where as many are wanted
+
+
+class BlockPool:
+    """All operations are O(1) amortised for each block that they name.
+
+    Args:
+        num_blocks: blocks of the slab.
+        block_size: token positions in one block.
+        generations: one number for each block, shared with the transport's stamp table. It grows
+            before a block may be written for another use, which is how a remote reader finds out
+            that what it copied was no longer what its ticket promised.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int]) -> None:
+        if len(generations) != num_blocks:
+            raise ValueError(f"{len(generations)} generations for {num_blocks} blocks")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.generations = generations
+        self._num_holders = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the one to give up first comes first
+        self._free = FreeRuns(num_blocks)
+        self._extent = max(1, EXTENT_TOKENS // block_size)  # blocks
+        self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
+        self._evicted: list[tuple[int, BlockHash]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out now: free or idle."""
+        return self._free.num_free + len(self._idle)
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The leading run of blocks that are findable under `hashes`. Changes nothing.
+
+        The result holds until the next `allocate`; `acquire` it to keep it.
+        """
+        block_of = self._block_of
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One holder more for each block; idle blocks are taken back with their content.
+
+        Raises:
+            ValueError: a block is free, so it has no content to acquire.
+        """
+        holders, hash_of, idle = self._num_holders, self._hash_of, self._idle
+        for block_id in block_ids:
+            if holders[block_id] == 0:
+                if hash_of[block_id] is None:
+                    raise ValueError(f"block {block_id} is free and cannot be acquired")
+                del idle[block_id]
+            holders[block_id] += 1
+
+    def allocate(self, num_blocks: int, *, apart: bool = False) -> list[int] | None:
+        """`num_blocks` blocks for new content, each with one holder; None if there are too few.
+
+        Prefers neighbours, and free blocks to idle ones; of those the least recently used go
+        first, the end of a prefix before its beginning.
+
+        Args:
+            apart: they are for as many owners, so short runs are used up, as if by one call each.
+        """
+        if num_blocks > self.num_free:
+            return None
+        while (num_missing := num_blocks - self._free.num_free) > 0:
+            self._evict_oldest(1 if apart else num_missing)
+        block_ids = self._free.take(num_blocks, apart=apart)
+        for block_id in block_ids:
+            self.generations[block_id] += 1
+            self._num_holders[block_id] = 1
+        return block_ids
+
+    def release(self, block_ids: Sequence[int], *, is_spent: bool = False) -> None:
+        """One holder less for each block. The last one leaves a findable block idle.
+
+        Args:
+            is_spent: idle blocks are the first to give up and not the last.
+
+        Raises:
+            ValueError: a block has no holder.
+        """
+        holders, hash_of = self._num_holders, self._hash_of
+        for block_id in block_ids if is_spent else reversed(block_ids):
+            if holders[block_id] == 0:
+                raise ValueError(f"block {block_id} was released without a holder")
+            holders[block_id] -= 1
+            if holders[block_id] == 0:
+                if hash_of[block_id] is None:
+                    self._free.add(block_id)
+                else:
+                    self._idle[block_id] = None
+                    if is_spent:
+                        self._idle.move_to_end(block_id, last=False)
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """A held block is full: make it findable. If the name is taken, the first one keeps it.
+
+        Raises:
+            ValueError: nobody holds the block, or it has another name.
+        """
+        if self._num_holders[block_id] == 0:
+            raise ValueError(f"block {block_id} was published without a holder")
+        name = self._hash_of[block_id]
+        if name == block_hash or (name is None and block_hash in self._block_of):
+            return
+        if name is not None:
+            raise ValueError(f"block {block_id} was published under a second name")
+        self._hash_of[block_id] = block_hash
+        self._block_of[block_hash] = block_id
+        self._record("stored", block_hash)
+
+    def take_events(self) -> tuple[KVEvent, ...]:
+        """What became findable, or stopped being so, since the last call, in order."""
+        events = tuple(KVEvent(kind, tuple(hashes)) for kind, hashes in self._events)
+        self._events.clear()
+        return events
+
+    def take_evicted(self) -> list[tuple[int, BlockHash]]:
+        """Findable blocks that were handed out for other use since the last call.
+
+        Their bytes are intact until somebody writes the block: save them before that.
+        """
+        evicted = self._evicted
+        if evicted:
+            self._evicted = []
+        return evicted
+
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """All findable names."""
+        return tuple(self._block_of)
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Recount everything from `holders`, one list of blocks for each holder.
+
+        Raises:
+            AssertionError: any difference; the message says which.
+        """
+        counted = [0] * self.num_blocks
+        for block_ids in holders:
+            for block_id in block_ids:
+                counted[block_id] += 1
+        free = {i for start, end in self._free.runs() for i in range(start, end)}
+        require(len(free) == self._free.num_free, "the free blocks are miscounted")
+        for block_id in range(self.num_blocks):
+            num_holders, name = self._num_holders[block_id], self._hash_of[block_id]
+            require(
+                num_holders == counted[block_id],
+                f"block {block_id} counts {num_holders} holders and has {counted[block_id]}",
+            )
+            states = (num_holders > 0, block_id in self._idle, block_id in free)
+            require(sum(states) == 1, f"block {block_id}: held, idle, free = {states}")
+            require(name is None or not states[2], f"free block {block_id} has a name")
+            require(name is not None or not states[1], f"idle block {block_id} has no name")
+            require(
+                name is None or self._block_of.get(name) == block_id,
+                f"block {block_id} is not found under its name",
+            )
+        num_named = sum(name is not None for name in self._hash_of)
+        require(num_named == len(self._block_of), "names without a block")
+
+    def _evict_oldest(self, num_missing: int) -> None:
+        """One block; or, where an extent of neighbours is missing, all idle ones of its extent.
+
+        By age alone blocks would be taken and given back one by one, in an order that soon has
+        nothing to do with their places, and each prompt would be scattered all over the slab.
+        """
+        oldest = next(iter(self._idle))
+        if num_missing < self._extent:
+            self._evict(oldest)
+            return
+        start = oldest - oldest % self._extent
+        for block_id in range(start, start + self._extent):
+            if block_id in self._idle:
+                self._evict(block_id)
+
+    def _evict(self, block_id: int) -> None:
+        del self._idle[block_id]
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        self._hash_of[block_id] = None
+        del self._block_of[block_hash]
+        self._free.add(block_id)
+        self._evicted.append((block_id, block_hash))
+        self._record("removed", block_hash)
+
+    def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
+        if self._events and self._events[-1][0] == kind:
+            self._events[-1][1].append(block_hash)
+        else:
+            self._events.append((kind, [block_hash]))

@@ -1,0 +1,93 @@
+"""Fills a step with what is not a plain decode: chunks of prompts, and drafts to verify.
+
+Decides how many tokens each sequence gets of a budget, in the order in which they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import MAX_AHEAD, claim
+from disagg.engine.sched.step import StepPlan
+from disagg.time_model import StepFeatures
+
+
+class Chunks:
+    """Work of one step, while its tokens last.
+
+    Args:
+        budget: tokens.
+        running: a draft leaves a free block for each of these.
+        num_context: tokens of those that decode in the step.
+    """
+
+    __slots__ = ("_num_ahead", "_num_context", "_pool", "_running", "_sizes", "budget")
+
+    def __init__(
+        self, pool: BlockPool, budget: int, running: SequenceOf[Sequence], num_context: int
+    ) -> None:
+        self.budget = budget
+        self._num_context = num_context
+        self._pool = pool
+        self._running = running
+        self._num_ahead = 0
+        self._sizes: list[tuple[Sequence, int, int]] = []
+
+    def add(self, sequence: Sequence, start: int) -> None:
+        """A sequence's next tokens from `start` on, and its draft if these are the last ones."""
+        num_left = len(sequence.tokens) - start
+        num_tokens = min(self.budget, num_left)
+        if num_tokens == num_left and sequence.draft:
+            limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
+            num_spare_blocks = self._pool.num_free - len(self._running)
+            num_ahead = claim(self._pool, sequence, limit, num_spare_blocks)
+            self._num_ahead += num_ahead
+            num_tokens += num_ahead
+        if num_tokens:
+            self._sizes.append((sequence, start, num_tokens))
+            self.budget -= num_tokens
+
+    def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Those of `decodes` that have a draft. Returns the others."""
+        others = [sequence for sequence in decodes if not sequence.draft]
+        for sequence in [sequence for sequence in decodes if sequence.draft]:
+            self._num_context -= len(sequence.tokens)
+            self.budget += 1  # a token of each was left out of it, whatever drafts take
+            self.add(sequence, sequence.num_computed)
+        return others
+
+    def step_plan(self, decodes: list[Sequence], starts: list[int] | None = None) -> StepPlan:
+        """The step: `decodes`, of a token each, and what was added.
+
+        Args:
+            starts: of the decodes, for a step that is planned ahead; their tokens are unread.
+        """
+        num_unread = 0 if starts is None else len(decodes)
+        sequences: list[Sequence] = []
+        sizes: list[int] = []
+        chunk_starts: list[int] = []
+        num_attended, num_context = 0, self._num_context
+        for sequence, num_before, num_tokens in self._sizes:
+            if num_tokens == 1 == len(sequence.tokens) - num_before:
+                decodes.append(sequence)
+                if starts is not None:
+                    starts.append(num_before)
+                num_context += num_before + 1
+            else:
+                sequences.append(sequence)
+                sizes.append(num_tokens)
+                chunk_starts.append(num_before)
+                num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+        num_decodes, num_chunk_tokens = len(decodes), sum(sizes)
+        return StepPlan(
+            decodes + sequences,
+            [1] * num_decodes + sizes,
+            num_decodes,
+            num_decodes + num_chunk_tokens,
+            StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
+            self._num_ahead,
+            () if starts is None else starts + chunk_starts,
+            num_unread,
+        )

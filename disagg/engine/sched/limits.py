@@ -1,0 +1,96 @@
+"""Whether settings and sequences can work at all; if not, the reason in numbers."""
+
+from __future__ import annotations
+
+from disagg.blocks import hash_blocks
+from disagg.engine.sched.sequence import Sequence
+from disagg.errors import ContextLengthExceeded, Overloaded, RequestError, StartupError
+
+# Memory of a token of a request while it waits: an integer, its place in a list, and its share of
+# a block's name. Measured: 39.7.
+TOKEN_NBYTES = 40
+
+
+def check_room(nbytes: int, num_requests: int, max_nbytes: int) -> None:
+    """Whether `num_requests` of `nbytes` in all, the last one included, may be here together.
+
+    One alone always may: what is too long for the model is refused by its length.
+
+    Raises:
+        Overloaded: no; another worker may have room.
+    """
+    if nbytes > max_nbytes and num_requests > 1:
+        raise Overloaded(
+            f"The requests on this worker fill {max_nbytes} bytes already; try again shortly."
+        )
+
+
+def check_step_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Every running sequence must be able to decode in every step.
+
+    Raises:
+        StartupError: the token budget is smaller than the number of sequences.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise StartupError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences"
+            " may decode in one step; raise it, or lower max_num_seqs.",
+            param="max_num_batched_tokens",
+        )
+
+
+def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
+    """Name its full blocks anew if they were named by blocks of another size.
+
+    That happens while an update changes the size. The names are then found nowhere else, but they
+    are sound: a name is a digest of all tokens up to its block's end, whatever its root is.
+
+    Args:
+        named_by: the size that the names were made for; 0: `block_size`.
+    """
+    if named_by not in (0, block_size):
+        sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
+
+
+def token_limit(
+    sequence: Sequence, *, max_model_len: int, vocab_size: int, num_blocks: int, block_size: int
+) -> int:
+    """The number of tokens, prompt and output, at which the sequence ends.
+
+    Raises:
+        ContextLengthExceeded: there is no room for a single new token.
+        RequestError: it is empty, a token is not in the vocabulary, nothing is left to generate,
+            the whole pool is too small, or the block names were made for another block size.
+    """
+    num_tokens = len(sequence.tokens)
+    max_tokens = sequence.sampling.max_tokens
+    if num_tokens == 0:
+        raise RequestError("The prompt is empty; there is nothing to continue.", param="prompt")
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"The request has {num_tokens} tokens already; with one new token that is more than"
+            f" the limit of {max_model_len} here. Shorten the prompt."
+        )
+    if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < vocab_size:
+        raise RequestError(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
+    limit = min(sequence.num_prompt_tokens + max_tokens, max_model_len)
+    if num_tokens >= limit:
+        raise RequestError(
+            f"max_tokens is {max_tokens}, and {sequence.num_output_tokens} tokens were generated"
+            " already; raise max_tokens.",
+            param="max_tokens",
+        )
+    num_needed = -(-(limit - 1) // block_size)  # the last token never needs KV
+    if num_needed > num_blocks:
+        raise RequestError(
+            f"{sequence.num_prompt_tokens} prompt tokens and max_tokens = {max_tokens} need"
+            f" {num_needed} KV blocks of {block_size} tokens; this worker has {num_blocks}."
+            " Lower max_tokens or shorten the prompt.",
+            param="max_tokens",
+        )
+    if len(sequence.block_hashes) > num_tokens // block_size:
+        raise RequestError(
+            f"{len(sequence.block_hashes)} block names for {num_tokens} tokens do not go with"
+            f" blocks of {block_size} tokens; all parts of a tier must share block_size."
+        )
+    return limit

@@ -1,0 +1,71 @@
+"""Drafts out of a sequence's own tokens: what came after its last few tokens the last time.
+
+Answers that repeat their prompt or themselves (quotations, edits, code, lists) are foreseen so for
+the price of a look into a dict, and without a second model (prompt lookup decoding, Saxena 2023;
+vLLM's method "ngram"). Proposes, and no more: `speculation` verifies. Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from disagg.engine.sched.sequence import Sequence
+
+MAX_INDEXED = 16_384  # tokens of a prompt, its last ones: about 200 bytes each
+
+
+class Ngrams:
+    """Where each run of `length` tokens ended last in a sequence that only grows."""
+
+    __slots__ = ("_length", "_next_end", "_places")
+
+    def __init__(self, length: int, num_tokens: int) -> None:
+        self._length = length
+        self._next_end = max(length, num_tokens - MAX_INDEXED)
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def take_in(self, tokens: list[int]) -> int | None:
+        """Index what is new. Returns where the last run ended before, if it was there before."""
+        length, places, before = self._length, self._places, None
+        for end in range(self._next_end, len(tokens) + 1):
+            run = tuple(tokens[end - length : end])
+            before = places.get(run)
+            places[run] = end
+        self._next_end = max(self._next_end, len(tokens) + 1)
+        return before
+
+
+class PromptLookup:
+    """Proposes a draft wherever a sequence decodes and has none.
+
+    Args:
+        num_tokens: of a draft, at most.
+        match_length: how many last tokens must have been there before.
+    """
+
+    def __init__(self, num_tokens: int, match_length: int) -> None:
+        self._num_tokens = num_tokens
+        self._match_length = match_length
+
+    def propose(self, running: Iterable[Sequence]) -> bool:
+        """True: somebody has a new draft."""
+        has_drafts = False
+        for sequence in running:
+            is_decoding = len(sequence.tokens) - sequence.num_computed == 1
+            # Who hands over leaves with the next token; under a grammar nothing can be foreseen.
+            is_served = not sequence.hand_over and sequence.sampling.grammar is None
+            if is_decoding and is_served and not sequence.draft:
+                sequence.draft = self._draft(sequence)
+                has_drafts = has_drafts or bool(sequence.draft)
+        return has_drafts
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        tokens = sequence.tokens
+        if sequence.ngrams is None:
+            sequence.ngrams = Ngrams(self._match_length, len(tokens))
+        place = sequence.ngrams.take_in(tokens)
+        if place is None:
+            return ()
+        num_tokens = min(self._num_tokens, sequence.max_num_tokens - 1 - len(tokens))
+        period = len(tokens) - place  # what repeats sooner than a draft ends goes round in it
+        return tuple(tokens[place + i % period] for i in range(num_tokens))

@@ -1,0 +1,126 @@
+"""Where an engine's sequences are: running, arrived with their KV, or waiting without any.
+
+Keeps order and counts; decides nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from disagg.engine.sched.require import require
+from disagg.engine.sched.sequence import Sequence
+from disagg.errors import RequestError
+
+
+def _by_arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.arrival
+
+
+class Queues:
+    """Three lists, each ordered by priority and then by arrival, which keep their identity.
+
+    num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
+    num_computed, num_left: computed and uncomputed tokens of running ones, which `advance` counts.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Sequence] = []
+        self.arrived: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.by_id: dict[str, Sequence] = {}
+        self.num_queued_tokens = self.num_computed = self.num_left = 0
+        self._next_arrival = 0
+
+    def number(self, sequence: Sequence) -> None:
+        """Give a sequence its place, unless it has one."""
+        priority, number = sequence.arrival
+        if number < 0:
+            sequence.arrival = (priority, self._next_arrival)
+            self._next_arrival += 1
+
+    def check_new(self, sequence: Sequence) -> None:
+        """Raises `RequestError` if another sequence here has its name."""
+        if sequence.request_id in self.by_id:
+            raise RequestError(f"Request {sequence.request_id!r} is already running here.")
+
+    def put(self, sequence: Sequence, queue: list[Sequence]) -> None:
+        """Into `arrived` or `waiting`."""
+        insort(queue, sequence, key=_by_arrival)
+        self.num_queued_tokens += sequence.num_uncomputed
+
+    def admit(self, queue: list[Sequence], num_uncomputed: int) -> Sequence:
+        """From the head of a queue, where it counted so many tokens, to `running`."""
+        sequence = queue.pop(0)
+        self.num_queued_tokens -= num_uncomputed
+        insort(self.running, sequence, key=_by_arrival)
+        self._count(sequence, 1)
+        return sequence
+
+    def advance(self, num_computed: int, num_gained: int) -> None:
+        """Running sequences have so many more tokens with KV, and so many more tokens in all."""
+        self.num_computed += num_computed
+        self.num_left += num_gained - num_computed
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self.num_computed += sign * sequence.num_computed
+        self.num_left += sign * sequence.num_uncomputed
+
+    def pop_latest(self) -> Sequence:
+        """The least urgent, and of these the latest, that owns blocks; taken out of its list."""
+        running, arrived = self.running, self.arrived
+        if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
+            self._count(running[-1], -1)
+            return running.pop()
+        victim = arrived.pop()
+        self.num_queued_tokens -= victim.num_uncomputed
+        return victim
+
+    def forget(self, sequence: Sequence) -> None:
+        del self.by_id[sequence.request_id]
+        for queue in (self.running, self.arrived, self.waiting):
+            place = bisect_left(queue, sequence.arrival, key=_by_arrival)
+            if place < len(queue) and queue[place] is sequence:
+                del queue[place]
+                if queue is self.running:
+                    self._count(sequence, -1)
+                else:
+                    self.num_queued_tokens -= sequence.num_uncomputed
+                return
+
+    def clear(self) -> list[Sequence]:
+        """Forget all. Returns them."""
+        sequences = list(self.by_id.values())
+        for queue in (self.running, self.arrived, self.waiting, self.by_id):
+            queue.clear()
+        self.num_queued_tokens = self.num_computed = self.num_left = 0
+        return sequences
+
+    def check(self, block_size: int) -> None:
+        """Recount, each sequence's relation to its blocks included.
+
+        Raises:
+            AssertionError: names the first difference.
+        """
+        queued = [*self.arrived, *self.waiting]
+        num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
+        require(num_queued_tokens == self.num_queued_tokens, "queued tokens are miscounted")
+        everyone = [*self.running, *queued]
+        known = self.by_id.values()
+        require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
+        for queue in (self.running, self.arrived, self.waiting):
+            arrivals = [sequence.arrival for sequence in queue]
+            require(arrivals == sorted(set(arrivals)), f"not in order: {queue}")
+        for sequence in everyone:
+            num_slots = len(sequence.block_ids) * block_size
+            require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
+            require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
+            require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
+            num_foreseen = len(sequence.tokens) + len(sequence.draft)
+            has_end = not sequence.draft or num_foreseen < sequence.max_num_tokens
+            require(has_end, f"{sequence}: its draft goes beyond its end")
+        num_computed = sum(sequence.num_computed for sequence in self.running)
+        require(num_computed == self.num_computed, "computed tokens are miscounted")
+        num_left = sum(sequence.num_uncomputed for sequence in self.running)
+        require(num_left == self.num_left, "tokens to compute are miscounted")
+        for sequence in self.waiting:
+            require(not sequence.block_ids, f"{sequence} waits and holds blocks")

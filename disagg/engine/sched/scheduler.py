@@ -1,0 +1,458 @@
+"""Which sequences compute how many tokens in the next step, and what follows from the result.
+
+`plan` decides; `apply` is the only place where a sequence advances. Between them a runner turns the
+plan into tokens. Decodes go first, the rest of the token budget goes to chunks of prompts, oldest
+first. Must not know devices, workers, transfers or a clock.
+
+Older means more urgent (a lower `priority`), or as urgent and here before; later is the opposite.
+
+Two queues wait: `waiting` sequences own no blocks; `arrived` ones brought their KV along (they are
+admitted even while an older waiting sequence is short of blocks, because the blocks that they hold
+come back no other way). Memory is taken back from the last in that order, by recomputation: its
+`num_computed` falls to 0, which is where every sequence starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.sched.async_scheduling import After, Following
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import (
+    adopt,
+    disown,
+    extend,
+    find_prefix,
+    give_back,
+    grow,
+    publish,
+)
+from disagg.engine.sched.chunks import Chunks
+from disagg.engine.sched.limits import check_step_size, token_limit
+from disagg.engine.sched.prompt_lookup import PromptLookup
+from disagg.engine.sched.queues import Queues
+from disagg.engine.sched.require import require
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import gain, usable
+from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent
+from disagg.errors import DisaggError
+from disagg.messages import TokenLogprobs
+
+_NEVER = 1 << 62
+_NOBODY = (_NEVER, 0)  # comes after everybody
+
+
+class Scheduler:
+    """Continuous batching over one block pool.
+
+    Args:
+        pool: where KV goes; other holders (arrivals, holds of tickets) may share it.
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        max_model_len: tokens of one sequence, prompt and output.
+        vocab_size: token ids from here on are refused, since a device would trip over them.
+        enable_prefix_caching: find and publish full blocks by name.
+        prompt_lookup: proposes drafts to those that decode.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int = 1 << 31,
+        enable_prefix_caching: bool = True,
+        prompt_lookup: PromptLookup | None = None,
+    ) -> None:
+        check_step_size(max_num_seqs, max_num_batched_tokens)
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prompt_lookup = prompt_lookup
+        self.queues = queues = Queues()
+        self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
+        self.num_preempted = 0  # ever, as the next two
+        self.num_drafted = 0  # tokens that were verified
+        self.num_accepted = 0  # of these
+        self._short: Sequence | None = None  # oldest waiting one that found too few blocks
+        self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
+        self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
+        self._num_spare_then = 0  # ... when so many were to be had
+        self._has_drafts = False  # True: some sequence may have one
+        self._following = Following(pool)
+
+    # Entering and leaving.
+
+    def number(self, sequence: Sequence) -> None:
+        """Give a sequence its place in the queue, before it is ready to be submitted or joined."""
+        self.queues.number(sequence)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence that owns no blocks.
+
+        Raises:
+            RequestError: it can never fit, or it contradicts itself; the message has the numbers.
+        """
+        if sequence.block_ids or sequence.num_computed:
+            raise ValueError(f"{sequence} owns blocks: join it instead")
+        self._accept(sequence)
+        self.queues.put(sequence, self.waiting)
+
+    def join(self, sequence: Sequence) -> None:
+        """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
+
+        Its full blocks become findable at once, since others may share the prefix.
+
+        Raises:
+            RequestError: as `submit`; the blocks stay the caller's.
+        """
+        block_size = self.pool.block_size
+        num_slots = len(sequence.block_ids) * block_size
+        if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
+            raise ValueError(f"{sequence} cannot join with {num_slots} slots")
+        self._accept(sequence)
+        sequence.num_slots = num_slots
+        sequence.was_admitted = True
+        sequence.num_published = 0
+        self._watch_blocks(sequence)
+        if sequence.num_computed >= sequence.publish_at:
+            publish(self.pool, sequence)
+        self.queues.put(sequence, self.arrived)
+
+    def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
+        """Blocks for KV that arrives from elsewhere, or None if they are better kept.
+
+        Running sequences grow by one block each `block_size` steps. If arrivals took the last
+        blocks, the next step would have to preempt, and recomputing costs more than waiting: so
+        one block for each running sequence is left. Nor does an arrival overtake an older waiting
+        sequence that is short of blocks (`arrival` is the place that `number` gave, None counts as
+        the latest), or a stream of arrivals could starve it; and the other way round, the next plan
+        admits nobody later than a refused arrival, which may ask again before every plan.
+        """
+        short = self._short
+        if short is not None and (arrival is None or short.arrival < arrival):
+            return None
+        if self._leaves_room(num_blocks):
+            return self.pool.allocate(num_blocks)
+        if arrival is not None and num_blocks <= self.pool.num_blocks:
+            self._refused = min(arrival, self._refused)
+        return None
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
+        sequence = self.queues.by_id.get(request_id)
+        if sequence is not None:
+            self._forget(sequence)
+            self._give_back(sequence)
+        return sequence
+
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        self._following.release(block_ids, is_spent=is_spent)
+
+    def abandon(self) -> list[Sequence]:
+        """Forget all sequences without giving back their blocks; for a broken engine."""
+        self._short = None
+        return self.queues.clear()
+
+    def check(self) -> None:
+        """Recount the queues. Raises `AssertionError`, which names the first difference."""
+        require(len(self.running) <= self.max_num_seqs, "too many sequences run")
+        self.queues.check(self.pool.block_size)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self.queues.by_id.get(sequence.request_id) is sequence
+
+    def sequences(self) -> list[Sequence]:
+        return list(self.queues.by_id.values())
+
+    def holders(self) -> list[SequenceOf[int]]:
+        """Every list of blocks that is held for a sequence."""
+        late = [each.block_ids for each in self._following.late_blocks]
+        return [*(each.block_ids for each in self.sequences()), *late]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queues.by_id)
+
+    @property
+    def is_short(self) -> bool:
+        """A waiting sequence found too few blocks in the last plan."""
+        return self._short is not None
+
+    # Deciding.
+
+    def plan(self) -> StepPlan:
+        """The next step. Gives and takes blocks, but advances nobody.
+
+        `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
+        """
+        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
+            self._has_drafts = True
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        growing: list[Sequence] = []
+        num_context, num_preempted = 0, self.num_preempted
+        for sequence in self.running:  # oldest first
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed == 1:
+                decodes.append(sequence)
+                num_context += num_tokens
+                if num_tokens > sequence.num_slots:
+                    growing.append(sequence)
+            else:
+                prefills.append(sequence)
+        if growing and not grow(self.pool, growing):
+            self._grow_by_turns(growing)
+            decodes = [sequence for sequence in decodes if sequence.block_ids]
+            prefills = [sequence for sequence in prefills if sequence.block_ids]
+            num_context = sum(len(sequence.tokens) for sequence in decodes)
+        budget = self.max_num_batched_tokens - len(decodes)
+        chunks = Chunks(self.pool, budget, self.running, num_context)
+        if self._has_drafts:
+            decodes = chunks.add_drafted(decodes)
+        if num_preempted == self.num_preempted:
+            prefills += self._admit(chunks.budget, prefills)
+        for sequence in prefills:
+            chunks.add(sequence, sequence.num_computed)
+        if self._has_drafts:
+            self._has_drafts = any(sequence.draft for sequence in self.sequences())
+        return chunks.step_plan(decodes)
+
+    def plan_following(
+        self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
+    ) -> StepPlan | None:
+        """The step after `plan`, which has yet to be applied; None if that has to come first.
+
+        Args:
+            needs_host: asked of sequences that run and are not part of `plan`.
+        """
+        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
+            self._has_drafts = True
+        if self._has_drafts and any(sequence.draft for sequence in self.running):
+            return None
+        after = After(plan, self.queues.by_id)
+        prefills = after.prefills
+        if after.num_here < len(self.running):
+            planned = set(map(id, plan.sequences))
+            others = [sequence for sequence in self.running if id(sequence) not in planned]
+            if any(map(needs_host, others)):
+                return None
+            prefills += [(sequence, sequence.num_computed) for sequence in others]
+        budget = self.max_num_batched_tokens - len(after.decodes)
+        chunks = Chunks(self.pool, budget, self.running, after.num_context)
+        for sequence, start in prefills:
+            chunks.add(sequence, start)
+        if not (after.decodes or prefills) or (chunks.budget and self._may_admit()):
+            return None
+        if not grow(self.pool, after.growing):
+            return None
+        self._following.begin()
+        return chunks.step_plan(after.decodes, after.starts)
+
+    def _may_admit(self) -> bool:
+        """Whether the next plan may find room for somebody who waits."""
+        if len(self.running) >= self.max_num_seqs or not (self.waiting or self.arrived):
+            return False
+        if self._left_out and self._num_spare_blocks > self._num_spare_then:
+            return True
+        queue = self._next_queue()
+        return bool(queue) and queue[0] not in self._left_out
+
+    def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
+        """Move sequences from the queues to `running` while tokens, places and blocks last."""
+        budget -= sum(sequence.num_uncomputed for sequence in prefills)
+        admitted: list[Sequence] = []
+        self._short = None
+        self._left_out.clear()
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            queue = self._next_queue()
+            if not queue:
+                break
+            sequence = queue[0]
+            num_queued_tokens = sequence.num_uncomputed
+            if not self._give_blocks(sequence):
+                self._left_out.append(sequence)
+                self._num_spare_then = self._num_spare_blocks
+                if queue is self.arrived:
+                    break
+                self._short = sequence
+                continue
+            admitted.append(self.queues.admit(queue, num_queued_tokens))
+            budget -= sequence.num_uncomputed
+        if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
+            self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
+        self._refused = _NOBODY
+        return admitted
+
+    def _next_queue(self) -> list[Sequence]:
+        """The queue whose head is the oldest sequence that may be admitted."""
+        if self._short or not self.waiting or self.waiting[0].arrival > self._refused:
+            return self.arrived
+        if self.arrived and self.arrived[0].arrival < self.waiting[0].arrival:
+            return self.arrived
+        return self.waiting
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that are left if every running sequence begins one more."""
+        return self.pool.num_free - len(self.running)
+
+    def _leaves_room(self, num_blocks: int) -> bool:
+        """Whether every running sequence could still begin one more block afterwards."""
+        return num_blocks <= self._num_spare_blocks
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens that a sequence has, found by name or new; False if too few.
+
+        All at once, so that two half-computed prompts never wait for each other's blocks.
+        """
+        pool = self.pool
+        num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
+        if sequence.block_ids:
+            fits = num_needed <= 0 or self._leaves_room(num_needed)
+            return fits and extend(pool, sequence, max(0, num_needed))
+        found = find_prefix(pool, sequence) if self.enable_prefix_caching else []
+        num_new = num_needed - len(found)
+        if not self._leaves_room(num_new):
+            return False
+        pool.acquire(found)  # now, or `allocate` might evict them
+        new = pool.allocate(num_new) if self._leaves_room(num_new) else None
+        if new is None:
+            pool.release(found)
+            return False
+        adopt(pool, sequence, found, new)
+        self._watch_blocks(sequence)
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        return True
+
+    def _watch_blocks(self, sequence: Sequence) -> None:
+        """Publish from the block after `num_published` on, as blocks fill up."""
+        if self.enable_prefix_caching:
+            sequence.publish_at = (sequence.num_published + 1) * self.pool.block_size
+        else:
+            sequence.publish_at = _NEVER
+
+    def _grow_by_turns(self, sequences: list[Sequence]) -> None:
+        """One more block for each, oldest first; the latest ones give way, maybe of these."""
+        for sequence in sequences:
+            while sequence.block_ids and not extend(self.pool, sequence, 1):
+                self._preempt_latest()
+
+    def _preempt_latest(self) -> Sequence:
+        """Send the latest sequence that owns blocks back to `waiting`, without them."""
+        victim = self.queues.pop_latest()
+        self.num_preempted += 1
+        victim.draft = ()  # or it would need more room than it had
+        give_back(self.pool, victim)
+        self.queues.put(victim, self.waiting)
+        if self._short is None or victim.arrival < self._short.arrival:
+            self._short = victim  # or a later arrival took what was given up, to give it up again
+        return victim
+
+    # Advancing.
+
+    def apply(self, plan: StepPlan, sampled: SequenceOf[Sampled]) -> list[TokenEvent]:
+        """Advance every sequence of the plan by what was computed and sampled.
+
+        Those that ended since it was planned are left out.
+        """
+        gone = self._following.end() if plan.starts else ()
+        has_drafts, num_computed, num_sampled = self._has_drafts, plan.num_new_tokens, 0
+        events: list[TokenEvent] = []
+        rows = zip(plan.sequences, plan.query_lens, sampled, strict=True)
+        for sequence, num_tokens, token in rows:
+            if gone and sequence in gone:
+                num_computed -= num_tokens
+                continue
+            if type(token) is not SampledToken:
+                num_computed -= num_tokens
+                events += self._apply_rest(sequence, num_tokens, token)
+                continue
+            num_sampled += 1
+            sequence.num_computed += num_tokens
+            if sequence.num_computed >= sequence.publish_at:
+                publish(self.pool, sequence)
+            token_id, tokens = token.token_id, sequence.tokens
+            tokens.append(token_id)
+            if (
+                has_drafts and sequence.draft
+            ):  # of a step that was launched before the draft was there
+                sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
+            is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
+            if is_at_end or sequence.hand_over or token.logprobs is not None:
+                logprobs = None if token.logprobs is None else (token.logprobs,)
+                events.append(self._gained(sequence, (token_id,), logprobs))
+            else:
+                events.append(TokenEvent(sequence, (token_id,)))
+        self.queues.advance(num_computed, num_sampled)
+        return events
+
+    def _apply_rest(
+        self, sequence: Sequence, num_tokens: int, result: Sampled
+    ) -> tuple[TokenEvent, ...]:
+        """Advance a sequence that has not gained just one token: several, none, or an error."""
+        num_before = sequence.num_computed
+        if isinstance(result, tuple):
+            token_ids, logprobs = gain(self.pool, sequence, result)
+            self.num_drafted += len(result) - 1
+            self.num_accepted += len(token_ids) - 1
+            self.queues.advance(sequence.num_computed - num_before, len(token_ids))
+            return (self._gained(sequence, token_ids, logprobs),)
+        sequence.num_computed += num_tokens
+        self.queues.advance(num_tokens, 0)
+        if sequence.num_computed >= sequence.publish_at:
+            publish(self.pool, sequence)
+        if not isinstance(result, DisaggError):
+            return ()
+        self.remove(sequence.request_id)
+        return (TokenEvent(sequence, error=result),)
+
+    def _gained(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> TokenEvent:
+        """The event of a sequence that has gained tokens, and that may end or leave with them."""
+        reason = sequence.finish_reason()
+        if reason is None and not sequence.hand_over:
+            return TokenEvent(sequence, token_ids, logprobs)
+        self._forget(sequence)
+        if reason is not None:
+            self._give_back(sequence)
+        return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
+
+    # Bookkeeping.
+
+    def _accept(self, sequence: Sequence) -> None:
+        self.queues.check_new(sequence)
+        sequence.max_num_tokens = token_limit(
+            sequence,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        if sequence.draft:
+            sequence.draft = usable(sequence, self.vocab_size)
+            self._has_drafts = True
+        self.number(sequence)
+        self.queues.by_id[sequence.request_id] = sequence
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.release(disown(sequence))
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.queues.forget(sequence)
+        self._following.forget(sequence)
+        if self._short is sequence:
+            self._short = None

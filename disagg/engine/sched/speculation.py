@@ -1,0 +1,127 @@
+"""Verifying a draft: several tokens of a sequence in one forward pass, and never another token.
+
+A draft is a continuation that somebody else proposes. It is computed along with the sequence's
+last tokens, and at each position the token is chosen as it would be without a draft, provided
+that the draft is right up to there. So the tokens up to and including the first one that the draft
+did not foresee are what the engine would have generated anyway, one step at a time (for greedy and
+for sampling, since the noise is a function of seed and position); what comes after is ignored, and
+its KV lies beyond `num_computed`, where the next step writes (Leviathan et al., 2023, in the
+special case of a draft without probabilities).
+
+Decides how much of a draft is computed, and what a sequence gains by it. A draft only takes what
+is left of a step's tokens and of free blocks: nobody is preempted for one. Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import extend, publish, trim
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import SampledToken, Work
+from disagg.messages import SamplingParams, TokenLogprobs
+
+# In one step, for all sequences: each costs a row of logits, as wide as the vocabulary.
+MAX_AHEAD = 128
+
+
+def usable(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
+    """The part of a draft that can come true: known tokens, and one place left after them."""
+    num_places = max(0, sequence.max_num_tokens - 1 - len(sequence.tokens))
+    draft = sequence.draft[:num_places]
+    unknown = (i for i, token_id in enumerate(draft) if not 0 <= token_id < vocab_size)
+    return draft[: next(unknown, len(draft))]
+
+
+def claim(pool: BlockPool, sequence: Sequence, limit: int, num_spare_blocks: int) -> int:
+    """How many tokens of its draft a sequence computes along with its last ones in this step.
+
+    Takes the blocks for them, of which `num_spare_blocks` may be had. A draft that finds no room
+    when its time has come is dropped: it would cost others more than it saves.
+    """
+    num_tokens, draft = len(sequence.tokens), sequence.draft
+    num_ahead = min(len(draft), limit)
+    num_missing = -(-(num_tokens + num_ahead) // pool.block_size) - len(sequence.block_ids)
+    if 0 < num_missing <= num_spare_blocks:
+        extend(pool, sequence, num_missing)
+    num_ahead = min(num_ahead, sequence.num_slots - num_tokens)
+    if num_ahead <= 0:
+        sequence.draft = ()
+        return 0
+    return num_ahead
+
+
+def gain(
+    pool: BlockPool, sequence: Sequence, verified: tuple[SampledToken, ...]
+) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
+    """Advance a sequence by what a verification says, as far as its draft is right.
+
+    Args:
+        verified: the token after the sequence's last one, and those after each of the first
+            len(verified) - 1 tokens of its draft.
+
+    Returns:
+        The tokens that it gains, and their log-probabilities if these were asked for.
+    """
+    tokens, draft = sequence.tokens, sequence.draft
+    num_gained, is_right = 0, True
+    while is_right and num_gained < len(verified):
+        token_id = verified[num_gained].token_id
+        tokens.append(token_id)
+        is_right = draft[num_gained : num_gained + 1] == (token_id,)
+        num_gained += 1
+        if sequence.finish_reason() is not None:
+            break
+    sequence.num_computed = len(tokens) - 1
+    if sequence.num_computed >= sequence.publish_at:
+        publish(pool, sequence)
+    sequence.draft = draft[num_gained:] if is_right else ()
+    if not sequence.draft:
+        trim(pool, sequence)
+    gained = verified[:num_gained]
+    logprobs = tuple(token.logprobs for token in gained if token.logprobs is not None)
+    return tuple(token.token_id for token in gained), logprobs or None
+
+
+class Ahead:
+    """A sequence as it will be if the first `num_ahead` tokens of its draft are right.
+
+    What a sampler asks of a sequence, for one row of the logits.
+    """
+
+    __slots__ = ("num_ahead", "num_prompt_tokens", "sampling", "sequence", "slot", "stop_ids")
+
+    def __init__(self, sequence: Sequence, num_ahead: int) -> None:
+        self.sequence = sequence
+        self.num_ahead = num_ahead
+        self.sampling: SamplingParams = sequence.sampling
+        self.slot = sequence.slot
+        self.stop_ids = sequence.stop_ids
+        self.num_prompt_tokens = sequence.num_prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens, *self.sequence.draft[: self.num_ahead]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sequence.tokens) + self.num_ahead
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+Continued: TypeAlias = Sequence | Ahead  # whose next token a row of the logits chooses
+
+
+def rows(work: Work) -> Iterator[Continued]:
+    """For whom a work item's rows of logits are: none, the sequence, or the draft as well."""
+    sequence = work.sequence
+    num_ahead = work.num_tokens - sequence.num_uncomputed
+    if num_ahead >= 0:
+        yield sequence
+        for i in range(1, num_ahead + 1):
+            yield Ahead(sequence, i)

@@ -1,0 +1,344 @@
+"""An ingress without its host: the API in front, the router in the middle, the links behind.
+
+`app/` puts it into a Serve replica, `local.py` into a plain process; both tell it who the workers
+are. Knows nothing of where membership comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from disagg.api.auto_model import auto_model, check_one_language
+from disagg.api.http.app import HttpApp, Readiness, build_app
+from disagg.api.http.metrics import ApiMetrics
+from disagg.api.http.quota import Quota
+from disagg.api.served_model import ServedModel
+from disagg.api.service import Service, named
+from disagg.config import AUTO, DEFAULT_TENANT, ServeConfig, TierConfig
+from disagg.ingress.admission_queue import Turns
+from disagg.ingress.dispatch import Decision, Dispatcher
+from disagg.ingress.escalation import Deltas, Escalation
+from disagg.ingress.fleet_metrics import FleetMetrics
+from disagg.ingress.standby import Standby
+from disagg.links.fleet_links import FleetLinks
+from disagg.messages import GenerateRequest, WorkerRecord
+from disagg.router.autoscale import may_be_empty
+from disagg.router.cascade import CascadeDecision
+from disagg.router.fleet import Fleet, Pool
+from disagg.router.load_report import report
+from disagg.router.pool_state import states_of
+from disagg.store.limits import LimitBoard, Limits, keep_in_step
+from disagg.store.redis_store import RedisBoard
+
+# Until a worker says what it uses; nothing is routed before that.
+PROVISIONAL_BLOCK_SIZE = 16
+READY_POLL_S = 0.02
+
+
+class Transfer(msgspec.Struct):
+    """How KV goes from one worker to another, as of the last pull."""
+
+    source: str
+    destination: str
+    lane: str  # "cma", "cuda_ipc", "rc_mlx5", "tcp", ...; "" if UCX does not say
+    latency_s: float
+    bytes_per_s: float
+
+
+class Explanation(msgspec.Struct):
+    """What `GET /debug/requests/{id}` says.
+
+    transfers: between the workers of the routes, as far as there were any.
+    """
+
+    routes: tuple[Decision, ...]  # oldest first
+    cascade: CascadeDecision | None
+    transfers: tuple[Transfer, ...]
+
+
+class IngressCore:
+    """Everything of one ingress that outlives a request. Lives on one event loop.
+
+    Args:
+        ingress_id: shown to workers; unique among ingresses.
+        now: Unix seconds.
+        board: for tenants' limits, shared with other ingresses; None: in Redis, if there is one.
+
+    Raises:
+        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        ingress_id: str,
+        *,
+        now: Callable[[], float] = time.time,
+        board: LimitBoard | None = None,
+    ) -> None:
+        self._config = config
+        self._ingress_id = ingress_id
+        self._records: list[WorkerRecord] = []
+        self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
+        self._is_starting = True  # not all pools have been there yet
+        self._models = served_models(config)
+        rng = random.Random(ingress_id)
+        self.fleet = Fleet(now=now)
+        self.links = FleetLinks(
+            key=config.cluster_key.encode(),
+            ingress_id=ingress_id,
+            observer=Standby(self.fleet, _num_serving(config)),
+            rng=rng,
+        )
+        metrics = ApiMetrics()
+        self._fleet_metrics = FleetMetrics(metrics.registry)
+        ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
+        self._metrics = metrics
+        self.turns = Turns(
+            self.fleet,
+            now=now,
+            ttft_slo_s=ttft_slo_s,
+            weight=lambda tenant: config.tenant(tenant).weight,
+            max_nbytes=config.http.max_queue_nbytes,
+            waited=self._observe_wait,
+        )
+        self.dispatcher = Dispatcher(
+            self.links,
+            self.fleet,
+            now=now,
+            rng=rng,
+            ttft_slo_s=ttft_slo_s,
+            moved=self._fleet_metrics.request_moved,
+            borrowed=self._fleet_metrics.prefix_asked,
+            turns=self.turns,
+            wakes=self._may_be_empty,
+        )
+        self._escalation: Escalation | None = None
+        if config.cascade is not None:
+            self._escalation = Escalation(
+                config.cascade,
+                ttft_slo_s,
+                generate=self.dispatcher.generate,
+                rename=lambda request, model: named(request, self._models[model]),
+                fleet=self.fleet.view,
+                now=now,
+                decided=metrics.cascade_decided,
+            )
+        self._limits = Limits(config.tenant, clock=metrics.clock)
+        self._sharing = self._share_limits(board)
+        self.service = Service(
+            self._models,
+            self._generate,
+            explain=self._cascade_decision,
+            default_timeout_s=config.http.default_timeout_s,
+            clock=now,
+        )
+        self.app: HttpApp = build_app(
+            self.service,
+            config.http,
+            readiness=self.readiness,
+            metrics=metrics,
+            explain=self._explanation,
+            refresh=self._refresh_metrics,
+            quota=Quota(config.tenant, config.tenant_class, self._limits),
+        )
+
+    def update(self, records: Sequence[WorkerRecord]) -> None:
+        """The workers there are now, all of them."""
+        self._records = list(records)
+        for record in records:
+            model = self._models.get(record.model)
+            if model is not None and _differs(model, record):
+                self._models[record.model] = dataclasses.replace(
+                    model, block_size=record.block_size, max_model_len=record.max_model_len
+                )
+        self._models.update(_auto(self._config, self._models))
+        self.links.update(records)
+
+    def readiness(self) -> Readiness:
+        """Ready while every tier has a worker that takes requests: any of them can do it all; or
+        may have none until somebody asks.
+
+        Not at first: before a worker of each pool was there once, requests are not let in.
+        """
+        workers = self.fleet.view().workers.values()
+        pools = {}
+        for tier in self._config.tiers:
+            members = [w for w in workers if w.record.model == tier.name and w.accepting]
+            pools[tier.name] = {
+                "num_prefill": sum(w.record.role == "prefill" for w in members),
+                "num_decode": sum(w.record.role == "decode" for w in members),
+                "num_kv_blocks": sum(w.record.num_blocks for w in members),
+                "block_size": self._models[tier.name].block_size,
+                "max_num_seqs": max((w.record.max_num_seqs for w in members), default=0),
+                "max_num_batched_tokens": max(
+                    (w.record.max_num_batched_tokens for w in members), default=0
+                ),
+            }
+        lacking = [
+            f"{tier.name}-{role}"
+            for tier in self._config.tiers
+            for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+            if pool.num_replicas and not pools[tier.name][f"num_{role}"]
+        ]
+        if not lacking:
+            self._is_starting = False
+        if not self._is_starting:
+            lacking = [
+                name
+                for name, pool in pools.items()
+                if not pool["num_prefill"] + pool["num_decode"] and name not in self._may_be_empty
+            ]
+        reason = f"no worker takes requests for {', '.join(lacking)}" if lacking else ""
+        return Readiness(not lacking, reason, pools, self._ingress_id)
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Until all pools are there, or for so long. Returns whether requests can be served."""
+        deadline = time.monotonic() + timeout_s
+        while not self.readiness().ready:
+            if time.monotonic() >= deadline:
+                self._is_starting = False  # a pool that is dead must not keep the others waiting
+                return self.readiness().ready
+            await asyncio.sleep(READY_POLL_S)
+        return True
+
+    def load(self) -> dict[str, float]:
+        """For the autoscaler."""
+        waiting = {
+            tier.name: self.turns.num_uncomputed_tokens(tier.name) for tier in self._config.tiers
+        }
+        return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
+
+    def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
+        """With the other ingresses, if there are limits and a place for them."""
+        config = self._config
+        if not any(tenant.is_limited for tenant in config.tenants.values()):
+            return None
+        if board is None and config.redis_url is not None:
+            board = RedisBoard(config.redis_url, secret=config.cluster_key.encode())
+        if board is None:
+            return None
+        return asyncio.create_task(keep_in_step(self._limits, board, self._ingress_id))
+
+    async def close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
+        await self.links.close()
+
+    def _observe_wait(self, tenant: str, seconds: float) -> None:
+        self._metrics.queue_wait.labels(self._config.tenant_class(tenant)).observe(seconds)
+
+    def _refresh_queue(self) -> None:
+        lengths = dict.fromkeys([DEFAULT_TENANT, *self._config.tenants], 0)
+        for tenant, number in self.turns.num_by_tenant().items():
+            lengths[self._config.tenant_class(tenant)] += number
+        for name, number in lengths.items():
+            self._metrics.queue_length.labels(name).set(number)
+        self._metrics.queue_nbytes.set(self.turns.nbytes)
+
+    def _refresh_metrics(self) -> None:
+        self._refresh_queue()
+        reports = self.fleet.reports()
+        for record, status in reports:
+            link_nbytes = self.links.num_buffered_bytes(record.worker_id)
+            self._fleet_metrics.worker(record, status, link_nbytes)
+            if status.store is not None:
+                counts = msgspec.structs.asdict(status.store)
+                self._fleet_metrics.store(
+                    record.model,
+                    record.role,
+                    record.worker_id,
+                    {name.removeprefix("num_"): count for name, count in counts.items()},
+                )
+            if status.host is not None:
+                self._fleet_metrics.host_tier(
+                    record.model, record.role, record.worker_id, status.host
+                )
+            for figure in status.transfers:
+                self._fleet_metrics.transfer(
+                    figure.source_id,
+                    record.worker_id,
+                    latency_s=figure.latency_s,
+                    bytes_per_s=figure.bytes_per_s,
+                    lane=figure.lane,
+                )
+        index = self.fleet.index
+        self._fleet_metrics.prefix_index(index.nbytes, index.num_blocks)
+        self._fleet_metrics.limits_shared(self._limits.is_shared)
+        self._fleet_metrics.keep_only({record.worker_id for record, _ in reports})
+
+    def _generate(self, request: GenerateRequest) -> Deltas:
+        if self._escalation is not None and request.model == AUTO:
+            return self._escalation.generate(request)
+        return self.dispatcher.generate(request)
+
+    def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
+        return None if self._escalation is None else self._escalation.decision(request_id)
+
+    def _explanation(self, request_id: str) -> bytes | None:
+        routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
+        if not routes:
+            return None
+        return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
+
+    def _transfers(self, routes: Iterable[Decision]) -> tuple[Transfer, ...]:
+        statuses = {record.worker_id: status for record, status in self.fleet.reports()}
+        found: dict[tuple[str, str], Transfer] = {}
+        for route in (decision.route for decision in routes):
+            status = statuses.get(route.decode)
+            for each in status.transfers if status is not None else ():
+                if each.source_id in (route.prefill, route.lender):
+                    pair = (each.source_id, route.decode)
+                    found[pair] = Transfer(*pair, each.lane, each.latency_s, each.bytes_per_s)
+        return tuple(found.values())
+
+
+def served_models(config: ServeConfig) -> dict[str, ServedModel]:
+    """By name, all that clients may ask for.
+
+    Raises:
+        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
+    """
+    models = {tier.name: _served_model(tier) for tier in config.tiers}
+    if config.cascade is not None:
+        check_one_language(list(models.values()))
+    return models | _auto(config, models)
+
+
+def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, ServedModel]:
+    if config.cascade is None:
+        return {}
+    return {AUTO: auto_model([models[tier.name] for tier in config.tiers])}
+
+
+def _num_serving(config: ServeConfig) -> dict[Pool, int]:
+    """Of the pools in which workers stand by; in one that is scaled those serve ahead of load."""
+    numbers: dict[Pool, int] = {}
+    for tier in config.tiers:
+        if tier.prefill.num_standby and tier.prefill.autoscaling is None:
+            numbers[tier.name, "prefill"] = tier.prefill.num_replicas
+        if tier.decode.num_standby and tier.decode.autoscaling is None:
+            numbers[tier.name, "decode"] = tier.decode.num_replicas
+    return numbers
+
+
+def _served_model(tier: TierConfig) -> ServedModel:
+    return ServedModel.from_directory(
+        tier.directory,
+        name=tier.name,
+        block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
+        max_model_len=tier.engine.max_model_len,
+        chat_template=tier.chat_template,
+        created_unix_s=int(time.time()),
+    )
+
+
+def _differs(model: ServedModel, record: WorkerRecord) -> bool:
+    return (model.block_size, model.max_model_len) != (record.block_size, record.max_model_len)

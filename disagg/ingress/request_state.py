@@ -1,0 +1,148 @@
+"""How far a request has come: its tokens so far, where it is, and what is left of its way.
+
+Knows what each error means for a journey, and no worker, clock or policy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from disagg.blocks import hash_block
+from disagg.errors import DisaggError, EngineFailed, Overloaded
+from disagg.ingress.admission_queue import Charge
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.router.fleet import Reservation
+from disagg.router.route import Candidate
+
+
+class Visit(NamedTuple):
+    """A worker on a request's way; it keeps the sequence to its end unless it is to hand over."""
+
+    reservation: Reservation
+    hand_over: bool = False
+
+
+class Journey:
+    """How far a request has come."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.visits: deque[Visit] = deque()  # what is left of the route
+        self.ticket: KVTicket | None = None  # KV that waits for the next worker
+        self.lender: str | None = None  # whom to ask for one before
+        self.excluded: set[str] = set()  # workers that failed this request
+        self.num_moves = 0
+        self.because = ""
+        self.is_finished = False
+        self.worker_id = ""  # where it is
+        self.wait_s = 0.0  # predicted when its route was chosen
+        self.awaited: tuple[float, Candidate] | None = None  # its first token: since when, and how
+        self.charge: Charge | None = None  # to its tenant, once it has set out
+        self.is_turned_away = False  # all workers so far had no room for it to begin
+        self._request = request
+        self._generated: list[int] = []  # beyond `_request.token_ids`
+        self._is_first = True
+        self._had_engine_failure = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def model(self) -> str:
+        return self._request.model
+
+    @property
+    def deadline_unix_s(self) -> float:
+        return self._request.deadline_unix_s
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.token_ids) + len(self._generated)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self._request.num_prompt_tokens
+
+    @property
+    def block_size(self) -> int:
+        """By which its blocks are named; 0 where it does not say."""
+        return self._request.block_size
+
+    def request(self, block_size: int | None) -> GenerateRequest:
+        """What to ask the next worker: everything so far, and the names of its full blocks."""
+        if self._generated and block_size is not None:
+            self._request = grown(self._request, self._generated, block_size)
+            self._generated = []
+        return self._request
+
+    def loan(self, block_size: int) -> GenerateRequest:
+        """What to ask a lender: the names of all blocks but the last token's, and no token."""
+        request = self.request(block_size)
+        num_blocks = (len(request.token_ids) - 1) // block_size
+        return msgspec.structs.replace(
+            request,
+            token_ids=(),
+            draft_token_ids=(),
+            block_hashes=request.block_hashes[:num_blocks],
+        )
+
+    def prefetch(self, ticket: KVTicket) -> Prefetch:
+        """What to ask the next worker, with an early ticket of the one where it is."""
+        names = self._request.block_hashes[: len(ticket.block_ids)]
+        return Prefetch(ticket, names, self._request.traceparent)
+
+    def take(self, delta: TokenDelta) -> TokenDelta | None:
+        """Note what a worker said. Returns what the client gets of it."""
+        self._generated += delta.token_ids
+        self.is_finished = delta.finish_reason is not None
+        if delta.ticket is not None:
+            self.ticket = delta.ticket
+        elif delta.token_ids:
+            self.ticket = None  # used up by the worker that generates from it
+        if not delta.token_ids and not self.is_finished:
+            return None
+        num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
+        self._is_first = False
+        is_plain = delta.ticket is None and delta.error is None
+        if is_plain and num_cached_tokens == delta.num_cached_tokens:
+            return delta
+        return TokenDelta(
+            delta.stream_id,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.logprobs,
+            num_cached_tokens,
+        )
+
+    def may_move(self, error: DisaggError) -> bool:
+        """An engine that failed takes all its requests with it, so one failure says nothing about
+        this one. A second makes it the suspect, and it must not go on to break a third."""
+        if isinstance(error, EngineFailed):
+            return not self._had_engine_failure
+        return error.retryable
+
+    def move(self, error: DisaggError) -> None:
+        self._had_engine_failure |= isinstance(error, EngineFailed)
+        self.num_moves += 1
+        self.is_turned_away = isinstance(error, Overloaded) and not self.num_output_tokens
+        self.because = f"{error.code}: {error.message}"
+        self.excluded.add(self.worker_id)
+
+
+def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
+    """`request` with more tokens, the names of the blocks that they fill, and what is left of its
+    draft: nothing, unless it had proposed these tokens."""
+    tokens = (*request.token_ids, *token_ids)
+    draft, num_new = request.draft_token_ids, len(token_ids)
+    draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()
+    hashes = list(request.block_hashes)
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else request.hash_root
+        hashes.append(hash_block(parent, tokens[start : start + block_size]))
+    return msgspec.structs.replace(
+        request, token_ids=tokens, block_hashes=tuple(hashes), draft_token_ids=draft
+    )

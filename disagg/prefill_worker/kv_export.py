@@ -1,0 +1,148 @@
+"""The leaving door: what a finished prefill hands over, or what is cached of a prompt that another
+worker will compute, and how long the blocks are kept.
+
+Decides when blocks of a sequence that left go back; a step under way that still writes to them
+makes that later (`Engine.release`). Knows nothing of links or of who reads the blocks. Owned by the
+engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence as EngineSequence
+from disagg.errors import Unavailable
+from disagg.kvtransfer.holds import Holds, issue_ticket
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.messages import GenerateRequest
+
+# A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
+# fails its stamp check and the prompt is computed where it is.
+HOLD_TTL_S = 60.0
+# Whoever was to bring the ticket to its reader may be dead. A reader that has it comes by then.
+LOST_TTL_S = 1.0
+
+
+class Leaving:
+    """Blocks of sequences that left.
+
+    Args:
+        peer: this worker's own, which tickets name as their source.
+        generations: the slab's stamp table.
+    """
+
+    def __init__(self, engine: Engine, peer: Peer, generations: Sequence[int]) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._generations = generations
+        self._holds = Holds()
+        self._loans = Holds()
+
+    @property
+    def num_holds(self) -> int:
+        return self._holds.num_holds + self._loans.num_holds
+
+    def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
+        """Take over the blocks of a sequence that ended here and issue the claim check for them.
+
+        The ticket covers the tokens with KV: all but the one that was just sampled. If there is
+        none, for whatever error, the blocks are given back.
+        """
+        pool = self._engine.pool
+        num_blocks = -(-sequence.num_computed // pool.block_size)
+        owned, sequence.block_ids = sequence.block_ids, []
+        kept, spare = owned[:num_blocks], owned[num_blocks:]
+        self._engine.release(spare)
+        until_s, num_tokens = sequence.deadline_unix_s, sequence.num_computed
+        return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
+
+    def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
+        """For the full blocks so far of a sequence that will leave; None if there are none.
+
+        Nothing is held for it. Should the sequence end before it leaves, whoever reads its blocks
+        finds other stamps once they are used again.
+        """
+        num_full = sequence.num_computed // self._engine.pool.block_size
+        if not num_full:
+            return None
+        return issue_ticket(
+            self._peer,
+            self._generations,
+            ticket_id=f"{sequence.request_id}+{num_full}",
+            num_tokens=num_full * self._engine.pool.block_size,
+            block_ids=sequence.block_ids[:num_full],
+        )
+
+    def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
+        """A ticket for what is cached under the request's block hashes.
+
+        The blocks stay findable, but who has lent them gives them up first: else the room of both
+        caches would be spent on what one holds.
+
+        Args:
+            name: of the ticket.
+
+        Raises:
+            Unavailable: nothing is, any more.
+        """
+        pool = self._engine.pool
+        found = pool.match(request.block_hashes)
+        if not found:
+            raise Unavailable("The prefix that was to be lent is not cached any more.")
+        pool.acquire(found)
+        num_tokens = len(found) * pool.block_size
+        return self._hold(self._loans, name, found, num_tokens, now, request.deadline_unix_s)
+
+    def _hold(
+        self,
+        holds: Holds,
+        name: str,
+        block_ids: list[int],
+        num_tokens: int,
+        now: float,
+        until_s: float,
+    ) -> KVTicket:
+        """A ticket for blocks that become the hold's, or free if there can be none."""
+        ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # nobody comes later
+        try:
+            ticket = issue_ticket(
+                self._peer,
+                self._generations,
+                ticket_id=name,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
+            )
+            holds.hold(name, block_ids, now, ttl_s)
+        except BaseException:
+            self._engine.release(block_ids)
+            raise
+        return ticket
+
+    def release(self, ticket_id: str) -> None:
+        """The reader needs the blocks no longer."""
+        (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
+
+    def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
+        """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
+        for holds in (self._holds, self._loans):
+            holds.expire_by(is_lost, now + LOST_TTL_S)
+
+    def advance(self, now: float) -> bool:
+        """Give back the blocks of holds that ended. False: there were none."""
+        ended, passed_on = self._holds.collect(now), self._loans.collect(now)
+        for block_ids in ended:
+            self._engine.release(block_ids)
+        for block_ids in passed_on:
+            self._engine.release(block_ids, is_spent=True)
+        return bool(ended or passed_on)
+
+    def break_oldest(self) -> None:
+        """Give back the blocks of the oldest hold: work here cannot go on without."""
+        broken = self._loans.break_oldest() or self._holds.break_oldest()
+        if broken is not None:
+            self._engine.release(broken)
+
+    def holders(self) -> Iterable[Sequence[int]]:
+        """Blocks held for readers, for `Engine.check`."""
+        return [*self._holds.holders(), *self._loans.holders()]

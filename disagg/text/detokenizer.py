@@ -1,0 +1,141 @@
+"""Token ids to text as they come, and where the text must end.
+
+The result does not depend on how the ids were split into deltas: everything happens token by
+token. A code point never leaves in halves, and text that may be the beginning of a stop string
+waits until it is clear that it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from disagg.text.tokenizer import Tokenizer
+
+# A code point is at most four bytes, so a longer wait means bytes that will never be text. The
+# bound keeps the time per token constant on such output.
+_MAX_NUM_PENDING = 256
+
+
+class TextStream:
+    """Text of a growing list of token ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._settled: list[int] = []  # ids of the last text: what pending ids are decoded after
+        self._pending: list[int] = []  # ids whose text is not out yet
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a code point is incomplete."""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.core, token_id)
+        except Exception:  # raised, untyped, where a token changes text that is already out
+            return self.flush()
+        if text:
+            self._settled, self._pending = self._pending, []
+            return str(text)
+        return self.flush() if len(self._pending) >= _MAX_NUM_PENDING else ""
+
+    def flush(self) -> str:
+        """The text of all ids whose text is not out yet, broken code points included."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._settled)
+        text = self._decode(self._settled + self._pending)[len(before) :]
+        self._settled, self._pending = self._pending, []
+        self._stream = DecodeStream(self._settled, self._skip)
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+class StopStrings:
+    """Cuts a growing text at the first stop string to be complete.
+
+    Of several that end at the same character the longest counts.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. After a match `found` is set and nothing follows."""
+        if not self._stops:
+            return text
+        self._held += text
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if matches:
+            end, start, self.found = min(matches)
+            shown = self._held[: end if self._include else start]
+            self._held = ""
+            return shown
+        num_shown = len(self._held) - self._num_held()
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        return shown
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """The text of one answer: `TextStream` followed by `StopStrings`.
+
+    Args:
+        num_unchecked: tokens at the start whose text cannot stop the answer (`min_tokens`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        num_unchecked: int = 0,
+    ) -> None:
+        self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._num_unchecked = num_unchecked
+        self.num_tokens = 0
+        self.num_chars = 0  # of the text so far, shown or held back
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
+
+    def push(self, token_id: int) -> str:
+        """The text that may be shown after one more token."""
+        self.num_tokens += 1
+        text = self._text.push(token_id)
+        self.num_chars += len(text)
+        return text if self.num_tokens <= self._num_unchecked else self._stops.push(text)
+
+    def finish(self) -> str:
+        """The rest, when the answer ended without a stop string. May still set `found`."""
+        text = self._text.flush()
+        self.num_chars += len(text)
+        shown = self._stops.push(text)
+        return shown if self.found is not None else shown + self._stops.flush()

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.api.openai.answers import Choice, Generate, Job, Piece, Run
+from disagg.errors import EngineFailed, Overloaded
+from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
+from tests.api.fakes import END, TOKENIZER, served_model
+
+TEXT = "the quick brown fox jumps"
+IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
+
+
+def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
+    request = GenerateRequest(
+        request_id="r",
+        model="tiny",
+        token_ids=(70, 71),
+        num_prompt_tokens=2,
+        hash_root=b"",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
+        deadline_unix_s=30.0,
+    )
+    choices = tuple(Choice(i, request, stops=tuple(stops)) for i in range(num_choices))
+    return Job("r", 0, served_model(), choices, num_choices)
+
+
+def playing(*deltas: TokenDelta | Exception) -> Generate:
+    """A source that says `deltas` to everyone, by turns."""
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for delta in deltas:
+            if isinstance(delta, Exception):
+                raise delta
+            yield delta
+            await asyncio.sleep(0)
+
+    return generate
+
+
+async def result(run: Run) -> list[Piece]:
+    whole = [Piece(choice.index) for choice in run.job.choices]
+    async for batch in run.batches():
+        for piece in batch:
+            assert whole[piece.index].finish_reason is None  # one end for each
+            whole[piece.index].extend(piece)
+    return whole
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=len(IDS)),
+    st.sampled_from([(), ("brown",), ("x j", "fox"), ("the",), ("umps",)]),
+)
+async def test_deltas_may_be_cut_anywhere(sizes: list[int], stops: tuple[str, ...]) -> None:
+    scores = tuple(TokenLogprobs(-1.0) for _ in IDS)
+    deltas, start = [], 0
+    for size in [*sizes, len(IDS)]:
+        ids = IDS[start : start + size]
+        start += size
+        last = start >= len(IDS)
+        if ids:
+            reason = "stop" if last else None
+            deltas.append(TokenDelta(0, ids, reason, scores[: len(ids)]))  # type: ignore[arg-type]
+    run = Run(job(stops=stops), playing(*deltas))
+    whole = (await result(run))[0]
+    assert whole.finish_reason == "stop"
+    first = min((TEXT.find(stop) for stop in stops if stop in TEXT), default=len(TEXT))
+    assert whole.text == TEXT[:first]
+    assert run.num_completion_tokens == whole.num_tokens == len(whole.scored)
+    shown = TOKENIZER.decode([token.token_id for token in whole.scored])
+    assert shown.startswith(whole.text)
+    assert all(
+        TEXT[token.offset :].startswith(TOKENIZER.token_text(token.token_id))
+        for token in whole.scored
+        if token.token_id != END
+    )
+
+
+async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_choice() -> None:
+    deltas = (
+        TokenDelta(0, IDS[:1], num_cached_tokens=5),
+        TokenDelta(0, IDS[1:], "stop", num_cached_tokens=7),
+    )
+    run = Run(job(3), playing(*deltas))
+    await result(run)
+    assert run.num_cached_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (TokenDelta(0, (), error=WireError("overloaded", "full")), Overloaded),
+        (Overloaded("full"), Overloaded),
+        (None, EngineFailed),
+    ],
+)
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_text_before_a_failure_is_delivered_then_the_failure(
+    last: TokenDelta | Exception | None, error: type[Exception], num_choices: int
+) -> None:
+    deltas = [TokenDelta(0, IDS[:2]), *([] if last is None else [last])]
+    text = ""
+    with pytest.raises(error):
+        async for batch in Run(job(num_choices), playing(*deltas)).batches():
+            text += "".join(piece.text for piece in batch)
+    assert text.startswith("the quick")
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int) -> None:
+    """However far the others are by then."""
+    num_opened, closed = 0, 0
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal num_opened, closed
+        number, num_opened = num_opened, num_opened + 1
+        try:
+            if number == refused:
+                await asyncio.sleep(0.02)
+                raise Overloaded("full", retry_after_s=7.0)
+            yield TokenDelta(0, IDS[:2])
+            if number == 0:
+                yield TokenDelta(0, IDS[2:], "stop")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closed += 1
+
+    batches = Run(job(3), generate).batches()
+    with pytest.raises(Overloaded) as error:
+        await anext(batches)
+    assert error.value.retry_after_s == 7.0
+    assert num_opened == closed == 3
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
+    release = asyncio.get_running_loop().create_future()
+    num_opened = 0
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal num_opened
+        number, num_opened = num_opened, num_opened + 1
+        yield TokenDelta(0, IDS[:1])
+        if number == 1:
+            await release
+        yield TokenDelta(0, IDS[1:], "stop")
+
+    texts = ["", ""]
+    async for batch in Run(job(2), generate).batches():
+        for piece in batch:
+            texts[piece.index] += piece.text
+            if piece.index == 0 and piece.finish_reason is not None:
+                release.set_result(None)
+    assert texts == [TEXT, TEXT]
+
+
+async def test_one_failed_choice_ends_the_others() -> None:
+    closed: list[int] = []
+    opened: list[int] = []
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        number = len(opened)
+        opened.append(number)
+        try:
+            yield TokenDelta(0, IDS[:1])
+            if number == 1:
+                raise EngineFailed("planted")
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closed.append(number)
+
+    with pytest.raises(EngineFailed, match="planted"):
+        await result(Run(job(3), generate))
+    assert sorted(closed) == [0, 1, 2]
+
+
+async def test_closing_waits_until_the_source_is_closed() -> None:
+    steps: list[str] = []
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            yield TokenDelta(0, IDS[:1])
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("source closed")
+
+    batches = Run(job(), generate).batches()
+    await anext(batches)
+    await batches.aclose()
+    steps.append("closed")
+    assert steps == ["source closed", "closed"]
+
+
+async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
+    held, closed = [], []
+
+    async def deltas() -> AsyncGenerator[TokenDelta, None]:
+        try:
+            for token_id in IDS:
+                yield TokenDelta(0, (token_id,))
+        finally:
+            closed.append(True)
+
+    def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        held.append(deltas())
+        return held[-1]
+
+    whole = await result(Run(job(stops=["quick"]), generate))
+    assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
+    assert closed == [True]

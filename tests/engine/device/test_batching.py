@@ -1,0 +1,178 @@
+"""A plan's tensors against their definitions in `models.batch.Batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import disown, trim
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
+from disagg.models.batch import Batch
+from disagg.time_model import StepFeatures
+from tests.engine.workload import new_sequence
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
+    """Decodes and chunks of sequences over scattered blocks, some more than they need."""
+    block_size = draw(st.integers(1, 5))
+    free = draw(st.permutations(range(80)))
+    sequences, query_lens = [], []
+    num_decodes = draw(st.integers(0, 3))
+    for i in range(num_decodes + draw(st.integers(0 if num_decodes else 1, 3))):
+        num_tokens = draw(st.integers(2, 12))
+        sequence = new_sequence(
+            tuple(draw(st.integers(4, 99)) for _ in range(num_tokens)), block_size
+        )
+        num_blocks = -(-num_tokens // block_size) + draw(st.integers(0, 1))
+        sequence.block_ids, free = list(free[:num_blocks]), free[num_blocks:]
+        if i < num_decodes:
+            sequence.num_computed = num_tokens - 1
+        else:
+            sequence.num_computed = draw(st.integers(0, num_tokens - 2))
+        most = num_tokens - sequence.num_computed
+        sequences.append(sequence)
+        query_lens.append(1 if i < num_decodes else draw(st.integers(2, most)))
+    num_new_tokens = sum(query_lens)
+    plan = StepPlan(sequences, query_lens, num_decodes, num_new_tokens, StepFeatures())
+    return plan, block_size
+
+
+class Made:
+    """Plans made into batches, as a runner does it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.slots = Slots()
+        self.batching = Batching(self.slots, block_size, 20, torch.device("cpu"))
+
+    def batch(self, plan: StepPlan) -> Batch:
+        batch, slots = self.batching.batch(self.inputs(plan))
+        assert slots.shape == batch.logits_rows.shape
+        return batch
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        return self.batching.inputs(plan, self.slots.enter(plan.sequences))
+
+
+@given(plans())
+def test_every_tensor_is_what_its_name_says(case: tuple[StepPlan, int]) -> None:
+    plan, block_size = case
+    made = Made(block_size)
+    check(plan, block_size, made.batch(plan))
+    check(plan, block_size, made.batch(plan))
+
+
+@given(st.data(), st.integers(1, 5))
+def test_tables_follow_whatever_happens_to_blocks(data: st.DataObject, block_size: int) -> None:
+    """Sequences grow, lose a draft's blocks, are preempted, end, and come back in other slots."""
+    made, pool = Made(block_size), list(range(200))
+    sequences: list[Sequence] = []
+    for step in range(data.draw(st.integers(1, 12))):
+        if not sequences or data.draw(st.booleans()):
+            sequences.append(new_sequence((5, 6, 7, step), block_size))
+        for sequence in sequences:
+            change = data.draw(st.sampled_from(["grow", "trim", "lose", "stay", "stay"]))
+            num_kept = -(-len(sequence.tokens) // block_size)
+            if change == "lose":
+                disown(sequence)
+            elif change == "trim" and len(sequence.block_ids) > num_kept:
+                trim(Taken(block_size), sequence)
+            wanted = num_kept + (change == "grow")
+            while len(sequence.block_ids) < wanted:
+                sequence.block_ids.append(data.draw(st.sampled_from(pool)))
+            sequence.num_computed = len(sequence.tokens) - 1
+        some = data.draw(st.lists(st.sampled_from(sequences), min_size=1, unique_by=id))
+        num = len(some)
+        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        check(plan, block_size, made.batch(plan))
+        if data.draw(st.booleans()):
+            sequences.remove(some[0])
+
+
+class Taken(BlockPool):
+    """Takes back whatever it is given."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(1, block_size, [0])
+
+    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
+        pass
+
+
+def test_a_token_that_only_the_device_knows_is_read_there() -> None:
+    """Behind a step that samples for two of three, by their slots, in any order."""
+    made = Made(4)
+    first, second, third = (new_sequence((n, n + 1, n + 2), 4) for n in (10, 20, 30))
+    for number, sequence in enumerate((first, second, third)):
+        sequence.block_ids, sequence.num_computed = [number], 2
+    plan = StepPlan((first, second), (1, 1), 2, 2, StepFeatures())
+    made.batch(plan)
+    slots = torch.tensor([first.slot, second.slot])
+    made.batching.remember(slots, torch.tensor([91, 92]))
+    ahead = StepPlan(
+        (second, first, third), (1, 1, 1), 3, 3, StepFeatures(), starts=(3, 3, 2), num_unread=2
+    )
+    batch = made.batch(ahead)
+    assert batch.token_ids.tolist() == [92, 91, 32]
+    assert batch.positions.tolist() == [3, 3, 2] and batch.context_lens.tolist() == [4, 4, 3]
+    assert batch.slots.tolist() == [7, 3, 10] and batch.logits_rows.tolist() == [0, 1, 2]
+
+
+def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
+    made = Made(4)
+    sequence = new_sequence(tuple(range(4, 70)), 4)
+    sequence.block_ids, sequence.num_computed = list(range(17)), 65
+    plan = StepPlan((sequence,), (1,), 1, 1, StepFeatures())
+    before = made.inputs(plan).numbers.shape[0]
+    sequence.block_ids.append(77)
+    sequence.tokens += [3, 4, 5]
+    sequence.num_computed += 3
+    after = made.inputs(plan).numbers.shape[0]
+    assert (before, after) == (3 + 2 * 17, 2 + 2 * 1), "nor slots that it has"
+
+
+def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
+    rows: list[tuple[Sequence, int]] = []
+    starts, wanted = [0], []
+    for work in plan.work:
+        first = work.sequence.num_computed
+        rows += [(work.sequence, first + i) for i in range(work.num_tokens)]
+        starts.append(len(rows))
+        if first + work.num_tokens == len(work.sequence.tokens):
+            wanted.append(len(rows) - 1)
+    ends = [work.sequence.num_computed + work.num_tokens for work in plan.work]
+    assert batch.token_ids.tolist() == [sequence.tokens[p] for sequence, p in rows]
+    assert batch.positions.tolist() == [p for _, p in rows]
+    assert batch.slots.tolist() == [
+        sequence.block_ids[p // block_size] * block_size + p % block_size for sequence, p in rows
+    ]
+    assert batch.query_start.tolist() == starts
+    assert batch.logits_rows.tolist() == wanted
+    assert batch.context_lens.tolist() == ends == list(batch.context_lens_host)
+    assert batch.query_lens == tuple(work.num_tokens for work in plan.work)
+    assert (batch.max_query_len, batch.max_context_len) == (max(batch.query_lens), max(ends))
+    assert batch.num_decodes == plan.num_decodes
+    num_columns = -(-max(ends) // block_size)
+    assert batch.block_tables.shape == (len(plan.work), num_columns)
+    for row, work, end in zip(batch.block_tables.tolist(), plan.work, ends, strict=True):
+        used = work.sequence.block_ids[: -(-end // block_size)]
+        assert row[: len(used)] == used
+
+
+def test_types_are_those_that_kernels_expect() -> None:
+    sequence = new_sequence((5, 6, 7), 2)
+    sequence.block_ids = [3, 1]
+    plan = StepPlan((sequence,), (3,), 0, 3, StepFeatures())
+    batch = Made(2).batch(plan)
+    wide = (batch.token_ids, batch.positions, batch.slots, batch.logits_rows)
+    narrow = (batch.query_start, batch.context_lens, batch.block_tables)
+    assert all(tensor.dtype is torch.int64 for tensor in wide)
+    assert all(tensor.dtype is torch.int32 for tensor in narrow)
+    assert all(tensor.is_contiguous() for tensor in (*wide, *narrow))

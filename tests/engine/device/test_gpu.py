@@ -1,0 +1,119 @@
+"""What an engine claims of a GPU that others may use, and when it refuses to begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.device import gpu as module
+from disagg.engine.device.gpu import GpuMemory, choose_device
+from disagg.engine.device.runner import build_engine
+from disagg.errors import NotEnoughMemory, StartupError
+from disagg.kernels import devices
+from tests.tiny_model import write_tiny_model
+
+GB = 10**9
+CUDA = torch.device("cuda")
+
+
+class Gpu:
+    """A card of 80 GB, of which this process has `own` and others `others`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.own = self.others = 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device: (80 * GB - self.own - self.others, 80 * GB)
+        )
+
+    def claimed(self, **settings: object) -> GpuMemory:
+        config = EngineConfig(**settings)  # type: ignore[arg-type]
+        return GpuMemory(config, CUDA, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.others = max(0, self.others - int(seconds * GB))  # they give back a GB a second
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def test_neighbours_do_not_take_from_a_claim(gpu: Gpu) -> None:
+    first = gpu.claimed(gpu_memory_utilization=0.45)
+    gpu.own = 16 * GB  # its weights
+    gpu.others = 36 * GB  # a worker beside it has all of its share
+    assert first.left_nbytes() == 20 * GB
+    gpu.others = 50 * GB  # more than they may: no more is taken than there is
+    assert first.left_nbytes() == 14 * GB
+
+
+def test_a_second_engine_of_a_process_has_a_claim_of_its_own(gpu: Gpu) -> None:
+    gpu.own = 36 * GB
+    second = gpu.claimed(gpu_memory_utilization=0.45)
+    assert second.left_nbytes() == 36 * GB
+    gpu.own += 16 * GB
+    assert second.left_nbytes() == 20 * GB
+
+
+def test_memory_of_a_process_that_ends_is_waited_for(gpu: Gpu) -> None:
+    gpu.others = 30 * GB
+    assert gpu.claimed().claim_nbytes == 72 * GB
+    assert gpu.others <= 8 * GB
+
+
+def test_a_gpu_that_others_fill_is_refused_with_the_numbers(gpu: Gpu) -> None:
+    gpu.others = 77 * GB
+    with pytest.raises(NotEnoughMemory) as refused:
+        gpu.claimed()
+    said = refused.value.message
+    # Half a minute is waited, in which 30 of the 77 came back here.
+    for words in ("NVIDIA H100 has 33.0 of 80.0 GB free", "claims 72.0", "another process"):
+        assert words in said
+
+
+def test_who_sets_the_size_of_the_cache_claims_what_is_free(gpu: Gpu) -> None:
+    gpu.others = 60 * GB
+    assert gpu.claimed(kv_cache_memory_bytes=GB).claim_nbytes == 20 * GB
+    assert gpu.claimed(num_gpu_blocks_override=9).claim_nbytes == 20 * GB
+
+
+def test_no_weight_is_read_before_it_is_known_to_fit(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_model(tmp_path)
+    loaded: list[object] = []
+
+    def load(*arguments: object) -> None:
+        loaded.append(arguments)
+
+    def refused(**settings: object) -> str:
+        config = EngineConfig(**settings)  # type: ignore[arg-type]
+        with pytest.raises(NotEnoughMemory) as caught:
+            build_engine(config, directory, load=load)  # type: ignore[arg-type]
+        return caught.value.message
+
+    assert "gpu_memory_utilization = 0.001" in refused(gpu_memory_utilization=0.001)
+    monkeypatch.setattr(module, "FREE_WAIT_S", 0.0)
+    gpu.others = 70 * GB
+    assert "10.0 of 80.0 GB free" in refused()
+    assert not loaded
+
+
+def test_a_gpu_that_cannot_be_used_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(EngineConfig()).type == "cpu"
+    with pytest.raises(StartupError, match="finds no GPU"):
+        choose_device(EngineConfig(device="cuda"))
+    broken = devices.Gpus(problem="The driver 470.1 is too old.")
+    monkeypatch.setattr(devices, "gpus_here", lambda: broken)
+    monkeypatch.setattr(module, "gpus_here", lambda: broken)
+    for device in ("auto", "cuda"):
+        with pytest.raises(StartupError, match=r"driver 470\.1"):
+            choose_device(EngineConfig(device=device))
+    assert choose_device(EngineConfig(device="cpu")).type == "cpu"

@@ -1,0 +1,93 @@
+"""How large steps are, and what does not fit, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.device.kv_cache import KVShape
+from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.errors import NotEnoughMemory
+from disagg.kernels.kv_pages import FORMATS
+from tests.engine.device.test_workspace import LLAMA_3_8B
+
+QWEN3_14B = dataclasses.replace(
+    LLAMA_3_8B, num_layers=40, hidden_size=5120, intermediate_size=17408, vocab_size=151936
+)
+GB = 10**9
+
+
+def plan(gb: float | None, model: object = LLAMA_3_8B, **settings: object) -> MemoryPlan:
+    """Of a GPU of `gb`, of which a worker claims nine tenths; None: a CPU."""
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    assert isinstance(model, type(LLAMA_3_8B))
+    shape = KVShape.of(model, 64, FORMATS["bfloat16"])
+    claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
+    max_model_len = config.max_model_len or (2048 if gb is None else 8192)
+    return plan_memory(config, model, shape, max_model_len, torch.bfloat16, claim_nbytes)
+
+
+def sizes(found: MemoryPlan) -> tuple[int, int]:
+    return found.max_num_seqs, found.max_num_batched_tokens
+
+
+def test_weights_are_counted() -> None:
+    plain = dataclasses.replace(LLAMA_3_8B, qkv_bias=False, qk_norm=False)
+    assert plan(80, plain).weights_nbytes == 2 * 8_030_261_248  # of Llama-3-8B, as published
+
+
+@pytest.mark.parametrize(
+    ("gb", "model", "expected"),
+    [
+        (None, LLAMA_3_8B, (64, 1024)),
+        (96, LLAMA_3_8B, (512, 8192)),
+        (80, QWEN3_14B, (512, 8192)),
+        (48, LLAMA_3_8B, (384, 8192)),
+        (40, QWEN3_14B, (64, 4096)),
+        (24, LLAMA_3_8B, (64, 2048)),
+    ],
+)
+def test_the_size_of_steps_follows_the_memory(
+    gb: float | None, model: object, expected: tuple[int, int]
+) -> None:
+    assert sizes(plan(gb, model)) == expected
+
+
+@pytest.mark.parametrize("gb", [None, 80])
+def test_what_is_set_stays_and_the_other_follows(gb: float | None) -> None:
+    assert sizes(plan(gb, max_num_seqs=7, max_num_batched_tokens=9)) == (7, 9)
+    assert sizes(plan(gb, max_num_batched_tokens=32)) == (32, 32)
+    assert sizes(plan(gb, max_num_seqs=9000)) == (9000, 9000)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(NotEnoughMemory) as refused:
+        plan(24, max_model_len=131072)
+    said = refused.value.message
+    for words in ("16.1 GB of weights", "17.2 GB of KV", "131072 tokens", "21.6 GB of its GPU"):
+        assert words in said
+    found = re.search(r"Lower max_model_len to (\d+) or less", said)
+    assert found is not None and refused.value.param == "max_model_len"
+    longest = int(found[1])
+    # Tables of captured steps grow with the context, too: theirs are some megabytes.
+    assert 20000 < longest < 131072
+    plan(24, max_model_len=longest)
+    with pytest.raises(NotEnoughMemory):
+        plan(24, max_model_len=longest + 1000)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(NotEnoughMemory, match="smaller model or a larger GPU") as refused:
+        plan(16)
+    assert refused.value.param == "gpu_memory_utilization"
+
+
+def test_a_cache_that_is_set_must_fit_too() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"60\.0 GB of KV"):
+        plan(80, kv_cache_memory_bytes=60 * GB)
+    with pytest.raises(NotEnoughMemory, match="9000 blocks"):
+        plan(80, num_gpu_blocks_override=9000)

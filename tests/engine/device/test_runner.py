@@ -1,0 +1,420 @@
+"""Our engine against transformers: the same tokens, whatever chunks, caches and preemptions do."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+from collections.abc import Callable, MutableSequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.config import EngineConfig
+from disagg.engine.device import runner as runner_module
+from disagg.engine.device.runner import build_engine, check_engine
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
+from disagg.kernels.kv_pages import KVPages
+from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.model_config import ModelConfig
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 128
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MAKERS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[transformers.PreTrainedModel, Path]:
+    torch.manual_seed(0)
+    model = MAKERS[request.param]().eval()
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def config(**changes: object) -> EngineConfig:
+    defaults: dict[str, object] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "num_gpu_blocks_override": 18,
+    }
+    return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+def new_sequence(
+    name: str,
+    prompt: list[int],
+    output: tuple[int, ...] = (),
+    draft: tuple[int, ...] = (),
+    **sampling: object,
+) -> Sequence:
+    root = hash_root("test", BLOCK_SIZE)
+    tokens = [*prompt, *output]
+    request = GenerateRequest(
+        request_id=name,
+        model="m",
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(prompt),
+        hash_root=root,
+        block_hashes=tuple(hash_blocks(root, tokens, BLOCK_SIZE)),
+        sampling=SamplingParams(**{"max_tokens": 16, **sampling}),  # type: ignore[arg-type]
+        deadline_unix_s=1e12,
+        draft_token_ids=draft,
+    )
+    return Sequence(request)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return [sequence.tokens[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    drawn = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 5, 17, 30, 26)]
+    return [*drawn, [*drawn[3][:20], 1, 2, 3], drawn[3]]
+
+
+def reference(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(token) for token in tokens[0, len(prompt) :]]
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    model, directory = checkpoint
+    engine, _, _ = build_engine(config(), directory)
+    sequences = [new_sequence(str(i), p, temperature=0.0) for i, p in enumerate(prompts())]
+    outputs = run(engine, sequences)
+    assert engine.scheduler.num_preempted > 0
+    assert any(sequence.num_cached_tokens > 0 for sequence in sequences)
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        assert output == reference(model, prompt, 16)
+    assert engine.pool.num_free == 18
+
+
+def test_sampled_tokens_do_not_depend_on_batch_chunks_or_worker(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Also a request that moved, with the tokens it had, goes on as if nothing had happened."""
+    _, directory = checkpoint
+    sampling: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "seed": 5,
+        "presence_penalty": 0.3,
+    }
+    tight, _, _ = build_engine(config(), directory)
+    roomy, _, _ = build_engine(
+        config(max_num_batched_tokens=64, num_gpu_blocks_override=100), directory
+    )
+    together = run(tight, [new_sequence(str(i), p, **sampling) for i, p in enumerate(prompts())])
+    for i, prompt in enumerate(prompts()):
+        assert run(roomy, [new_sequence(str(i), prompt, **sampling)]) == [together[i]]
+        moved = new_sequence("moved", prompt, tuple(together[i][:6]), **sampling)
+        assert run(roomy, [moved]) == [together[i]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 0.3, "min_tokens": 3},
+        {"temperature": 1.1, "top_k": 20, "seed": 7},
+    ],
+    ids=lambda sampling: " ".join(sampling),
+)
+def test_a_draft_changes_no_token_and_no_logprob(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], sampling: dict[str, Any]
+) -> None:
+    """Right to its end, wrong somewhere, wrong at once; whole or in the pieces of small steps."""
+    _, directory = checkpoint
+    asked: dict[str, Any] = {**sampling, "logprobs": 2, "stop_token_ids": (3, 50)}
+    plain, _, _ = build_engine(config(max_num_batched_tokens=64), directory)
+    for max_num_batched_tokens in (64, 7):
+        engine, _, _ = build_engine(
+            config(max_num_batched_tokens=max_num_batched_tokens), directory
+        )
+        for prompt in prompts()[1:4]:
+            expected = said(plain, new_sequence("plain", prompt, **asked))
+            answer = tuple(token_id for token_id, _ in expected)
+            for num_right in (0, 1, 5, 15):
+                wrong = tuple((token_id + 1) % VOCAB_SIZE for token_id in answer[num_right:])
+                draft = answer[:num_right] + wrong
+                found = said(engine, new_sequence("drafted", prompt, draft=draft, **asked))
+                assert [token_id for token_id, _ in found] == list(answer)
+                for (_, logprobs), (_, wanted) in zip(found, expected, strict=True):
+                    assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+                    assert [token for token, _ in logprobs.top] == [t for t, _ in wanted.top]
+        assert engine.scheduler.num_accepted > 0
+        assert engine.scheduler.num_drafted > engine.scheduler.num_accepted
+        assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def said(engine: Engine, sequence: Sequence) -> list[tuple[int, TokenLogprobs]]:
+    """An answer's tokens with their log-probabilities."""
+    engine.submit(sequence)
+    pairs: list[tuple[int, TokenLogprobs]] = []
+    while engine.has_work:
+        for event in engine.step():
+            assert event.logprobs is not None
+            pairs += zip(event.token_ids, event.logprobs, strict=True)
+    return pairs
+
+
+def test_logprobs_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    model, directory = checkpoint
+    engine, _, _ = build_engine(config(), directory)
+    prompt = prompts()[2]
+    engine.submit(new_sequence("r", prompt, temperature=0.0, logprobs=2, max_tokens=4))
+    events = [event for _ in range(9) for event in engine.step()]
+    tokens = [event.token_ids[0] for event in events]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, dim=-1)
+    for event, row in zip(events, expected, strict=True):
+        assert event.logprobs is not None
+        (found,) = event.logprobs
+        assert found.logprob == pytest.approx(float(row[event.token_ids[0]]), abs=1e-4)
+        assert [token_id for token_id, _ in found.top] == row.topk(2).indices.tolist()
+
+
+def test_kv_of_a_block_can_be_copied_to_another_engine(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Disaggregation in small: prefill here, copy the bytes, decode there."""
+    model, directory = checkpoint
+    source, source_kv, _ = build_engine(config(), directory)
+    target, target_kv, _ = build_engine(config(num_gpu_blocks_override=30), directory)
+    assert source_kv.layout == target_kv.layout
+    prompt = prompts()[2]
+    leaving = new_sequence("r", prompt, temperature=0.0)
+    leaving.hand_over = True
+    source.submit(leaving)
+    while not leaving.num_output_tokens:
+        source.step()
+    arriving = new_sequence("r", prompt, tuple(leaving.tokens[len(prompt) :]), temperature=0.0)
+    assert target.reserve(2) is not None, "so that block ids differ on the two sides"
+    block_ids = target.reserve(len(leaving.block_ids))
+    assert block_ids is not None and block_ids != leaving.block_ids
+    for theirs, ours in zip(leaving.block_ids, block_ids, strict=True):
+        target_kv.write_block(ours, source_kv.read_block(theirs))
+    arriving.block_ids, arriving.num_computed = block_ids, len(prompt)
+    target.join(arriving)
+    while target.has_work:
+        target.step()
+        assert target.last_plan.num_new_tokens <= 1, "nothing is computed again"
+    assert arriving.tokens[len(prompt) :] == reference(model, prompt, 16)
+
+
+def test_a_step_that_reads_no_token_is_waited_for(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its KV would still be on the way when other workers are told of it."""
+    engine, _, _ = build_engine(config(max_num_batched_tokens=8), checkpoint[1])
+    waits: list[torch.device] = []
+    monkeypatch.setattr(runner_module, "_synchronize", waits.append)
+    engine.submit(new_sequence("long", [*range(1, 21)], max_tokens=2))
+    for num_waits, num_tokens in ((1, 0), (2, 0), (2, 1), (2, 1)):  # three chunks, a decode
+        events = engine.step()
+        assert (len(waits), sum(len(each.token_ids) for each in events)) == (num_waits, num_tokens)
+    assert not engine.has_work
+
+
+def test_settings_reach_the_engine(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    _, directory = checkpoint
+    tables: list[MutableSequence[int]] = []
+    told: list[StartStep] = []
+
+    def new_generations(num_blocks: int) -> MutableSequence[int]:
+        tables.append(array("Q", [5]) * num_blocks)
+        return tables[0]
+
+    engine, kv_cache, model = build_engine(
+        config(max_model_len=None, block_size=None, num_gpu_blocks_override=9, dtype="bfloat16"),
+        directory,
+        progress=told.append,
+        new_generations=new_generations,
+    )
+    assert engine.pool.generations is tables[0] and len(tables[0]) == 9
+    assert engine.pool.block_size == kv_cache.block_size == 16
+    assert engine.scheduler.max_model_len == model.max_model_len == 128
+    assert kv_cache.pages.format.name == "bfloat16" and model.fingerprint in kv_cache.layout
+    *weights, blocks, last = told
+    assert all(step.phase == "weights" for step in weights)
+    assert weights[0].num_done < weights[-1].num_done == weights[-1].num_total
+    assert [blocks, last] == [StartStep("kv_blocks", 0, 9), StartStep("warm_up")]
+    with pytest.raises(RequestError, match="between 0 and 127"):
+        engine.submit(new_sequence("r", [1, VOCAB_SIZE]))
+
+
+def test_steps_get_the_threads_that_were_measured_for_their_size(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    used: list[tuple[int, int]] = []
+    forward = Decoder.forward
+
+    def note_threads(decoder: Decoder, batch: Batch, pages: KVPages) -> torch.Tensor:
+        used.append((len(batch.token_ids), torch.get_num_threads()))
+        return forward(decoder, batch, pages)
+
+    try:
+        # Room for more tokens than the model has positions, which no step may reach.
+        several = config(num_threads=2, num_gpu_blocks_override=200)
+        engine, _, _ = build_engine(several, checkpoint[1])
+        engine.runner.threads.limits = [(1, 1)]  # type: ignore[attr-defined]
+        monkeypatch.setattr(Decoder, "forward", note_threads)
+        run(engine, [new_sequence("a", [1, 2, 3, 4, 5], max_tokens=4)])
+    finally:
+        torch.set_num_threads(before)
+    assert used == [(5, 2), (1, 1), (1, 1), (1, 1)]
+
+
+def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
+        monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
+        _, kv_cache, _ = build_engine(config(dtype="auto"), directory)
+        assert kv_cache.pages.values.dtype is dtype
+
+
+def test_an_engine_is_built_around_weights_from_elsewhere(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Of a checkpoint's shapes, but not its numbers: what benches measure."""
+    _, directory = checkpoint
+    built, _, model = build_engine(config(), directory)
+    drawn, _, _ = build_engine(
+        config(),
+        directory,
+        load=lambda directory, model, dtype, device, progress: random_decoder(model, dtype, device),
+    )
+    outputs = [
+        run(engine, [new_sequence("a", [1, 2, 3], max_tokens=8)])[0] for engine in (built, drawn)
+    ]
+    assert len(outputs[1]) == 8 and outputs[0] != outputs[1]
+    assert all(0 <= token_id < model.vocab_size for token_id in outputs[1])
+
+
+def test_what_cannot_work_is_refused_at_start(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    with pytest.raises(StartupError, match="made for 128 positions"):
+        build_engine(config(max_model_len=129), directory)
+    with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
+        build_engine(config(num_gpu_blocks_override=15), directory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="finds no GPU"):
+        build_engine(config(device="cuda"), directory)
+
+
+def test_the_check_refuses_what_building_would_without_loading(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, directory = checkpoint
+    monkeypatch.delattr(runner_module, "load_model")
+    check_engine(config(), directory)
+    with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
+        check_engine(config(num_gpu_blocks_override=15), directory)
+    with pytest.raises(StartupError, match="made for 128 positions"):
+        check_engine(config(max_model_len=129), directory)
+    with pytest.raises(ModelError):
+        check_engine(config(), tmp_path / "nowhere")
+
+
+def test_a_gpu_computes_in_half_precision(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    _, directory = checkpoint
+    model = ModelConfig.from_directory(directory)
+    gpu = torch.device("cuda")
+    for stored, dtype in [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+    ]:
+        stored_model = dataclasses.replace(model, dtype=stored)
+        assert runner_module._choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
+    assert runner_module._choose_dtype(config(), model, gpu) is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("flags", "multiplies"),
+    [("flags : sse2 amx_bf16", True), ("flags : avx512_bf16 sse2", True), ("flags : avx2", False)],
+)
+def test_the_cpus_flags_tell_what_it_multiplies(
+    flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: flags)
+    assert runner_module._cpu_multiplies_bfloat16() is multiplies
+
+
+def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_text(path: Path, encoding: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert not runner_module._cpu_multiplies_bfloat16()
+
+
+def test_the_number_of_threads_is_set(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = checkpoint
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    build_engine(config(num_threads=3), directory)
+    assert asked == [3]

@@ -1,0 +1,271 @@
+"""Steps planned and launched before the one before them is read; `FakeDevice` computes late.
+
+The property tests in `test_scheduler.py` play every workload in this way, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from disagg.engine.engine import Engine
+from disagg.engine.sched.prompt_lookup import PromptLookup
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
+from tests.engine.fake_runner import FakeDevice, FakeKV, draft_of, expected_tokens
+from tests.engine.workload import new_engine, new_sequence
+
+BLOCK_SIZE = 4
+PROMPT = tuple(range(10, 17))  # its first token is computed with a block's last place
+NEVER: frozenset[int] = frozenset()
+
+
+def device_of(engine: Engine) -> FakeDevice:
+    assert isinstance(engine.runner, FakeDevice)
+    return engine.runner
+
+
+def play(engine: Engine) -> list[TokenEvent]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+        engine.check()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return events
+
+
+def answer(sequence: Sequence, num_prompt: int = len(PROMPT)) -> list[int]:
+    return sequence.tokens[num_prompt:]
+
+
+def started(num_blocks: int = 16, **sampling: object) -> tuple[Engine, FakeKV, Sequence]:
+    """A sequence that has its first token, and whose next step is under way."""
+    engine, kv = new_engine(num_blocks, BLOCK_SIZE, on_device=True)
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 12, **sampling)  # type: ignore[arg-type]
+    engine.submit(sequence)
+    while not (engine.step() and engine.is_under_way):
+        pass
+    return engine, kv, sequence
+
+
+def test_each_step_is_launched_before_the_one_before_it_is_read() -> None:
+    engine, _ = new_engine(16, BLOCK_SIZE, on_device=True)
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 4, stop_ids=NEVER)
+    engine.submit(sequence)
+    play(engine)
+    assert answer(sequence) == expected_tokens(PROMPT, 4)
+    assert device_of(engine).log == [
+        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "launch 4", "read 3", "read 4")
+    ], "and none after the fourth: its length is known"
+
+
+def test_a_stop_token_wastes_one_row() -> None:
+    stop = expected_tokens(PROMPT, 12)[2]
+    engine, _, sequence = started(stop_ids=frozenset({stop}))
+    other = new_sequence((99, 98), BLOCK_SIZE, 9, stop_ids=NEVER)
+    engine.submit(other)
+    events = play(engine)
+    assert answer(sequence) == expected_tokens(PROMPT, 12, frozenset({stop}))
+    assert answer(other, 2) == expected_tokens((99, 98), 9)
+    assert [e.finish_reason for e in events if e.is_last] == ["stop", "length"]
+
+
+@pytest.mark.parametrize("end", ["stop", "abort"])
+def test_blocks_stay_until_the_step_that_writes_to_them_has_ended(end: str) -> None:
+    first, second, stop = expected_tokens(PROMPT, 3)
+    assert stop not in (first, second)
+    engine, _, sequence = started(5, stop_ids=frozenset({stop}) if end == "stop" else NEVER)
+    if end == "stop":
+        engine.step()
+        (event,) = engine.step()
+        assert event.finish_reason == "stop" and engine.is_under_way
+    else:
+        engine.abort(sequence.request_id)
+    assert not engine.scheduler.has_work and engine.has_work
+    assert engine.pool.num_free < 5, "a wasted row is still to be computed"
+    assert engine.reserve(5) is None
+    engine.check()
+    assert engine.step() == []
+    assert engine.pool.num_free == 5 and not engine.has_work
+    assert engine.reserve(5) is not None
+
+
+def test_who_is_asked_to_leave_does_so_when_no_step_writes_to_its_blocks() -> None:
+    engine, kv, sequence = started(stop_ids=NEVER)
+    sequence.hand_over = True
+    (event,) = engine.step()
+    assert event.left and not engine.is_under_way
+    assert sequence.num_computed == len(sequence.tokens) - 1
+    twin = new_sequence(tuple(sequence.tokens), BLOCK_SIZE)
+    other = FakeKV(16, BLOCK_SIZE)
+    twin.block_ids = list(range(8))
+    other.compute(twin, 0, sequence.num_computed)
+    assert kv.read(sequence.block_ids, sequence.num_computed) == other.read(
+        twin.block_ids, sequence.num_computed
+    )
+
+
+def test_somebody_new_is_admitted_by_the_next_plan_but_one() -> None:
+    engine, _, sequence = started(stop_ids=NEVER)
+    engine.submit(new_sequence((99, 98), BLOCK_SIZE, 2, stop_ids=NEVER))
+    engine.step()
+    assert not engine.is_under_way, "nothing is launched ahead while somebody may enter"
+    engine.step()
+    assert len(engine.last_plan.sequences) == 2
+    play(engine)
+    assert answer(sequence) == expected_tokens(PROMPT, 12)
+
+
+def test_who_cannot_enter_hinders_nobody() -> None:
+    """The batch is full, which is when overlapping matters most."""
+    engine, _ = new_engine(40, BLOCK_SIZE, max_num_seqs=1, on_device=True)
+    first, second = (new_sequence((n, 98), BLOCK_SIZE, 9, stop_ids=NEVER) for n in (50, 60))
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    engine.step()
+    assert engine.is_under_way and engine.scheduler.waiting == [second]
+    play(engine)
+    assert answer(second, 2) == expected_tokens((60, 98), 9)
+
+
+def test_who_waits_for_blocks_hinders_nobody_until_there_are_more() -> None:
+    engine, _ = new_engine(8, BLOCK_SIZE, on_device=True)
+    first = new_sequence((50, 98), BLOCK_SIZE, 9, stop_ids=NEVER)
+    large = new_sequence(tuple(range(60, 86)), BLOCK_SIZE, 3, stop_ids=NEVER)
+    engine.submit(first)
+    engine.submit(large)
+    engine.step()
+    for _ in range(8):
+        assert engine.is_short and engine.is_under_way
+        engine.step()
+    assert engine.scheduler.waiting == [large] and not engine.is_under_way
+    engine.step()
+    assert engine.scheduler.running == [large], "its place is free as soon as the first has ended"
+    play(engine)
+    assert answer(large, 26) == expected_tokens(tuple(range(60, 86)), 3)
+
+
+def test_who_waits_for_blocks_is_admitted_when_somebody_gives_some_back() -> None:
+    engine, _ = new_engine(8, BLOCK_SIZE, on_device=True)
+    held = engine.reserve(3)
+    assert held is not None
+    first = new_sequence((50, 98), BLOCK_SIZE, 20, stop_ids=NEVER)
+    large = new_sequence(tuple(range(60, 70)), BLOCK_SIZE, 3, stop_ids=NEVER)
+    third = engine.reserve(2)
+    assert third is not None
+    engine.submit(first)
+    engine.submit(large)
+    while not engine.is_under_way:
+        engine.step()
+    assert engine.scheduler.waiting == [large]
+    engine.pool.release(held)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.running == [first, large]
+    engine.pool.release(third)
+    play(engine)
+    assert answer(large, 10) == expected_tokens(tuple(range(60, 70)), 3)
+
+
+def test_chunks_of_prompts_are_launched_ahead() -> None:
+    """In the middle of a prompt nothing is sampled; its last chunk is followed by a decode."""
+    engine, _ = new_engine(40, BLOCK_SIZE, on_device=True, max_num_batched_tokens=8)
+    decoding = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER)
+    engine.submit(decoding)
+    engine.step()
+    prompt = tuple(range(30, 50))
+    chunked = new_sequence(prompt, BLOCK_SIZE, 4, stop_ids=NEVER)
+    engine.submit(chunked)
+    while chunked not in engine.last_plan.sequences:
+        engine.step()
+    while len(answer(chunked, 20)) < 3:
+        assert engine.is_under_way
+        engine.step()
+    play(engine)
+    assert answer(chunked, 20) == expected_tokens(prompt, 4)
+    assert answer(decoding) == expected_tokens(PROMPT, 12)
+
+
+def test_who_is_aborted_in_the_middle_of_a_prompt_keeps_its_blocks_for_the_step_under_way() -> None:
+    engine, _ = new_engine(8, BLOCK_SIZE, on_device=True, max_num_batched_tokens=8)
+    chunked = new_sequence(tuple(range(30, 55)), BLOCK_SIZE, 4, stop_ids=NEVER)
+    engine.submit(chunked)
+    engine.step()
+    assert engine.is_under_way
+    engine.abort(chunked.request_id)
+    assert engine.reserve(2) is None
+    assert engine.step() == [] and engine.pool.num_free == 8
+
+
+def test_who_has_no_draft_is_launched_ahead_with_prompt_lookup() -> None:
+    """A draft is there one token later, for the step after the one that was under way."""
+    engine, _ = new_engine(40, BLOCK_SIZE, on_device=True, max_num_batched_tokens=64)
+    lookup = Foresight()
+    engine.scheduler.prompt_lookup = lookup
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER)
+    engine.submit(sequence)
+    engine.step()
+    engine.step()
+    assert engine.is_under_way
+    expected = expected_tokens(PROMPT, 12)
+    lookup.drafts = [tuple(expected[2:6])]
+    engine.step()
+    assert not engine.is_under_way, "the draft is verified first"
+    assert sequence.draft == tuple(expected[3:6]), "its first token came true meanwhile"
+    (event,) = engine.step()
+    assert event.token_ids == tuple(expected[3:7])
+    engine.step()
+    lookup.drafts = [(expected[8] + 1, expected[9])]
+    engine.step()
+    assert not sequence.draft, "it was wrong from the beginning"
+    play(engine)
+    assert answer(sequence) == expected
+
+
+class Foresight(PromptLookup):
+    """Proposes what it is given, whatever came before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.drafts: list[tuple[int, ...]] = []
+
+    def propose(self, running: Iterable[Sequence]) -> bool:
+        if not self.drafts:
+            return False
+        for sequence in running:
+            sequence.draft = self.drafts.pop()
+        return True
+
+
+def test_nobody_is_preempted_for_a_step_that_may_be_wasted() -> None:
+    """Two that grow, and one free block: the step before is applied first, then one gives way."""
+    engine, _ = new_engine(5, BLOCK_SIZE, on_device=True)
+    sequences = [new_sequence((n, 98, 97), BLOCK_SIZE, 12, stop_ids=NEVER) for n in (50, 60)]
+    for sequence in sequences:
+        engine.submit(sequence)
+    play(engine)
+    assert engine.scheduler.num_preempted > 0
+    for sequence, n in zip(sequences, (50, 60), strict=True):
+        assert answer(sequence, 3) == expected_tokens((n, 98, 97), 12)
+
+
+def test_a_draft_is_verified_before_anything_follows() -> None:
+    engine, _ = new_engine(16, BLOCK_SIZE, on_device=True, max_num_batched_tokens=64)
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER, draft=draft_of(PROMPT, 3, 2))
+    engine.submit(sequence)
+    (event,) = engine.step()
+    assert len(event.token_ids) == 4 and not engine.is_under_way
+    play(engine)
+    assert answer(sequence) == expected_tokens(PROMPT, 12)
+
+
+def test_an_engine_that_stops_waits_for_what_is_under_way() -> None:
+    from disagg.errors import WorkerLost
+
+    engine, _, sequence = started(stop_ids=NEVER)
+    engine.end_all(WorkerLost("stopped"))
+    events = engine.step()
+    assert [(e.sequence, e.token_ids, e.is_last) for e in events] == [(sequence, (), True)]
+    assert not engine.has_work and engine.pool.num_free == 16

@@ -1,0 +1,123 @@
+"""Who borrows a prefix before it prefills, and what happens where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+
+from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
+from disagg.ingress import dispatch
+from disagg.messages import GenerateRequest
+from disagg.router.fleet import Fleet
+from tests.router.fakes import make_fleet, make_request, make_status
+from tests.router.scripted_workers import (
+    Script,
+    ScriptedWorkers,
+    assert_complete,
+    assert_nothing_reserved,
+    collect,
+    loan_of,
+    make_dispatcher,
+)
+
+
+def lending(request: GenerateRequest, *worker_ids: str) -> Fleet:
+    """d1 holds the prompt, and has much to do; d0 is near it and free."""
+    fleet = make_fleet("d0", "d1", *worker_ids, held={"d1": list(request.block_hashes)})
+    fleet.worker_stepped("d1", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
+    return fleet
+
+
+async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
+    request, workers = make_request(1600), ScriptedWorkers()
+    fleet = lending(request)
+    asked: list[tuple[str, bool]] = []
+    dispatcher = make_dispatcher(workers, fleet, borrowed=lambda *each: asked.append(each))
+    assert_complete(await collect(dispatcher, request), request)
+    assert asked == [("toy", True)]
+    loan, visit = workers.calls
+    assert (loan.worker_id, loan.hand_over, loan.ticket) == ("d1", True, None)
+    assert loan.request.token_ids == ()
+    assert loan.request.block_hashes == request.block_hashes[:-1]  # its last token is computed
+    assert (visit.worker_id, visit.hand_over) == ("d0", False)
+    assert visit.ticket == loan_of(loan).ticket
+    assert visit.request == request
+    assert workers.released == []  # who pulls says so to the source itself
+    (decision,) = dispatcher.decision(request.request_id)
+    assert (decision.route.lender, decision.route.num_cached_tokens) == ("d1", 1584)
+    assert_nothing_reserved(fleet)
+
+
+async def test_a_decode_worker_borrows_from_a_prefill_worker() -> None:
+    request, workers = make_request(1600), ScriptedWorkers()
+    fleet = make_fleet("p0", "d0", held={"p0": list(request.block_hashes)})
+    fleet.worker_stepped("p0", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
+    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    loan, visit = workers.calls
+    assert (loan.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
+    assert visit.ticket == loan_of(loan).ticket
+
+
+@pytest.mark.parametrize("then", [Unavailable("Evicted."), "lost", "vanish"])
+async def test_without_a_loan_all_is_computed(then: str | DisaggError) -> None:
+    request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then=then)]))
+    fleet = lending(request)
+    asked: list[tuple[str, bool]] = []
+    dispatcher = make_dispatcher(
+        workers, fleet, max_moves=0, borrowed=lambda *each: asked.append(each)
+    )
+    assert_complete(await collect(dispatcher, request), request)
+    assert asked == [("toy", False)]
+    assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d1", None), ("d0", None)]
+    assert len(dispatcher.decision(request.request_id)) == 1
+    assert_nothing_reserved(fleet)
+
+
+async def test_a_lender_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links say so before there is a stream."""
+    request, workers = make_request(1600), ScriptedWorkers()
+    stream = workers.stream
+
+    def stream_of_those_left(worker_id: str, *args: Any, **kwargs: Any) -> Any:
+        if worker_id == "d1":
+            raise WorkerLost("Worker d1 has left the fleet.")
+        return stream(worker_id, *args, **kwargs)
+
+    monkeypatch.setattr(workers, "stream", stream_of_those_left)
+    dispatcher = make_dispatcher(workers, lending(request), max_moves=0)
+    assert_complete(await collect(dispatcher, request), request)
+    assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d0", None)]
+
+
+async def test_nobody_waits_long_for_a_lender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LOAN_PATIENCE_S", 0.01)
+    request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then="stuck")]))
+    assert_complete(await collect(make_dispatcher(workers, lending(request)), request), request)
+    assert [call.ticket for call in workers.calls] == [None, None]
+
+
+async def test_a_loan_that_was_not_used_is_given_back() -> None:
+    """Who moves chooses again, perhaps without a loan."""
+    request = make_request(1600)
+    workers = ScriptedWorkers(deque([Script(), Script(after=0, then=Overloaded("No room."))]))
+    fleet = lending(request)
+    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    loan, refused, good = workers.calls
+    assert refused.ticket == loan_of(loan).ticket
+    assert workers.released == [refused.ticket]
+    assert (good.worker_id, good.ticket) == ("d1", None)
+
+
+async def test_a_client_that_leaves_gives_the_loan_back() -> None:
+    request = make_request(1600)
+    workers = ScriptedWorkers(deque([Script(), Script(after=0, then="stuck")]))
+    fleet = lending(request)
+    task = asyncio.create_task(collect(make_dispatcher(workers, fleet), request))
+    await workers.stuck.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert workers.released == [loan_of(workers.calls[0]).ticket]
+    assert_nothing_reserved(fleet)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from disagg.errors import InvalidRequest, ModelError
+from disagg.text.chat_template import ChatTemplate, TemplateTooSlow, load_chat_template
+from tests.api.fakes import CHATML, byte_level_core
+
+LLAMA = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{% for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- if loop.first and system %}[{{ system }}] {% endif %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}{{ '[INST] ' ~ message['content'] ~ ' [/INST]' }}{% endif %}
+    {%- if not loop.last %}{% continue %}{% endif %}
+{{ eos_token }}
+{% endfor %}
+"""
+TOOLS = """{%- set space = namespace(last=-1) -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' %}{% set space.last = loop.index0 %}{% endif -%}
+<{{ m.role }}>{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor -%}
+{%- endfor -%}
+{{ space.last }} {{ messages | tojson(indent=2) }} {{ strftime_now('%Y') | length }}
+{{- dict(a=1) | tojson }}{{ '<é>' | tojson }}
+{%- if enable_thinking is defined and enable_thinking is false %} quiet{% endif %}"""
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [
+        {"role": "system", "content": "  be kind "},
+        {"role": "user", "content": "1 < 2 & 'x'\n\n"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "ünïcode 😀"},
+    ],
+    [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+    ],
+]
+
+
+@pytest.mark.parametrize("generation_prompt", [False, True])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("source", [CHATML, LLAMA, TOOLS])
+def test_equal_to_transformers(
+    source: str, conversation: list[dict[str, Any]], generation_prompt: bool
+) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_core(), **tokens)
+    expected = reference.apply_chat_template(
+        conversation,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=generation_prompt,
+        enable_thinking=False,
+    )
+    rendered = ChatTemplate(source, tokens).render(
+        conversation,
+        add_generation_prompt=generation_prompt,
+        arguments={"enable_thinking": False},
+    )
+    assert rendered == expected
+
+
+def test_a_template_that_refuses_is_the_clients_error() -> None:
+    twice = [{"role": "user", "content": "a"}] * 2
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        ChatTemplate(LLAMA, {}).render(twice)
+    assert (caught.value.code, caught.value.param) == ("invalid_prompt", "messages")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ strftime_now.__globals__['os'] }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10 ** 1000000000 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_hostile_or_broken_templates_fail_their_request_only(source: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(InvalidRequest):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_output_is_bounded() -> None:
+    source = "{% for i in range(50000) %}{{ 'a' * 1000 }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="too long"):
+        ChatTemplate(source, {}).render([])
+
+
+def test_time_is_an_argument() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2020, 1, 2))
+    assert template.render([]) == "02 Jan 2020"
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path) is None
+    config: dict[str, Any] = {
+        "bos_token": {"content": "<s>", "special": True},
+        "chat_template": [
+            {"name": "tool_use", "template": "tools"},
+            {"name": "default", "template": "{{ bos_token }}config"},
+        ],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert _rendered(tmp_path) == "<s>config"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
+    assert _rendered(tmp_path) == "<s>file"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert _rendered(tmp_path, str(tmp_path / "mine.jinja")) == "mine"
+    with pytest.raises(ModelError, match="does not exist"):
+        load_chat_template(tmp_path, str(tmp_path / "absent.jinja"))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ModelError, match="does not compile"):
+        load_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_chat_template(tmp_path)
+
+
+def _rendered(directory: Path, override: str | None = None) -> str:
+    template = load_chat_template(directory, override)
+    assert template is not None
+    return template.render([])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SELF_CALLING = """{% macro again(n) %}{% if n %}{{ again(n - 1) }}{{ again(n - 1) }}{% endif %}
+{% endmacro %}{{ again(60) }}"""
+
+
+@pytest.mark.parametrize("source", [ENDLESS, SELF_CALLING], ids=["loops", "calls"])
+def test_time_is_bounded(source: str) -> None:
+    timer = itertools.count().__next__  # a second passes between two looks
+    with pytest.raises(TemplateTooSlow, match=r"longer than 7 s"):
+        ChatTemplate(source, {}, timer=timer).render([], limit_s=7)
+    assert timer() == 7 + 2
+
+
+def test_each_rendering_and_each_thread_has_its_own_time() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    messages = [{"content": str(number)} for number in range(50)]
+    wanted = "".join(str(number) for number in range(50))
+    with pytest.raises(TemplateTooSlow):
+        template.render(messages, limit_s=-1.0)
+    with ThreadPoolExecutor(4) as pool:
+        late = [pool.submit(template.render, messages, limit_s=-1.0) for _ in range(20)]
+        rendered = [pool.submit(template.render, messages) for _ in range(20)]
+        assert {each.result() for each in rendered} == {wanted}
+        assert all(isinstance(each.exception(), TemplateTooSlow) for each in late)
