@@ -23,6 +23,7 @@ from disagg.doctor.transfers import ProbeProcess, judge, measure_here
 from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.ucx import interface_of
 
 LOOK_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 300.0
@@ -50,7 +51,8 @@ class NodeDoctor:
 
     def start_probe(self, name: str) -> bytes:
         """How others reach a probe on this node. Raises `TransferFailed` if they cannot."""
-        self._probe = ProbeProcess(name, 0 if num_gpus() else HOST)
+        interface = interface_of(ray.util.get_node_ip_address())
+        self._probe = ProbeProcess(name, 0 if num_gpus() else HOST, interface)
         return msgspec.json.encode(self._probe.peer())
 
     def measure(self, peer: bytes) -> bytes:

@@ -41,7 +41,7 @@ class TransferReport(msgspec.Struct, frozen=True):
 
     Attributes:
         memory: "host", or the names of the GPUs.
-        lane: what UCX chose for the read: "cma/memory", "rc_mlx5/mlx5_0:1", "tcp/eth0".
+        lane: what UCX chose for the read: "cma", "rc_mlx5", "tcp".
         latency_s: median for one block of 64 KiB.
         bytes_per_s: median of pulls of 64 MiB.
         limit_bytes_per_s: what the hardware between the two could do; None where nothing says so.

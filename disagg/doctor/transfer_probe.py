@@ -1,4 +1,4 @@
-"""One side of a measured transfer: `python -m disagg.doctor.transfer_probe DEVICE [UCX_CONFIG]`.
+"""One side of a measured transfer: `python -m disagg.doctor.transfer_probe NAME DEVICE INTERFACE`.
 
 In a process of its own, since a transport that cannot work may take its process along. Writes one
 line of JSON, a `Peer` to pull from. For each line with a `Peer` of another probe that it reads, it
@@ -41,7 +41,7 @@ class Figures(msgspec.Struct, frozen=True):
         latency_s: median of pulls of one block.
         bytes_per_s: of pulls of all blocks at once.
         copy_bytes_per_s: a plain copy of as many bytes within this process; None on a GPU.
-        lane: what UCX chose for these reads; whoever started the process reads it off UCX's log.
+        lane: what UCX chose for these reads.
         ucx: its version, and the modules of transports that it could load.
         error: empty, or nothing else is valid.
     """
@@ -55,9 +55,13 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Probe:
-    """A slab full of a known pattern behind a NIXL agent."""
+    """A slab behind a NIXL agent.
 
-    def __init__(self, name: str, device_id: int, ucx_config: str = "") -> None:
+    Args:
+        interface: where UCX may listen; see `kvtransfer.ucx.ucx_settings`.
+    """
+
+    def __init__(self, name: str, device_id: int, interface: str | None) -> None:
         from disagg.kvtransfer.nixl_transport import NixlTransport
 
         self._name = name
@@ -73,24 +77,28 @@ class Probe:
             clock=time.perf_counter,
             pull_timeout_s=PULL_TIMEOUT_S,
             begin_thread=lambda: self._fill(1),  # on a GPU: the thread then has its context
-            ucx=dict([ucx_config.split("=", 1)]) if ucx_config else {},
+            interface=interface,
         )
 
     def measure(self, peer: Peer) -> Figures:
         try:
             self.side.add_peer(peer)
             self._pull(peer, 1)  # the handshake and the first look at the lanes
-            latency_s = statistics.median(self._pull(peer, 1) for _ in range(NUM_LATENCIES))
+            small = [self._pull(peer, 1).seconds for _ in range(NUM_LATENCIES)]
             self._pull(peer, NUM_BLOCKS)
-            seconds = [self._pull(peer, NUM_BLOCKS) for _ in range(NUM_BANDWIDTHS)]
+            large = [self._pull(peer, NUM_BLOCKS) for _ in range(NUM_BANDWIDTHS)]
         except DisaggError as error:
             return Figures(error=error.message)
-        nbytes = NUM_BLOCKS * BLOCK_NBYTES
-        bytes_per_s = nbytes / statistics.median(seconds)
-        return Figures(latency_s, bytes_per_s, self._copy_speed(), ucx=_ucx())
+        return Figures(
+            statistics.median(small),
+            self.slab.nbytes / statistics.median(each.seconds for each in large),
+            self._copy_speed(),
+            large[-1].lane,
+            _ucx(),
+        )
 
-    def _pull(self, peer: Peer, num_blocks: int) -> float:
-        """Seconds. Raises `DisaggError` where nothing or not the right bytes came."""
+    def _pull(self, peer: Peer, num_blocks: int) -> PullDone:
+        """Raises `DisaggError` where nothing came."""
         self._num_pulls += 1
         ticket = KVTicket(
             ticket_id=f"{self._name}-{self._num_pulls}",
@@ -108,7 +116,7 @@ class Probe:
                 if isinstance(event, PullDone):
                     if event.error is not None:
                         raise DisaggError(event.error)
-                    return event.seconds
+                    return event
             time.sleep(10e-6)
         raise DisaggError(f"nothing came within {2 * PULL_TIMEOUT_S:.0f} s")
 
@@ -161,16 +169,15 @@ def _ucx() -> str:
     return f"{version().decode()}: {', '.join(sorted(modules))}"
 
 
-def main(name: str, device: str, ucx_config: str = "") -> None:
+def main(name: str, device: str, interface: str) -> None:
     try:
-        probe = Probe(name, int(device), ucx_config)
+        probe = Probe(name, int(device), interface or None)
     except Exception as error:  # whatever it is, it is the answer
         print(msgspec.json.encode(Figures(error=f"{error}")).decode(), flush=True)
         return
     print(msgspec.json.encode(probe.side.peer).decode(), flush=True)
     for line in sys.stdin:
         figures = probe.measure(msgspec.json.decode(line, type=Peer))
-        ctypes.CDLL(None).fflush(None)  # UCX's log, which whoever asks reads next
         print(msgspec.json.encode(figures).decode(), flush=True)
     probe.side.close()
 

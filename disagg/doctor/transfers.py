@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -19,13 +16,11 @@ from disagg.doctor.transfer_probe import Figures
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.ucx import LOOPBACK
 
 START_TIMEOUT_S = 60.0
 MEASURE_TIMEOUT_S = 120.0
 LEAST_SHARE = 0.3  # of what the hardware could do; below it something is in the way
-# UCX's tables of what it chose, which UCX_PROTO_INFO=y writes to its log.
-_READ_TABLE = "remote memory read by ucp_get"
-_ROW = re.compile(r"\|\s*\S+\.\.inf\s*\|\s*(?P<how>[^|]+?)\s*\|\s*(?P<lane>[^|]+?)\s*\|")
 
 
 class ProbeProcess:
@@ -33,18 +28,16 @@ class ProbeProcess:
 
     Args:
         device_id: -1 measures host memory, otherwise a GPU's memory.
+        interface: where UCX may listen; None: wherever it likes.
     """
 
-    def __init__(self, name: str, device_id: int, ucx_config: str = "") -> None:
-        self._log = Path(tempfile.mkdtemp(prefix="disagg-doctor-")) / "ucx.log"
-        environment = {**os.environ, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(self._log)}
+    def __init__(self, name: str, device_id: int, interface: str | None = LOOPBACK) -> None:
         command = [sys.executable, "-m", "disagg.doctor.transfer_probe", name, str(device_id)]
         self._process = subprocess.Popen(
-            [*command, ucx_config],
+            [*command, interface or ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
             bufsize=0,
         )
 
@@ -61,11 +54,9 @@ class ProbeProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(peer) + b"\n")
-            figures = msgspec.json.decode(self._line(MEASURE_TIMEOUT_S), type=Figures)
+            return msgspec.json.decode(self._line(MEASURE_TIMEOUT_S), type=Figures)
         except (OSError, TransferFailed) as error:
             return Figures(error=str(error))
-        lane = lane_of_reads(self._log.read_text(errors="replace"))
-        return msgspec.structs.replace(figures, lane=lane)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -76,8 +67,6 @@ class ProbeProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._log.unlink(missing_ok=True)
-        self._log.parent.rmdir()
 
     def _line(self, timeout_s: float) -> bytes:
         """The next line of JSON; NIXL may print others."""
@@ -96,21 +85,6 @@ class ProbeProcess:
                 if first.startswith(b"{"):
                     return first
         raise TransferFailed(f"the measuring process did not answer within {timeout_s:.0f} s")
-
-
-def lane_of_reads(ucx_log: str) -> str:
-    """The lane by which UCX reads large remote memory, from its log; "" if it did not say.
-
-    "software emulation" means that the source's processor sends what is asked for.
-    """
-    lane, in_table = "", False
-    for line in ucx_log.splitlines():
-        if _READ_TABLE in line:
-            in_table = True
-        elif in_table and (row := _ROW.search(line)):
-            by_hand = ", software emulation" if "emulation" in row["how"] else ""
-            lane, in_table = row["lane"] + by_hand, False
-    return lane
 
 
 def judge(

@@ -85,7 +85,7 @@ def serve_config(*flags: str) -> float | None:
 
 
 def test_a_report_seeds_the_time_model(tmp_path: Path) -> None:
-    measured = judge(node("a", "x"), node("b", "y"), figures("tcp/eth0", 2.0), True)
+    measured = judge(node("a", "x"), node("b", "y"), figures("tcp", 2.0), True)
     path = tmp_path / "doctor.json"
     path.write_bytes(msgspec.json.encode(Report((), (measured,))))
     assert serve_config("--doctor-report", str(path)) == 2e9
