@@ -17,19 +17,18 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.report import finish, print_table
+from disagg.config import ASSETS
 from disagg.engine.device.token_masks import TokenMasks
-from disagg.engine.sched import grammar as grammar_module
 from disagg.engine.sched.grammar import Grammars
 from disagg.messages import Grammar
 
-DEMO = Path(grammar_module.__file__).parent.parent / "assets" / "demo-small" / "tokenizer.json"
+DEMO = ASSETS / "demo-small" / "tokenizer.json"
 DEMO_EOS_ID = 2
 PERSON = {
     "type": "object",

@@ -9,7 +9,6 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from disagg.config import ASSETS
 from disagg.engine.sched import grammar as grammar_module
 from disagg.engine.sched.grammar import (
     MAX_CACHED,
@@ -31,7 +31,6 @@ from disagg.errors import GrammarError, Overloaded
 from disagg.messages import Grammar
 from tests.tiny_model import write_tiny_tokenizer
 
-ASSETS = Path(grammar_module.__file__).parent.parent / "assets"
 EOS_IDS = (257, 258)  # two, as some models have
 
 
