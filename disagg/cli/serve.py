@@ -13,7 +13,8 @@ from pathlib import Path
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
-from disagg.cli.serve_arguments import add_arguments, config_from_arguments, raw_config
+from disagg.cli.serve_arguments import add_arguments
+from disagg.cli.serve_config import config_from_arguments, raw_config
 from disagg.cli.supervisor import Signals, Supervisor
 from disagg.config import AUTO, ServeConfig, parse_config, url_of
 from disagg.errors import StartupError

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.main import main
-from disagg.cli.serve_arguments import add_arguments, config_from_arguments
+from disagg.cli.serve_arguments import add_arguments
+from disagg.cli.serve_config import config_from_arguments
 
 GOOD = '{"prompt": "What is 2 + 3?", "label": "5"}'
 PROMPTS = [

@@ -14,7 +14,8 @@ import pytest
 import disagg
 from disagg.cli.main import main
 from disagg.cli.ports import free_port
-from disagg.cli.serve_arguments import add_arguments, config_from_arguments
+from disagg.cli.serve_arguments import add_arguments
+from disagg.cli.serve_config import config_from_arguments
 from disagg.doctor.findings import Report
 from disagg.doctor.transfers import judge
 from disagg.errors import StartupError
@@ -74,7 +75,7 @@ def test_every_error_that_sends_somebody_here_is_answered_here() -> None:
         if isinstance(node, ast.Raise) and "`disagg doctor" in ast.unparse(node)
     }
     # `test_a_probe_that_cannot_start_says_why` is the first, `test_a_report_without...` the second.
-    assert raising == {"kvtransfer/nixl_transport.py", "cli/serve_arguments.py"}
+    assert raising == {"kvtransfer/nixl_transport.py", "cli/serve_config.py"}
 
 
 def serve_config(*flags: str) -> float | None:

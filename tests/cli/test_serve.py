@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli import serve, serve_arguments
+from disagg.cli import serve, serve_config
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
 from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
@@ -140,7 +140,7 @@ def test_the_store_takes_a_share_of_the_memory_that_is_free(
     """A laptop's store of 1 GiB was full within six minutes, and its workers had no room."""
     for available, expected in [(2 << 30, 128 << 20), (100 << 30, 1 << 30), (1 << 20, 32 << 20)]:
         monkeypatch.setattr(
-            serve_arguments, "read_memory", lambda available=available: (1 << 40, available)
+            serve_config, "read_memory", lambda available=available: (1 << 40, available)
         )
         assert config_of("demo-small").cold_tier_nbytes == expected
     assert config_of("--cold-tier-bytes", "5000").cold_tier_nbytes == 5000

@@ -112,13 +112,14 @@ def test_an_error_belongs_to_the_stage_that_it_ended(spans: list[Span], stage: s
 
 @pytest.mark.parametrize("error", [None, "the source used the blocks again"])
 def test_a_pull_is_a_span(spans: list[Span], error: str | None) -> None:
-    record_pull(PARENT, PullDone(1, error, 4, 2_000_000_000, 0.5), 20.0)
+    record_pull(PARENT, PullDone(1, error, 4, 2_000_000_000, 0.5, "cma"), 20.0)
     ((name, start_s, end_s, attributes, failure),) = spans
     assert (name, start_s, end_s, failure) == ("kv.pull", 19.5, 20.0, error)
     assert attributes == {
         "disagg.kv.nbytes": 2_000_000_000,
         "disagg.kv.num_blocks": 4,
         "disagg.kv.gigabytes_per_s": 4.0,
+        "disagg.kv.lane": "cma",
     }
 
 

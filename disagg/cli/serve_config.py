@@ -1,0 +1,197 @@
+"""The deployment that the flags of `disagg serve`, or a file, describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
+from disagg.config import EngineConfig, ServeConfig, parse_config
+from disagg.doctor.findings import Report
+from disagg.doctor.machine import read_memory
+from disagg.errors import StartupError
+
+STORE_SHARE = 16  # of the memory that is free goes to the embedded store
+LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
+
+# Flags of the command itself, and not of what it deploys: these go beside --config.
+OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
+
+
+def _store_nbytes(wanted: int | None) -> int:
+    """It fills up within minutes, whatever its size, so it must leave room for the workers."""
+    if wanted is not None:
+        return wanted
+    _, available = read_memory()
+    return max(LEAST_STORE_NBYTES, min(MOST_STORE_NBYTES, available // STORE_SHARE))
+
+
+def _refuse_beside_config(arguments: argparse.Namespace) -> None:
+    """Raises `StartupError` if a flag says what the file says too, or leaves to its default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = {
+        dest: word if isinstance(word, str) else "MODEL"
+        for dest, word in getattr(arguments, "given", {}).items()
+    }
+    for dest, default in vars(parser.parse_args([])).items():  # switches note nothing
+        if getattr(arguments, dest) != default:
+            given.setdefault(dest, f"--{dest.replace('_', '-')}")
+    beside = sorted(word for dest, word in given.items() if dest not in OF_THE_COMMAND)
+    if beside:
+        raise StartupError(
+            f"--config describes the whole deployment, so {', '.join(beside)} would do nothing; put"
+            f" it into {arguments.config}, or leave --config out.",
+            param="config",
+        )
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
+    """Flags (or the file given by --config) as a checked configuration."""
+    return parse_config(raw_config(arguments))
+
+
+def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same as plain data, with nothing in it that was not asked for."""
+    if arguments.config:
+        _refuse_beside_config(arguments)
+        raw = _read_config_file(Path(arguments.config))
+        http = raw.get("http") or {}
+        if (
+            arguments.api_key
+            and isinstance(http, dict)
+            and not http.keys() & {"api_key", "api_keys"}
+        ):
+            raw["http"] = {**http, "api_key": arguments.api_key}  # of the environment
+        return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
+    models = arguments.model or [DEFAULT_MODEL]
+    names = arguments.served_model_name
+    if names and len(names) != len(models):
+        raise StartupError(
+            f"{len(models)} models but {len(names)} served names were given; give one per model.",
+            param="served_model_name",
+        )
+    if arguments.num_threads is None and arguments.ray_address is None:
+        # All workers are on this machine; more threads than cores cost several times their work.
+        sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
+        num_workers = len(models) * sum(sizes)
+        arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+    engine = {
+        key: value
+        for key in EngineConfig.__struct_fields__
+        if (value := getattr(arguments, key, None)) is not None  # not every setting has a flag
+    }
+    tiers = [
+        {
+            "model": model,
+            "served_model_name": name,
+            "prefill": _pool(arguments.prefill, arguments.num_gpus_per_worker),
+            "decode": _pool(arguments.decode, arguments.num_gpus_per_worker),
+            "engine": engine,
+            "chat_template": arguments.chat_template,
+            "ttft_slo_s": arguments.ttft_slo_s,
+            "tpot_slo_s": arguments.tpot_slo_s,
+        }
+        for model, name in zip(models, names or [None] * len(models), strict=True)
+    ]
+    api_keys, tenants = _tenants(arguments.tenants)
+    return {
+        "tiers": tiers,
+        "tenants": tenants,
+        "cascade": _cascade_section(arguments.cascade),
+        "http": {
+            "host": arguments.host,
+            "port": arguments.port,
+            "api_key": arguments.api_key,
+            "api_keys": api_keys,
+        },
+        "num_ingress": arguments.ingress,
+        "max_num_workers": arguments.max_workers,
+        "drain_s": arguments.drain_s,
+        "transport": arguments.transport,
+        "transfer_prior": _transfer_prior(arguments.doctor_report),
+        "transfer_interface": arguments.transfer_interface,
+        "redis_url": arguments.redis_url,
+        "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(arguments.cold_tier_bytes),
+        "link_host": None if arguments.ray_address else "127.0.0.1",
+        "cluster_key": _new_key(),
+    }
+
+
+def _pool(size: PoolSize | None, num_gpus: float | None) -> dict[str, Any]:
+    """A scaled pool begins with its minimum, or with one worker that shows how fast it is."""
+    gpus = {} if num_gpus is None else {"num_gpus": num_gpus}
+    if size is None:
+        return gpus
+    if size.least == size.most:
+        return {"num_replicas": size.least, **gpus}
+    limits = {"min_replicas": size.least, "max_replicas": size.most}
+    return {"num_replicas": max(1, size.least), "autoscaling": limits, **gpus}
+
+
+def _transfer_prior(path: str | None) -> dict[str, float] | None:
+    if path is None:
+        return None
+    try:
+        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StartupError(
+            f"{path} is no report of `disagg doctor --json`: {error}.", param="doctor_report"
+        ) from error
+    prior = report.transfer_prior
+    if prior is None:
+        raise StartupError(
+            f"{path} has no measured KV transfer in it: run `disagg doctor --json` without"
+            " --no-transfers, and mend what it finds.",
+            param="doctor_report",
+        )
+    return {"latency_s": prior.latency_s, "bytes_per_s": prior.bytes_per_s}
+
+
+def _tenants(file: str | None) -> tuple[Any, Any]:
+    """The sections `api_keys` and `tenants` of a file."""
+    if file is None:
+        return {}, {}
+    raw = _read_config_file(Path(file))
+    if "api_keys" not in raw or not set(raw) <= {"api_keys", "tenants"}:
+        raise StartupError(
+            f"{file} must hold api_keys, may hold tenants, and nothing else.", param="tenants"
+        )
+    return raw["api_keys"], raw.get("tenants") or {}
+
+
+def _cascade_section(file: str | None) -> Any:
+    """None: no cascade; "": that of the bundled models; else a file with a `cascade` section."""
+    if not file:
+        return None if file is None else {}
+    raw = _read_config_file(Path(file))
+    if set(raw) != {"cascade"}:
+        raise StartupError(
+            f"{file} must hold a cascade section and nothing else; disagg cascade calibrate writes"
+            " one.",
+            param="cascade",
+        )
+    return raw["cascade"]
+
+
+def _new_key() -> str:
+    return secrets.token_hex(32)
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
+            error
+        )
+    if not isinstance(raw, dict):
+        raise StartupError(f"The configuration {path} is not a mapping.", param="config")
+    return raw
