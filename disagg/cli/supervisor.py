@@ -50,7 +50,9 @@ class Signals:
         self.num = 0
         self.last = 0
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants SIGHUP ignored
+            # nohup wants SIGHUP ignored. A shell ignores SIGINT for what it starts in the
+            # background, and whoever sends one on purpose means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
