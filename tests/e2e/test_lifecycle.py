@@ -6,11 +6,7 @@ After each end nothing may be left: no process, port, directory or shared memory
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,55 +230,3 @@ def test_no_haproxy(home: Path) -> None:
 def test_a_log_directory_that_cannot_be(home: Path) -> None:
     said = _refusal(Command(f"{MODEL} --log-dir /proc/logs", home))
     assert "/proc/logs cannot be written to" in said
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """Ray's sockets lie in it, whose paths may have 107 characters only."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
-def cluster(home: Path, short: Path) -> Iterator[str]:
-    """A Ray cluster of others with Ray's defaults: it wants the token in its user's home."""
-    port = free_port()
-    words = (
-        f"start --head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4"
-        f" --include-dashboard=false --temp-dir {short} --disable-usage-stats"
-    )
-    environment = {**os.environ, "HOME": str(home), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    ray = Path(sys.executable).parent / "ray"
-    with (home / "ray.log").open("w") as log:
-        head = subprocess.Popen(
-            [str(ray), *words.split()],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        until(lambda: "Ray runtime started" in (home / "ray.log").read_text())
-        yield f"127.0.0.1:{port}"
-    finally:
-        family = [head, *psutil.Process(head.pid).children(recursive=True)]
-        head.terminate()
-        head.wait(TIMEOUT_S)
-        for each in family[1:]:
-            if isinstance(each, psutil.Process) and each.is_running():
-                each.kill()
-
-
-def test_a_cluster_of_others_with_a_token(cluster: str, home: Path) -> None:
-    stranger = home / "stranger"
-    stranger.mkdir()
-    said = _refusal(Command(f"{MODEL} --ray-address {cluster}", stranger))
-    assert "RAY_AUTH_TOKEN" in said
-    command = Command(f"{MODEL} --ray-address {cluster}", home)
-    try:
-        command.wait_ready()
-        assert ask(command.url).status_code == 200
-        command.process.send_signal(signal.SIGTERM)
-    finally:
-        assert command.ended() == 0
-    assert_only_own_lines(command)
