@@ -20,7 +20,7 @@ from typing import Any
 from bench.report import finish, print_table
 from disagg.config import AutoscalingConfig
 from disagg.sim.config import SimConfig
-from disagg.sim.report import Report
+from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
 from disagg.time_model import StepTimeModel
@@ -66,7 +66,7 @@ def fleet(num_prefill: int, num_decode: int, **others: Any) -> SimConfig:
     )
 
 
-def figures(name: str, config: SimConfig, report: Report) -> dict[str, Any]:
+def figures(name: str, config: SimConfig, report: SimReport) -> dict[str, Any]:
     scaled = config.scale_prefill
     return {
         "pools": name,

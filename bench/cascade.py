@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from bench.report import finish, print_table
 from disagg import local
-from disagg.cli.cascade import SHARES, Answer, Asked, asker, compared
+from disagg.cli.cascade import SHARES, Question, ScoredAnswer, asker, compared
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
 from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
@@ -48,16 +48,16 @@ NUM_PARALLEL = 16
 QUIET_S = 0.2
 
 
-def new_prompts(num_per_level: int) -> dict[str, list[Asked]]:
+def new_prompts(num_per_level: int) -> dict[str, list[Question]]:
     """By group."""
     tokenizer = Tokenizer.from_file(str(TierConfig(model=SMALL).directory / "tokenizer.json"))
-    groups: dict[str, list[Asked]] = {"hard": [], "easy": [], "recall": []}
+    groups: dict[str, list[Question]] = {"hard": [], "easy": [], "recall": []}
     for level in all_levels():
         rng = random.Random(f"bench {level.name}")
         easy = "recall" if level.name.startswith("recall") else "easy"
         for _ in range(num_per_level):
             turn = level.make(rng, tokenizer)
-            asked = Asked([{"role": "user", "content": turn.question}], turn.answer)
+            asked = Question([{"role": "user", "content": turn.question}], turn.answer)
             groups["hard" if level.name in HARD else easy].append(asked)
     return groups
 
@@ -81,18 +81,18 @@ def counted(counts: Counter[str]) -> Callable[..., Parts]:
 
 
 async def measure(
-    cluster: local.LocalCluster, counts: Counter[str], model: str, prompts: Sequence[Asked]
-) -> tuple[list[Answer], int]:
+    cluster: local.LocalCluster, counts: Counter[str], model: str, prompts: Sequence[Question]
+) -> tuple[list[ScoredAnswer], int]:
     """The answers, and what they cost in tokens x parameters."""
     ask, places = asker(cluster), asyncio.Semaphore(NUM_PARALLEL)
     fields = {"model": model, "temperature": 0, "max_tokens": MAX_TOKENS}
     if model != AUTO:  # for the curve; scores are no tokens
         fields |= {"logprobs": True, "top_logprobs": 2}
 
-    async def one(asked: Asked) -> Answer:
+    async def one(asked: Question) -> ScoredAnswer:
         async with places:
             answer = await ask(fields | {"messages": asked.messages})
-            return msgspec.json.decode(answer, type=Answer)
+            return msgspec.json.decode(answer, type=ScoredAnswer)
 
     counts.clear()
     answers = list(await asyncio.gather(*map(one, prompts)))
@@ -105,7 +105,10 @@ async def measure(
 
 
 def new_row(
-    group: str, prompts: Sequence[Asked], answers: dict[str, list[Answer]], costs: dict[str, int]
+    group: str,
+    prompts: Sequence[Question],
+    answers: dict[str, list[ScoredAnswer]],
+    costs: dict[str, int],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"tasks": group, "prompts": len(prompts)}
     right = {
@@ -120,7 +123,7 @@ def new_row(
     return row
 
 
-def _is_right(answer: Answer, asked: Asked) -> bool:
+def _is_right(answer: ScoredAnswer, asked: Question) -> bool:
     return answer.is_right(asked.label)
 
 
@@ -144,8 +147,8 @@ async def run(num_per_level: int) -> tuple[list[Any], list[Any]]:
     )
     counts: Counter[str] = Counter()
     groups = new_prompts(num_per_level)
-    prompts: list[Asked] = []
-    answers: dict[str, list[Answer]] = {model: [] for model in (*TIERS, AUTO)}
+    prompts: list[Question] = []
+    answers: dict[str, list[ScoredAnswer]] = {model: [] for model in (*TIERS, AUTO)}
     costs: Counter[str] = Counter()
     rows = []
     async with local.running(config, counted(counts)) as cluster:

@@ -43,7 +43,7 @@ from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.prefill_worker import kv_export
-from disagg.router.fleet import Load
+from disagg.router.fleet import RequestLoad
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
@@ -189,7 +189,7 @@ class Churn:
             "all_back_s": round(time.monotonic() - began_s, 2),
             "workers_unknown_to_router": len(cluster.workers) - len(fleet.view().workers),
             "reservations_left": sum(
-                fleet._ledger.coming_to(name) != Load() for name in fleet.view().workers
+                fleet._ledger.coming_to(name) != RequestLoad() for name in fleet.view().workers
             ),
         }
 

@@ -37,7 +37,7 @@ from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.prefill_worker.kv_export import Leaving
+from disagg.prefill_worker.kv_export import KVExport
 
 SOURCE, READER, EPOCH = "source", "reader", 1
 NUM_BLOCKS, CPU_BLOCKS, TINY_BLOCKS = 256, 64, 64  # the longest prompt needs more than half
@@ -163,7 +163,7 @@ def serve(side: Side) -> None:
     for block_id in range(side.kv_cache.num_blocks):
         side.kv_cache.slab[block_id] = pattern(side, block_id)
     synchronize(side.device)
-    leaving = Leaving(side.engine, side.transport.peer, side.generations)
+    leaving = KVExport(side.engine, side.transport.peer, side.generations)
 
     def take_back() -> None:
         """What the reader has pulled; as a worker does between two steps."""
@@ -183,7 +183,7 @@ def _say(message: Any) -> None:
 
 
 def _prefill(
-    side: Side, leaving: Leaving, asked: Prefill, take_back: Callable[[], None]
+    side: Side, leaving: KVExport, asked: Prefill, take_back: Callable[[], None]
 ) -> Prefilled:
     num_prompt = len(asked.tokens)
     alone = side.sequence(f"{asked.name}-alone", asked.tokens, num_prompt, NUM_OUTPUT)

@@ -17,7 +17,7 @@ import torch
 from bench.gpu_paged import Heads, Paged
 from bench.report import print_table
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.launcher import Launcher
+from disagg.kernels.launcher import KernelLauncher
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.rms_norm import add_rms_norm
 from disagg.kernels.silu_mul import silu_mul
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def _triton_s_way(
-    self: Launcher, grid: tuple[int, ...], *arguments: object, **rest: object
+    self: KernelLauncher, grid: tuple[int, ...], *arguments: object, **rest: object
 ) -> None:
     self._kernel[grid](*arguments, **rest)
 
@@ -64,7 +64,7 @@ def measure(format: str) -> dict[str, object]:
     ours, tritons = [], []
     for _ in range(NUM_ROUNDS):
         ours.append(layer.time_us())
-        with patch.object(Launcher, "__call__", _triton_s_way):
+        with patch.object(KernelLauncher, "__call__", _triton_s_way):
             tritons.append(layer.time_us())
     return {
         "KV": format,

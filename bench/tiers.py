@@ -30,7 +30,7 @@ from disagg.blocks import hash_blocks
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine_thread import IN_FLIGHT_WAIT_S, StepResult
-from disagg.ingress.request_state import Journey
+from disagg.ingress.request_state import RequestState
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -145,7 +145,7 @@ class Contender:
     def lend(self, request: GenerateRequest) -> KVTicket:
         """What a router asks for before it sends the request to somebody else."""
         self._num_requests += 1
-        loan = Journey(request).loan(self.engine.pool.block_size)
+        loan = RequestState(request).loan(self.engine.pool.block_size)
         start = Start(self._num_requests, loan, hand_over=True)
         delta = self.doors.lend(LINK, start, time.time())
         assert delta.ticket is not None, delta.error

@@ -38,7 +38,7 @@ from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, SamplingParams, WorkerRecord, WorkerStatus
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
-from disagg.router.fleet import Fleet, Load, Reservation
+from disagg.router.fleet import Fleet, RequestLoad, Reservation
 from disagg.router.policy import choose_route
 from disagg.time_model import StepTimeFit, StepTimeModel
 from disagg.worker.first_steps import first_steps
@@ -165,7 +165,7 @@ def arrive(rig: Rig, moment_s: float, request: GenerateRequest) -> Visit:
     view, index = rig.fleet.view(), rig.fleet.index
     route = choose_route(request, view, index, moment_s, rig.rng, ttft_slo_s=None)
     num_tokens = len(request.token_ids)
-    claim = rig.fleet.reserve(WORKER, Load(num_tokens, 1, num_tokens))
+    claim = rig.fleet.reserve(WORKER, RequestLoad(num_tokens, 1, num_tokens))
     rig.fleet.sent(claim)
     rig.engine.submit(EngineSequence(request))
     times = view.workers[WORKER].times

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.openai.answers import Choice, Explain, Generate, Job, Run
+from disagg.api.openai.answers import Choice, Explain, Generate, Job, RunningJob
 from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -102,7 +102,7 @@ class Service:
             )
         return found
 
-    async def chat(self, request: ChatRequest, caller: Caller) -> Run:
+    async def chat(self, request: ChatRequest, caller: Caller) -> RunningJob:
         """Check a chat request and make it ready to run. Raises `RequestError`."""
         model, deadline_unix_s = self.model(request.model), self._deadline(request, caller)
         calls = call_syntax(request, model)
@@ -116,7 +116,7 @@ class Service:
             request, caller, model, [token_ids], limit, deadline_unix_s, grammar, calls=calls
         )
 
-    async def complete(self, request: CompletionRequest, caller: Caller) -> Run:
+    async def complete(self, request: CompletionRequest, caller: Caller) -> RunningJob:
         """Check a text completion request and make it ready to run. Raises `RequestError`."""
         model, deadline_unix_s = self.model(request.model), self._deadline(request, caller)
         with telemetry.span("tokenize", caller.traceparent) as span:
@@ -221,7 +221,7 @@ class Service:
         grammar: Grammar | None,
         echoes: Sequence[str] = (),
         calls: CallSyntax | None = None,
-    ) -> Run:
+    ) -> RunningJob:
         sampling = self._sampling(request, model, max_tokens, grammar)
         num_choices = request.n or 1
         choices: list[Choice] = []
@@ -241,7 +241,7 @@ class Service:
             include_usage=request.include_usage,
             echoes=tuple(echoes),
         )
-        return Run(job, self._generate, self._explain)
+        return RunningJob(job, self._generate, self._explain)
 
     def _generate_request(
         self,

@@ -38,7 +38,7 @@ class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True):
     """A prompt on its way to the models."""
 
     messages: list[dict[str, Any]]
@@ -62,22 +62,22 @@ class _Message(msgspec.Struct):
     content: str
 
 
-class _Choice(msgspec.Struct):
+class _ScoredChoice(msgspec.Struct):
     message: _Message
     logprobs: _Logprobs | None = None
 
 
-class _Usage(msgspec.Struct):
+class _TokenCounts(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
 
 
-class Answer(msgspec.Struct):
+class ScoredAnswer(msgspec.Struct):
     """As much of a chat completion as counts here."""
 
     model: str
-    choices: list[_Choice]
-    usage: _Usage
+    choices: list[_ScoredChoice]
+    usage: _TokenCounts
 
     def is_right(self, label: str) -> bool:
         return self.choices[0].message.content.strip() == label.strip()
@@ -96,7 +96,7 @@ class _Served(msgspec.Struct):
     num_parameters: int = 0
 
 
-class _Models(msgspec.Struct):
+class _ServedModels(msgspec.Struct):
     data: list[_Served]
 
 
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompts(file: Path) -> list[Asked]:
+def read_prompts(file: Path) -> list[Question]:
     """Raises `RequestError` naming the line that is broken, or has no label."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -165,17 +165,17 @@ def read_prompts(file: Path) -> list[Asked]:
         if (labelled.prompt is None) == (labelled.messages is None):
             raise RequestError(f"{where}: give either prompt or messages.", param="prompts")
         messages = labelled.messages or [{"role": "user", "content": labelled.prompt}]
-        prompts.append(Asked(messages, labelled.label))
+        prompts.append(Question(messages, labelled.label))
     if not prompts:
         raise RequestError(f"{file} has no prompts.", param="prompts")
     return prompts
 
 
 async def _from_server(
-    arguments: argparse.Namespace, prompts: Sequence[Asked]
+    arguments: argparse.Namespace, prompts: Sequence[Question]
 ) -> tuple[list[Compared], list[int]]:
     server = Server(arguments.url, api_key=arguments.api_key)
-    models = msgspec.json.decode(server.ask("/v1/models"), type=_Models).data
+    models = msgspec.json.decode(server.ask("/v1/models"), type=_ServedModels).data
     served = {each.id: each.num_parameters for each in models}
     for model in arguments.models:
         if not served.get(model):
@@ -196,7 +196,7 @@ async def _from_server(
 
 
 async def _from_here(
-    arguments: argparse.Namespace, prompts: Sequence[Asked]
+    arguments: argparse.Namespace, prompts: Sequence[Question]
 ) -> tuple[list[Compared], list[int]]:
     engine = EngineConfig(num_threads=max(1, (os.cpu_count() or 1) // len(arguments.models)))
     tiers = tuple(TierConfig(model=model, engine=engine) for model in arguments.models)
@@ -223,12 +223,16 @@ def asker(cluster: local.LocalCluster) -> Ask:
 
 
 async def compare(
-    ask: Ask, models: Sequence[str], prompts: Sequence[Asked], max_tokens: int, num_parallel: int
+    ask: Ask,
+    models: Sequence[str],
+    prompts: Sequence[Question],
+    max_tokens: int,
+    num_parallel: int,
 ) -> list[Compared]:
     """What both models answer, greedily. `models`: the small and the large one."""
     places = asyncio.Semaphore(num_parallel)
 
-    async def one(model: str, asked: Asked) -> Answer:
+    async def one(model: str, asked: Question) -> ScoredAnswer:
         body = {
             "model": model,
             "messages": asked.messages,
@@ -238,16 +242,16 @@ async def compare(
             "top_logprobs": 2,
         }
         async with places:
-            return msgspec.json.decode(await ask(body), type=Answer)
+            return msgspec.json.decode(await ask(body), type=ScoredAnswer)
 
-    async def both(asked: Asked) -> Compared:
+    async def both(asked: Question) -> Compared:
         small, large = await asyncio.gather(*(one(model, asked) for model in models))
         return compared(small, large, asked.label)
 
     return list(await asyncio.gather(*map(both, prompts)))
 
 
-def compared(small: Answer, large: Answer, label: str) -> Compared:
+def compared(small: ScoredAnswer, large: ScoredAnswer, label: str) -> Compared:
     return Compared(
         small.usage.prompt_tokens,
         small.scores,

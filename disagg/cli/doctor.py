@@ -17,7 +17,7 @@ from rich.table import Table
 
 from disagg.cli.embedded_redis import find_redis_server
 from disagg.config import EngineConfig, TierConfig
-from disagg.doctor.findings import Finding, NodeReport, Report, TransferReport
+from disagg.doctor.findings import DoctorReport, Finding, NodeReport, TransferReport
 from disagg.errors import StartupError
 
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.is_healthy else 1
 
 
-def _look(arguments: argparse.Namespace) -> Report:
+def _look(arguments: argparse.Namespace) -> DoctorReport:
     from disagg.doctor.models import check_model
 
     models = [
@@ -63,7 +63,7 @@ def _look(arguments: argparse.Namespace) -> Report:
         nodes, transfers = examine(arguments.ray_address, with_transfers=arguments.transfers)
     else:
         nodes, transfers = _look_here(arguments)
-    return Report(tuple(nodes), tuple(transfers), tuple(models))
+    return DoctorReport(tuple(nodes), tuple(transfers), tuple(models))
 
 
 def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
@@ -100,7 +100,7 @@ def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
     return TierConfig(model=model, engine=engine)
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: DoctorReport) -> None:
     for node in report.nodes:
         _table(console, node.name, node.findings)
     if report.transfers:

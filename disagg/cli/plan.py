@@ -28,7 +28,7 @@ from disagg.planner.gpus import (
     gpu_of,
     link_of,
 )
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement, placements
 from disagg.planner.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shape
 from disagg.planner.sizing import Prices
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[Load, list[str]]:
+def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
     """The load, and what to know about it. Without one, a single request of the lengths given.
 
     Raises:
@@ -130,7 +130,7 @@ def _load(args: argparse.Namespace) -> tuple[Load, list[str]]:
     rate: float | None = args.requests_per_s
     if args.trace is None:
         lengths = [(args.input_tokens, args.output_tokens)]
-        return Load(1.0 if rate is None else rate, lengths), []
+        return Workload(1.0 if rate is None else rate, lengths), []
     requests = read_trace(args.trace)
     last_s = requests[-1].arrival_s
     if rate is None:
@@ -147,11 +147,11 @@ def _load(args: argparse.Namespace) -> tuple[Load, list[str]]:
         f" busiest second; planned for {rate:,.2f} a second that arrive at random, each prompt"
         " computed whole, whatever prefixes it shares."
     )
-    return Load(rate, lengths), [note]
+    return Workload(rate, lengths), [note]
 
 
 def _placements(
-    args: argparse.Namespace, shape: ModelShape, load: Load
+    args: argparse.Namespace, shape: ModelShape, load: Workload
 ) -> tuple[list[Placement], list[str]]:
     """On all GPUs named, and why some are left out."""
     every: list[Placement] = []

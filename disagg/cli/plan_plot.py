@@ -8,15 +8,15 @@ import msgspec
 
 from disagg.cli.chart import Chart
 from disagg.cli.plan_report import PREDICTED, usd_per_million
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement
-from disagg.planner.sizing import MAX_BATCH, Fleet, Prices, colocated, disaggregated
+from disagg.planner.sizing import MAX_BATCH, FleetPlan, Prices, colocated, disaggregated
 
 NUM_BATCHES = 24
 LOADS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)  # of what was asked for
 
 
-def worker_charts(load: Load, every: Sequence[Placement]) -> list[Chart]:
+def worker_charts(load: Workload, every: Sequence[Placement]) -> list[Chart]:
     """Each way to place the model, by how many sequences decode at once."""
 
     def lines(value: Callable[[int, float], float]) -> dict[str, list[tuple[float, float]]]:
@@ -36,12 +36,12 @@ def worker_charts(load: Load, every: Sequence[Placement]) -> list[Chart]:
 
 
 def cost_chart(
-    load: Load, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
+    load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
 ) -> Chart | None:
     """Both kinds of fleet. None where neither holds the SLOs at any load."""
     loads = [msgspec.structs.replace(load, requests_per_s=load.requests_per_s * x) for x in LOADS]
 
-    def line(fleet: Callable[[Load], Fleet | None]) -> list[tuple[float, float]]:
+    def line(fleet: Callable[[Workload], FleetPlan | None]) -> list[tuple[float, float]]:
         fleets = ((each, fleet(each)) for each in loads)
         return [
             (each.requests_per_s, usd_per_million(found, each)["output"])
@@ -58,6 +58,6 @@ def cost_chart(
     return Chart(title, lines, x_unit="/s") if lines else None
 
 
-def _batches(each: Placement, load: Load) -> Iterator[int]:
+def _batches(each: Placement, load: Workload) -> Iterator[int]:
     most = max(1, min(MAX_BATCH, int(each.num_kv_tokens / load.decode_tokens)))
     yield from sorted({max(1, most * part // NUM_BATCHES) for part in range(NUM_BATCHES + 1)})

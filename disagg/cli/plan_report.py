@@ -10,10 +10,10 @@ from rich.table import Table
 
 from disagg.planner.advice import Advice
 from disagg.planner.gpus import PRICES_AS_OF, PRICES_SOURCE
-from disagg.planner.load import Load
+from disagg.planner.load import Workload
 from disagg.planner.roofline import DATASHEET, MEMORY_SHARE, Placement
 from disagg.planner.shapes import ModelShape
-from disagg.planner.sizing import Fleet, Pool
+from disagg.planner.sizing import FleetPlan, Pool
 from disagg.time_model import StepTimeModel
 
 PREDICTED = "predictions from datasheets, not measurements"
@@ -23,7 +23,7 @@ PREDICTED = "predictions from datasheets, not measurements"
 
 def report(
     shape: ModelShape,
-    load: Load,
+    load: Workload,
     every: Sequence[Placement],
     advice: Advice | None,
     notes: Sequence[str],
@@ -46,7 +46,7 @@ def report(
     return plan
 
 
-def _worker_report(each: Placement, load: Load) -> dict[str, Any]:
+def _worker_report(each: Placement, load: Workload) -> dict[str, Any]:
     num_prompt = max(1, round(load.mean_prompt_tokens))
     return {
         "gpu": each.gpu.name,
@@ -64,7 +64,7 @@ def _worker_report(each: Placement, load: Load) -> dict[str, Any]:
     }
 
 
-def _fleet_report(fleet: Fleet, load: Load) -> dict[str, Any]:
+def _fleet_report(fleet: FleetPlan, load: Workload) -> dict[str, Any]:
     roles = ["prefill", "decode"] if len(fleet.pools) == 2 else ["both"]
     return {
         "pools": [
@@ -91,7 +91,7 @@ def _fleet_report(fleet: Fleet, load: Load) -> dict[str, Any]:
     }
 
 
-def usd_per_million(fleet: Fleet, load: Load) -> dict[str, float]:
+def usd_per_million(fleet: FleetPlan, load: Workload) -> dict[str, float]:
     """US dollars for a million tokens: of answers, and of prompts and answers."""
     requests = load.requests_per_s * 3600 / 1e6
     both = load.mean_prompt_tokens + load.mean_output_tokens
@@ -116,7 +116,7 @@ def _floor(each: Placement) -> Placement:
 def show(
     console: Console,
     shape: ModelShape,
-    load: Load,
+    load: Workload,
     every: Sequence[Placement],
     advice: Advice | None,
     notes: Sequence[str],
@@ -159,7 +159,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _worker_table(load: Load, every: Sequence[Placement]) -> Table:
+def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
     num_prompt = max(1, round(load.mean_prompt_tokens))
     table = _table(
         f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
@@ -193,7 +193,7 @@ def _prior_table(every: Sequence[Placement]) -> Table:
     return table
 
 
-def _fleet_table(advice: Advice, load: Load) -> Table:
+def _fleet_table(advice: Advice, load: Workload) -> Table:
     table = _table(
         f"Fleets for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
         f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",

@@ -49,14 +49,14 @@ def join_run(directory: Path) -> int:
     return descriptor
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     pid: int
     name: str
 
 
-def end_dead_runs() -> list[Ended]:
+def end_dead_runs() -> list[EndedProcess]:
     """End what runs of this user have left that were killed."""
-    ended: list[Ended] = []
+    ended: list[EndedProcess] = []
     for directory in temporary_directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_uid == os.getuid() and _is_dead(directory):
@@ -64,14 +64,14 @@ def end_dead_runs() -> list[Ended]:
     return ended
 
 
-def end_run(directory: Path) -> list[Ended]:
+def end_run(directory: Path) -> list[EndedProcess]:
     """Kill the processes that name a run's directory, other than this one, and remove it."""
     found = [each for each in psutil.process_iter() if each.pid != os.getpid()]
     found = [each for each in found if _names(each, str(directory))]
     ended = []
     for process in found:
         with contextlib.suppress(psutil.Error):
-            ended.append(Ended(process.pid, process.name()))
+            ended.append(EndedProcess(process.pid, process.name()))
             process.kill()
     psutil.wait_procs(found, timeout=2)
     shutil.rmtree(directory, ignore_errors=True)

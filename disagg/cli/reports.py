@@ -57,7 +57,7 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any] = {}
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class StartRefused(msgspec.Struct, frozen=True, tag=True):
     """It cannot be served; nothing was."""
 
     message: str
@@ -70,12 +70,12 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Drained(msgspec.Struct, frozen=True, tag=True):
+class DrainEnded(msgspec.Struct, frozen=True, tag=True):
     num_ended: int
     num_cut: int
 
 
-Report = Phase | Progress | Ready | Happened | Refused | Broken | Drained
+Report = Phase | Progress | Ready | Happened | StartRefused | Broken | DrainEnded
 
 _decoder = msgspec.json.Decoder(Report)
 

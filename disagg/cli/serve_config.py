@@ -12,7 +12,7 @@ import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
 from disagg.config import EngineConfig, ServeConfig, parse_config
-from disagg.doctor.findings import Report
+from disagg.doctor.findings import DoctorReport
 from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
 
@@ -138,7 +138,7 @@ def _transfer_prior(path: str | None) -> dict[str, float] | None:
     if path is None:
         return None
     try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+        report = msgspec.json.decode(Path(path).read_bytes(), type=DoctorReport)
     except (OSError, msgspec.DecodeError) as error:
         raise StartupError(
             f"{path} is no report of `disagg doctor --json`: {error}.", param="doctor_report"

@@ -32,13 +32,13 @@ from disagg.cli.ray_environment import prepare_environment
 from disagg.cli.reports import (
     STOP,
     Broken,
-    Drained,
+    DrainEnded,
     Order,
     Phase,
     Progress,
     Ready,
-    Refused,
     Reports,
+    StartRefused,
 )
 from disagg.cli.start_checks import check_before_ray, check_models
 from disagg.config import ServeConfig, TierConfig, url_of
@@ -92,7 +92,7 @@ def main() -> int:
     try:
         return serve(order, reports, orders.stop)
     except DisaggError as error:
-        reports.send(Refused(error.message, error.param))
+        reports.send(StartRefused(error.message, error.param))
         return 2
     except Exception as error:
         traceback.print_exc()
@@ -139,7 +139,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             reports.send(Broken(watch.broken))
             return 1
         num_ended, num_cut = cluster.drain(config.drain_s)
-        reports.send(Drained(num_ended, num_cut))
+        reports.send(DrainEnded(num_ended, num_cut))
         watch.close()
     return 0
 

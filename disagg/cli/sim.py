@@ -24,7 +24,7 @@ from disagg.config import AutoscalingConfig, CascadeConfig
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
 from disagg.sim.config import Fault, SimConfig, SmallTier
-from disagg.sim.report import Report
+from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
@@ -245,7 +245,7 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
     )
 
 
-def _print(reports: list[Report]) -> None:
+def _print(reports: list[SimReport]) -> None:
     table = Table(title=SIMULATED, title_justify="left")
     columns = (
         *("policy", "speed", "req/s", "out tok/s", "TTFT p50", "p95", "p99 s"),
@@ -276,7 +276,7 @@ def _print(reports: list[Report]) -> None:
         Console(width=160).print(_tiers(reports))
 
 
-def _tiers(reports: Sequence[Report]) -> Table:
+def _tiers(reports: Sequence[SimReport]) -> Table:
     title = "Small model first. How sure models are is simulated."
     table = Table(title=title, title_justify="left")
     columns = (
@@ -303,7 +303,7 @@ def _tiers(reports: Sequence[Report]) -> Table:
     return table
 
 
-def _ttft_by_load(reports: Sequence[Report]) -> Chart:
+def _ttft_by_load(reports: Sequence[SimReport]) -> Chart:
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in sorted(reports, key=lambda report: report.speed):
         lines.setdefault(each.policy, []).append((each.requests_per_s, each.ttft_p95_s))

@@ -24,14 +24,14 @@ from disagg.cli.lines import Lines
 from disagg.cli.reports import (
     STOP,
     Broken,
-    Drained,
+    DrainEnded,
     Happened,
     Order,
     Phase,
     Progress,
     Ready,
-    Refused,
     Report,
+    StartRefused,
     read_report,
 )
 from disagg.cli.start_lines import StartLog, one_line
@@ -76,7 +76,7 @@ class Supervisor:
         self._phase = Phase("checking")
         self._phase_ends_s = 0.0
         self._ends_by_s = 0.0  # once it was told to stop
-        self._refused: Refused | None = None
+        self._refused: StartRefused | None = None
         self._broken: Broken | None = None
         self.ready: Ready | None = None
         self.when_ready: Callable[[], None] = lambda: None
@@ -158,7 +158,7 @@ class Supervisor:
         if self._refused is not None or self._broken is not None:
             return True
         if self._phase.limit_s and now_s > self._phase_ends_s:
-            self._refused = Refused(self._phase.too_late)
+            self._refused = StartRefused(self._phase.too_late)
             return True
         if self._signals.num == 0:
             return False
@@ -221,7 +221,7 @@ class Supervisor:
                 self.when_ready()
             case Happened():
                 self._lines.say(report.event, report.message, **report.fields)
-            case Drained():
+            case DrainEnded():
                 cut = f"; {report.num_cut} had no more time and ended with an error"
                 self._lines.say(
                     "drained",
@@ -230,7 +230,7 @@ class Supervisor:
                     num_ended=report.num_ended,
                     num_cut=report.num_cut,
                 )
-            case Refused():
+            case StartRefused():
                 self._refused = report
             case Broken():
                 self._broken = report

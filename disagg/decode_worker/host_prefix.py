@@ -17,7 +17,7 @@ from disagg.decode_worker.entering import enter_or_end
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import HostCounts, KVEvent
-from disagg.store.host_tier import HostTier, Load
+from disagg.store.host_tier import HostLoad, HostTier
 
 # (new tokens, tokens before them) -> seconds
 PrefillTimes = Callable[[int, int], float]
@@ -30,7 +30,7 @@ class _Visit:
     wanted: tuple[BlockHash, ...]  # as far as cache and host memory go
     compute_s: float  # what it may take at most, since that is what computing would
     ends_s: float = 0.0  # once it loads
-    load: Load | None = None
+    load: HostLoad | None = None
     blocks: list[int] = field(default_factory=list)  # held meanwhile: found here, then loaded
     is_given_up: bool = False  # nobody waits for the load, which goes on
 

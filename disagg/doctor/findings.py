@@ -63,7 +63,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     is_between_nodes: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """Everything that was looked at."""
 
     nodes: tuple[NodeReport, ...]

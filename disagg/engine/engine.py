@@ -14,7 +14,7 @@ from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.load import load_of
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Launcher, Results, Runner, StepPlan, TokenEvent
+from disagg.engine.sched.step import AsyncRunner, Results, Runner, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
@@ -49,7 +49,7 @@ class Engine:
         runner: Runner,
         save_evicted: SaveEvicted | None = None,
         grammars: Grammars | None = None,
-        launcher: Launcher | None = None,
+        launcher: AsyncRunner | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner

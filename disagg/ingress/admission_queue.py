@@ -129,7 +129,7 @@ class _Item:
         return Queued(request.tenant, request.priority, self.num_before, self.predicted_s, waited_s)
 
 
-class Turns:
+class AdmissionQueue:
     """Decides who goes to the workers of one fleet.
 
     Args:

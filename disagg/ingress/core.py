@@ -21,7 +21,7 @@ from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service, named
 from disagg.config import AUTO, DEFAULT_TENANT, ServeConfig, TierConfig
-from disagg.ingress.admission_queue import Turns
+from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics
@@ -100,7 +100,7 @@ class IngressCore:
         self._fleet_metrics = FleetMetrics(metrics.registry)
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
         self._metrics = metrics
-        self.turns = Turns(
+        self.admission_queue = AdmissionQueue(
             self.fleet,
             now=now,
             ttft_slo_s=ttft_slo_s,
@@ -116,7 +116,7 @@ class IngressCore:
             ttft_slo_s=ttft_slo_s,
             moved=self._fleet_metrics.request_moved,
             borrowed=self._fleet_metrics.prefix_asked,
-            turns=self.turns,
+            admission_queue=self.admission_queue,
             wakes=self._may_be_empty,
         )
         self._escalation: Escalation | None = None
@@ -211,7 +211,8 @@ class IngressCore:
     def load(self) -> dict[str, float]:
         """For the autoscaler."""
         waiting = {
-            tier.name: self.turns.num_uncomputed_tokens(tier.name) for tier in self._config.tiers
+            tier.name: self.admission_queue.num_uncomputed_tokens(tier.name)
+            for tier in self._config.tiers
         }
         return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
 
@@ -237,11 +238,11 @@ class IngressCore:
 
     def _refresh_queue(self) -> None:
         lengths = dict.fromkeys([DEFAULT_TENANT, *self._config.tenants], 0)
-        for tenant, number in self.turns.num_by_tenant().items():
+        for tenant, number in self.admission_queue.num_by_tenant().items():
             lengths[self._config.tenant_class(tenant)] += number
         for name, number in lengths.items():
             self._metrics.queue_length.labels(name).set(number)
-        self._metrics.queue_nbytes.set(self.turns.nbytes)
+        self._metrics.queue_nbytes.set(self.admission_queue.nbytes)
 
     def _refresh_metrics(self) -> None:
         self._refresh_queue()

@@ -25,13 +25,13 @@ import msgspec
 
 from disagg import telemetry
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
-from disagg.ingress.admission_queue import Queued, Turns
+from disagg.ingress.admission_queue import AdmissionQueue, Queued
 from disagg.ingress.awaiting import AwaitingWorkers
-from disagg.ingress.request_state import Journey, Visit
+from disagg.ingress.request_state import RequestState, Visit
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.demand import Demand
-from disagg.router.fleet import Fleet, FleetView, Load
+from disagg.router.fleet import Fleet, FleetView, RequestLoad
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 
@@ -91,7 +91,7 @@ class Dispatcher:
             (`admission.in_time`).
         moved: told the model of each request that is routed again.
         borrowed: told the model of each prefix that was to be borrowed, and whether it was.
-        turns: who may go to the workers, and who waits; None: whoever comes goes.
+        admission_queue: who may go to the workers, and who waits; None: whoever comes goes.
         wakes: models whose pools may be empty: a request waits for a worker until its deadline,
             because its coming is what starts one.
 
@@ -113,7 +113,7 @@ class Dispatcher:
         moved: Callable[[str], None] = lambda model: None,
         borrowed: Callable[[str, bool], None] = lambda model, is_lent: None,
         choose: ChooseRoute = choose_route,
-        turns: Turns | None = None,
+        admission_queue: AdmissionQueue | None = None,
         wakes: Collection[str] = (),
     ) -> None:
         self.demand = Demand()
@@ -128,7 +128,7 @@ class Dispatcher:
         self._moved = moved
         self._borrowed = borrowed
         self._choose_route = choose
-        self._turns = turns
+        self._admission_queue = admission_queue
         self._wakes = wakes
         self._awaiting = AwaitingWorkers(fleet)
         self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
@@ -148,44 +148,44 @@ class Dispatcher:
             Unavailable, Overloaded, DeadlineExceeded: as their names say.
             DisaggError: what a worker answered, when it was final.
         """
-        journey = Journey(request)
+        state = RequestState(request)
         usual = self._fleet.answers.usual(request.model)
         self.demand.arrived(request.model, len(request.token_ids), usual)
         try:
-            while not journey.is_finished:
-                if not journey.visits:
-                    await self._choose(journey)
-                if journey.lender is not None:
-                    await self._borrow(journey, journey.lender)
+            while not state.is_finished:
+                if not state.visits:
+                    await self._choose(state)
+                if state.lender is not None:
+                    await self._borrow(state, state.lender)
                 try:
-                    async with aclosing(self._visit(journey)) as deltas:
+                    async with aclosing(self._visit(state)) as deltas:
                         async for delta in deltas:
                             yield delta
                 except DisaggError as error:
-                    if not journey.may_move(error) or journey.num_moves >= self._max_moves:
+                    if not state.may_move(error) or state.num_moves >= self._max_moves:
                         raise
-                    self._cancel_visits(journey)
-                    journey.move(error)
-                    self._moved(journey.model)
-            self._fleet.answers.observe(journey.model, journey.num_output_tokens)
+                    self._cancel_visits(state)
+                    state.move(error)
+                    self._moved(state.model)
+            self._fleet.answers.observe(state.model, state.num_output_tokens)
         finally:
-            self._cancel_visits(journey)
-            if journey.ticket is not None:
-                self._workers.release(journey.ticket)
-            if self._turns is not None and journey.charge is not None:
-                self._turns.end(journey.charge, journey.num_output_tokens)
+            self._cancel_visits(state)
+            if state.ticket is not None:
+                self._workers.release(state.ticket)
+            if self._admission_queue is not None and state.charge is not None:
+                self._admission_queue.end(state.charge, state.num_output_tokens)
 
-    async def _visit(self, journey: Journey) -> AsyncGenerator[TokenDelta, None]:
+    async def _visit(self, state: RequestState) -> AsyncGenerator[TokenDelta, None]:
         """What the route's next worker says. Raises its error unless the answer ends there."""
-        reservation, hand_over = journey.visits.popleft()
-        journey.worker_id = worker_id = reservation.worker_id
+        reservation, hand_over = state.visits.popleft()
+        state.worker_id = worker_id = reservation.worker_id
         try:
             stream = self._workers.stream(
                 worker_id,
-                journey.request(self._block_size(journey)),
-                timeout_s=journey.deadline_unix_s - self._now(),
+                state.request(self._block_size(state)),
+                timeout_s=state.deadline_unix_s - self._now(),
                 hand_over=hand_over,
-                ticket=journey.ticket,
+                ticket=state.ticket,
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
@@ -195,10 +195,10 @@ class Dispatcher:
                         is_silent = False
                         self._fleet.release(reservation)  # its own reports show it from here on
                     if delta.early_ticket is not None:
-                        self._prefetch(journey, delta.early_ticket)
-                    if journey.awaited is not None and delta.token_ids:
-                        self._learn_delay(journey, *journey.awaited)
-                    shown = journey.take(delta)
+                        self._prefetch(state, delta.early_ticket)
+                    if state.awaited is not None and delta.token_ids:
+                        self._learn_delay(state, *state.awaited)
+                    shown = state.take(delta)
                     if shown is not None:
                         yield shown
                     if delta.error is not None:
@@ -209,136 +209,136 @@ class Dispatcher:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
 
-    def _prefetch(self, journey: Journey, ticket: KVTicket) -> None:
+    def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
         """Let who goes on with the request pull what is ready while the rest is computed."""
-        if journey.visits:
-            next_id = journey.visits[0].reservation.worker_id
-            self._workers.prefetch(next_id, journey.prefetch(ticket))
+        if state.visits:
+            next_id = state.visits[0].reservation.worker_id
+            self._workers.prefetch(next_id, state.prefetch(ticket))
 
-    async def _borrow(self, journey: Journey, lender: str) -> None:
+    async def _borrow(self, state: RequestState, lender: str) -> None:
         """Get a ticket for what the lender has cached. Without one, all of it is computed."""
-        journey.lender = None
-        block_size = self._block_size(journey)
+        state.lender = None
+        block_size = self._block_size(state)
         if block_size is None:
             return
-        loan = journey.loan(block_size)
-        timeout_s = min(journey.deadline_unix_s - self._now(), LOAN_PATIENCE_S)
+        loan = state.loan(block_size)
+        timeout_s = min(state.deadline_unix_s - self._now(), LOAN_PATIENCE_S)
         with suppress(DisaggError):  # of a lender that has left, too: it is heard of at once
             stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
-                    journey.ticket = delta.ticket  # None beside an error
+                    state.ticket = delta.ticket  # None beside an error
                     break
-        self._borrowed(journey.model, journey.ticket is not None)
+        self._borrowed(state.model, state.ticket is not None)
 
-    def _learn_delay(self, journey: Journey, since: float, way: Candidate) -> None:
+    def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
         """The first token came. Where nobody waits its time says nothing about queues."""
-        journey.awaited = None
+        state.awaited = None
         if way.wait_s > way.own_s:
             took_s = self._now() - since
-            self._fleet.delays.observe(journey.model, way.first_token_s, took_s)
+            self._fleet.delays.observe(state.model, way.first_token_s, took_s)
 
-    def _cancel_visits(self, journey: Journey) -> None:
-        for visit in journey.visits:
+    def _cancel_visits(self, state: RequestState) -> None:
+        for visit in state.visits:
             self._fleet.release(visit.reservation)
-        journey.visits.clear()
+        state.visits.clear()
 
-    async def _choose(self, journey: Journey) -> None:
+    async def _choose(self, state: RequestState) -> None:
         """Choose and reserve in one step, waiting for a turn or a worker where that makes sense."""
-        has_begun = journey.num_output_tokens > 0
-        may_wake = journey.model in self._wakes
+        has_begun = state.num_output_tokens > 0
+        may_wake = state.model in self._wakes
         waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
-        waits_until = min(waits_until, journey.deadline_unix_s)
+        waits_until = min(waits_until, state.deadline_unix_s)
         has_waited = False
         try:
             while True:
                 try:
-                    route = self._route(journey)
-                    if self._turns is not None and not journey.worker_id:
+                    route = self._route(state)
+                    if self._admission_queue is not None and not state.worker_id:
                         if has_waited:
-                            self._let_next_look(journey.model)
-                        await self._take_turn(self._turns, journey, route)
+                            self._let_next_look(state.model)
+                        await self._take_turn(self._admission_queue, state, route)
                     else:
-                        self._set_out(journey, route)
+                        self._set_out(state, route)
                     return
                 except Unavailable:
-                    if journey.is_turned_away:
+                    if state.is_turned_away:
                         raise Overloaded(
                             "All workers are full; try again shortly.",
-                            retry_after_s=journey.wait_s,
+                            retry_after_s=state.wait_s,
                         ) from None
-                    if not (journey.worker_id or may_wake) or self._now() >= waits_until:
+                    if not (state.worker_id or may_wake) or self._now() >= waits_until:
                         raise
-                journey.excluded.clear()
+                state.excluded.clear()
                 left_s = max(0.0, waits_until - self._now())
-                if self._awaiting.has_worker(journey.model):  # it refused this request
+                if self._awaiting.has_worker(state.model):  # it refused this request
                     await asyncio.sleep(min(PAUSE_S, left_s))
                 else:
-                    await self._awaiting.wait(journey.model, left_s, again=has_waited)
+                    await self._awaiting.wait(state.model, left_s, again=has_waited)
                     has_waited = True
         finally:
             if has_waited:
-                self._awaiting.wake(journey.model)
+                self._awaiting.wake(state.model)
 
     def _let_next_look(self, model: str) -> None:
         """As soon as the one that looks now has gone on, or joined the queue."""
         asyncio.get_running_loop().call_soon(self._awaiting.wake, model)
 
-    async def _take_turn(self, turns: Turns, journey: Journey, route: Route) -> None:
+    async def _take_turn(self, queue: AdmissionQueue, state: RequestState, route: Route) -> None:
         """Set out when that is fair. Raises `Overloaded`."""
-        request = journey.request(None)
-        charge = turns.charge(request, route)
-        if turns.goes_at_once(request, route):
-            turns.passes_by(charge)
-            journey.charge = charge
-            self._set_out(journey, route)
+        request = state.request(None)
+        charge = queue.charge(request, route)
+        if queue.goes_at_once(request, route):
+            queue.passes_by(charge)
+            state.charge = charge
+            self._set_out(state, route)
             return
 
         def set_out(queued: Queued) -> bool:
-            latest = turns.with_room(
+            latest = queue.with_room(
                 request.model,
-                self._decide(journey, request, self._fleet.view(), self._now(), None),
+                self._decide(state, request, self._fleet.view(), self._now(), None),
             )
             if latest is None:
                 return False
-            journey.charge = charge
-            self._set_out(journey, latest, queued)
+            state.charge = charge
+            self._set_out(state, latest, queued)
             return True
 
-        await turns.wait(request, route.chosen, charge, set_out)
+        await queue.wait(request, route.chosen, charge, set_out)
 
-    def _route(self, journey: Journey) -> Route:
+    def _route(self, state: RequestState) -> Route:
         view, now = self._fleet.view(), self._now()
-        request = journey.request(self._block_size(journey))
+        request = state.request(self._block_size(state))
         # Who has been taken in is not turned away again because the way got longer.
-        is_new = not journey.worker_id
-        ttft_slo_s = self._ttft_slo_s.get(journey.model, math.inf) if is_new else None
+        is_new = not state.worker_id
+        ttft_slo_s = self._ttft_slo_s.get(state.model, math.inf) if is_new else None
         with telemetry.span("route", request.traceparent) as span:
-            route = self._decide(journey, request, view, now, ttft_slo_s)
+            route = self._decide(state, request, view, now, ttft_slo_s)
             if telemetry.enabled():
-                describe(route, journey.because, span)
+                describe(route, state.because, span)
         return route
 
-    def _set_out(self, journey: Journey, route: Route, queued: Queued | None = None) -> None:
+    def _set_out(self, state: RequestState, route: Route, queued: Queued | None = None) -> None:
         """Reserve a route that was chosen in this moment."""
         now = self._now()
-        journey.wait_s = min(candidate.wait_s for candidate in route.candidates)
-        if journey.worker_id:
-            journey.awaited = None
+        state.wait_s = min(candidate.wait_s for candidate in route.candidates)
+        if state.worker_id:
+            state.awaited = None
         else:
-            journey.awaited = self._awaited(now, route.chosen, queued)
-            self.demand.hit(journey.model, route.num_cached_tokens)
-        decision = Decision(now, route, journey.num_tokens, journey.because, queued)
-        self._remember(journey.request_id, decision)
-        journey.lender = route.lender
-        journey.visits.extend(self._reserve(journey, route))
+            state.awaited = self._awaited(now, route.chosen, queued)
+            self.demand.hit(state.model, route.num_cached_tokens)
+        decision = Decision(now, route, state.num_tokens, state.because, queued)
+        self._remember(state.request_id, decision)
+        state.lender = route.lender
+        state.visits.extend(self._reserve(state, route))
 
     def _awaited(
         self, now: float, way: Candidate, queued: Queued | None
     ) -> tuple[float, Candidate] | None:
-        """What there is to learn from its first token: with turns only from who waited for one, as
-        all others have so little before them that how late they are says nothing of long waits."""
-        if self._turns is None:
+        """What there is to learn from its first token. Under an admission queue only requests that
+        waited teach: the others have so little before them that they say nothing of long waits."""
+        if self._admission_queue is None:
             return now, way
         if queued is None:
             return None
@@ -351,40 +351,40 @@ class Dispatcher:
 
     def _decide(
         self,
-        journey: Journey,
+        state: RequestState,
         request: GenerateRequest,
         view: FleetView,
         now: float,
         ttft_slo_s: float | None,
     ) -> Route:
-        index, rng, excluded = self._fleet.index, self._rng, journey.excluded
-        ticket = journey.ticket
+        index, rng, excluded = self._fleet.index, self._rng, state.excluded
+        ticket = state.ticket
         if ticket is not None:
-            is_loan = ticket.num_tokens < journey.num_tokens - 1  # it led to no token
+            is_loan = ticket.num_tokens < state.num_tokens - 1  # it led to no token
             if not is_loan and _is_alive(ticket, view):
                 return choose_decode(
                     request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
                 )
             self._workers.release(ticket)
-            journey.ticket = None
+            state.ticket = None
         return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
-    def _reserve(self, journey: Journey, route: Route) -> tuple[Visit, ...]:
+    def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
         """Claims in the order of the visits."""
-        num_tokens = journey.num_tokens
+        num_tokens = state.num_tokens
         num_new = num_tokens - route.num_cached_tokens
         if route.prefill is None:
-            return (Visit(self._fleet.reserve(route.decode, Load(num_new, 1, num_tokens))),)
+            return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
         return (
-            Visit(self._fleet.reserve(route.prefill, Load(num_new)), hand_over=True),
-            Visit(self._fleet.reserve(route.decode, Load(0, 1, num_tokens))),
+            Visit(self._fleet.reserve(route.prefill, RequestLoad(num_new)), hand_over=True),
+            Visit(self._fleet.reserve(route.decode, RequestLoad(0, 1, num_tokens))),
         )
 
-    def _block_size(self, journey: Journey) -> int | None:
+    def _block_size(self, state: RequestState) -> int | None:
         """By which its blocks are named. Workers of another size name them anew for themselves."""
-        if journey.block_size:
-            return journey.block_size
-        model = journey.model
+        if state.block_size:
+            return state.block_size
+        model = state.model
         workers = self._fleet.view().workers.values()
         return next((w.record.block_size for w in workers if w.record.model == model), None)
 

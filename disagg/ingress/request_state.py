@@ -1,6 +1,6 @@
 """How far a request has come: its tokens so far, where it is, and what is left of its way.
 
-Knows what each error means for a journey, and no worker, clock or policy.
+Knows what each error means for a running request, and no worker, clock or policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Visit(NamedTuple):
     hand_over: bool = False
 
 
-class Journey:
+class RequestState:
     """How far a request has come."""
 
     def __init__(self, request: GenerateRequest) -> None:

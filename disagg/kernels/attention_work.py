@@ -15,7 +15,7 @@ MIN_SPLIT_KEYS = 256  # a partial result costs about as much traffic as a few ke
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AttentionPiece:
     """Queries [first_query, first_query + num_queries) of a sequence's step, keys [start, end)."""
 
     sequence: int
@@ -38,7 +38,7 @@ class Reduction:
 
 def split_keys(
     rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, num_pieces: int
-) -> tuple[list[Piece], list[Reduction]]:
+) -> tuple[list[AttentionPiece], list[Reduction]]:
     """Cut sequences with few queries along their keys.
 
     Args:
@@ -59,12 +59,12 @@ def split_keys(
     for sequence, query_len, start, end in spans:
         count = -(-(end - start) // size)
         if count == 1:
-            pieces.append(Piece(sequence, 0, query_len, start, end, -1))
+            pieces.append(AttentionPiece(sequence, 0, query_len, start, end, -1))
             continue
         for index in range(count):
             first = start + index * size
             last = min(first + size, end)
-            pieces.append(Piece(sequence, 0, query_len, first, last, num_partials + index))
+            pieces.append(AttentionPiece(sequence, 0, query_len, first, last, num_partials + index))
         reductions.append(Reduction(sequence, num_partials, count, query_len))
         num_partials += count
     return _largest_first(pieces), reductions
@@ -72,7 +72,7 @@ def split_keys(
 
 def split_queries(
     rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, queries_per_piece: int
-) -> list[Piece]:
+) -> list[AttentionPiece]:
     """Cut sequences with many queries along their queries; arguments as in `split_keys`."""
     pieces = []
     for sequence, query_len, context_len in rows:
@@ -81,10 +81,10 @@ def split_queries(
             count = min(queries_per_piece, query_len - first)
             oldest = 0 if window is None else max(cached + first - window + 1, 0)
             end = cached + first + count
-            pieces.append(Piece(sequence, first, count, oldest // tile * tile, end, -1))
+            pieces.append(AttentionPiece(sequence, first, count, oldest // tile * tile, end, -1))
     return _largest_first(pieces)
 
 
-def _largest_first(pieces: list[Piece]) -> list[Piece]:
+def _largest_first(pieces: list[AttentionPiece]) -> list[AttentionPiece]:
     """Long pieces start early, so that none of them is left alone at the end."""
     return sorted(pieces, key=lambda piece: piece.start - piece.end)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from disagg.kernels.attention_work import Piece, split_keys, split_queries
+from disagg.kernels.attention_work import AttentionPiece, split_keys, split_queries
 from disagg.kernels.launcher import next_power_of_2
 from disagg.kernels.paged_attention import (
     KEY_TILE,
@@ -100,7 +100,7 @@ class FixedMixedWork:
         num_idle = self._num_tokens - sum(query_lens)
         for first in range(0, num_idle, self._queries_per_piece):
             count = min(self._queries_per_piece, num_idle - first)
-            pieces.append(Piece(len(rows), first, count, 0, 0, -1))
+            pieces.append(AttentionPiece(len(rows), first, count, 0, 0, -1))
         numbers += _filled_up(
             ((p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial) for p in pieces),
             _NO_PIECE,

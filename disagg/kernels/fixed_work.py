@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from disagg.kernels.attention_work import Piece, Reduction, split_keys
+from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys
 from disagg.kernels.launcher import next_power_of_2
 from disagg.kernels.paged_attention import KEY_TILE, Launch, PagedWork
 
@@ -60,14 +60,14 @@ class FixedWork:
         """Cut the next step: `context_lens` of at most `num_seqs` sequences, in order."""
         rows = [(sequence, 1, length) for sequence, length in enumerate(context_lens)]
         pieces, reductions = split_keys(rows, self.work.window, KEY_TILE, self._num_programs)
-        pieces += [Piece(row, 0, 1, 0, 0, -1) for row in range(len(rows), self._num_seqs)]
+        pieces += [AttentionPiece(row, 0, 1, 0, 0, -1) for row in range(len(rows), self._num_seqs)]
         numbers = self._filled_up(pieces, reductions)
         uploaded = torch.tensor(numbers, dtype=torch.int32)
         if self._numbers.device.type == "cuda":
             uploaded = uploaded.pin_memory()
         self._numbers.copy_(uploaded, non_blocking=True)
 
-    def _filled_up(self, pieces: list[Piece], reductions: list[Reduction]) -> list[int]:
+    def _filled_up(self, pieces: list[AttentionPiece], reductions: list[Reduction]) -> list[int]:
         numbers: list[int] = []
         for p in pieces:
             numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
 _SMALLEST_PEAK = tl.constexpr(1.0e-30)  # a vector of zeros has a scale too
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to even
@@ -78,7 +78,7 @@ def _kv_write_kernel(
     tl.store(pages_ptr + target, stored, mask=inside)
 
 
-_kv_write = Launcher(_kv_write_kernel)
+_kv_write = KernelLauncher(_kv_write_kernel)
 
 
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:

@@ -3,8 +3,8 @@
 `kernel[grid](...)` binds names, asks each argument what it specialises, and finds the compiled
 code under a text of all of that: 12 to 20 us of Python, six times a layer. What it finds is a
 compiled kernel that can be launched by itself, the way Triton's own tutorials do
-(`compiled[grid](...)`, Triton 3.6 and 3.7). A `Launcher` remembers it under a key that tells apart
-everything that Triton tells apart, and more:
+(`compiled[grid](...)`, Triton 3.6 and 3.7). A `KernelLauncher` remembers it under a key that tells
+apart everything that Triton tells apart, and more:
 
 - tensors by their type, and only while each one that Triton asks about begins on 16 bytes;
 - integers by their value, or where Triton specialises nothing, only while they fit into 32 bits;
@@ -31,7 +31,7 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-class Launcher:
+class KernelLauncher:
     """The launches of one kernel.
 
     Args:

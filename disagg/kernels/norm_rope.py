@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _norm_rope_kernel(
     tl.store(start + half + columns, turned_right.to(heads_ptr.dtype.element_ty), mask=inside)
 
 
-_norm_rope = Launcher(_norm_rope_kernel)
+_norm_rope = KernelLauncher(_norm_rope_kernel)
 
 
 def norm_rope_(heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.attention_tile import attend_tile
-from disagg.kernels.attention_work import Piece, Reduction, split_keys, split_queries
+from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys, split_queries
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
 KEY_TILE = 64
 MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
@@ -208,8 +208,8 @@ def _reduce_kernel(
         tl.store(out_ptr + target, result, mask=columns < HEAD_DIM)
 
 
-_paged_attention = Launcher(_paged_attention_kernel)
-_reduce = Launcher(_reduce_kernel)
+_paged_attention = KernelLauncher(_paged_attention_kernel)
+_reduce = KernelLauncher(_reduce_kernel)
 
 
 def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
@@ -286,7 +286,7 @@ def plan_work(
 
 
 def _launch(
-    pieces: list[Piece],
+    pieces: list[AttentionPiece],
     reductions: list[Reduction],
     rows: int,
     num_merged_rows: int,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     tl.store(normed_ptr + row + columns, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-_rms_norm = Launcher(_rms_norm_kernel)
+_rms_norm = KernelLauncher(_rms_norm_kernel)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

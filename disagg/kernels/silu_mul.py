@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.launcher import Launcher
+from disagg.kernels.launcher import KernelLauncher
 
 _BLOCK = 1024
 
@@ -25,7 +25,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constex
     tl.store(out_ptr + row * SIZE + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_silu_mul = Launcher(_silu_mul_kernel)
+_silu_mul = KernelLauncher(_silu_mul_kernel)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels import sampling_rows
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
@@ -432,13 +432,13 @@ def _remember_kernel(
         tl.store(num_seen_ptr + slot, num_seen + 1)
 
 
-_adjust = Launcher(_adjust_kernel)
-_groups = Launcher(_groups_kernel)
-_select = Launcher(_select_kernel)
-_floors = Launcher(_floors_kernel)
-_score = Launcher(_score_kernel)
-_pick = Launcher(_pick_kernel)
-_remember = Launcher(_remember_kernel)
+_adjust = KernelLauncher(_adjust_kernel)
+_groups = KernelLauncher(_groups_kernel)
+_select = KernelLauncher(_select_kernel)
+_floors = KernelLauncher(_floors_kernel)
+_score = KernelLauncher(_score_kernel)
+_pick = KernelLauncher(_pick_kernel)
+_remember = KernelLauncher(_remember_kernel)
 
 
 class TritonSampling:

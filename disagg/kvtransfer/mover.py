@@ -41,7 +41,7 @@ CLOSE_PATIENCE_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """One run of bytes to copy."""
 
     local_address: int
@@ -58,11 +58,11 @@ class Wire(Protocol):
 
     def forget(self, name: str) -> None: ...
 
-    def read_blocks(self, peer: Peer, pieces: Sequence[Piece]) -> Any:
+    def read_blocks(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
         """Prepare a READ from the peer's slab into the slab here."""
         ...
 
-    def read_stamps(self, peer: Peer, pieces: Sequence[Piece]) -> Any:
+    def read_stamps(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
         """Prepare a READ from the peer's stamp table into the scratch table here."""
         ...
 
@@ -106,14 +106,14 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class PullEnded:
     pull: Pull
     error: str | None
     seconds: float
 
 
 @dataclass(slots=True)
-class _Copy:
+class _RunningPull:
     """A pull under way. "settling": it failed, and its blocks rest."""
 
     pull: Pull
@@ -125,7 +125,7 @@ class _Copy:
 
 
 Job: TypeAlias = Pull | Connect | Notify | Look | Close
-Notice: TypeAlias = Ended | TicketReleased
+Notice: TypeAlias = PullEnded | TicketReleased
 
 
 class Mover:
@@ -164,7 +164,7 @@ class Mover:
         self._pull_timeout_s = pull_timeout_s
         self._settle_s = settle_s
         self._idle_look_s = idle_look_s
-        self._copies: list[_Copy] = []
+        self._copies: list[_RunningPull] = []
         self._connected: set[str] = set()
         self._broken: set[str] = set()  # to be forgotten as soon as no copy is under way
         self._replaced: set[str] = set()  # of these, those that nothing is to be said to any more
@@ -214,8 +214,8 @@ class Mover:
             case Close():
                 self._closing = True
 
-    def _start(self, pull: Pull) -> _Copy:
-        copy = _Copy(pull, deadline=self._clock() + self._pull_timeout_s)
+    def _start(self, pull: Pull) -> _RunningPull:
+        copy = _RunningPull(pull, deadline=self._clock() + self._pull_timeout_s)
         try:
             self._connect(pull.peer)
             self._post(copy)
@@ -285,7 +285,7 @@ class Mover:
 
     # Copies
 
-    def _post(self, copy: _Copy) -> None:
+    def _post(self, copy: _RunningPull) -> None:
         """Start reading the blocks, or in the second stage their generations."""
         runs, peer, slab = copy.pull.runs, copy.pull.peer, self._slab
         if copy.stage == "blocks":
@@ -296,7 +296,7 @@ class Mover:
             here = self._scratch.buffer_info()[0]
             read = self._wire.read_stamps
         pieces = [
-            Piece(
+            ByteRange(
                 here + run.local_block * nbytes,
                 there + run.source_block * nbytes,
                 run.num_blocks * nbytes,
@@ -306,7 +306,7 @@ class Mover:
         copy.transfer = read(peer, pieces)
         self._wire.post(copy.transfer)
 
-    def _try_advance(self, copy: _Copy, now: float) -> bool:
+    def _try_advance(self, copy: _RunningPull, now: float) -> bool:
         try:
             ended = self._advance(copy, now)
         except Exception as error:
@@ -316,7 +316,7 @@ class Mover:
             self._end(copy)
         return ended
 
-    def _advance(self, copy: _Copy, now: float) -> bool:
+    def _advance(self, copy: _RunningPull, now: float) -> bool:
         """Go on with a copy; true once the wire is through with its blocks."""
         while copy.stage != "settling":
             if not self._wire.is_done(copy.transfer):
@@ -335,7 +335,7 @@ class Mover:
             self._post(copy)
         return now >= copy.settled_at
 
-    def _fail(self, copy: _Copy, error: Exception) -> None:
+    def _fail(self, copy: _RunningPull, error: Exception) -> None:
         if copy.error is None:
             copy.error = f"transfer from {agent_name(copy.pull.peer)} failed: {error!r}"
         copy.stage = "settling"
@@ -344,11 +344,11 @@ class Mover:
             copy.settled_at += self._settle_s
             self._broken.add(agent_name(copy.pull.peer))
 
-    def _end(self, copy: _Copy) -> None:
+    def _end(self, copy: _RunningPull) -> None:
         if copy.transfer is not None:
             self._try_release(copy.transfer)
         pull = copy.pull
-        self._notices.put(Ended(pull, copy.error, self._clock() - pull.started_at))
+        self._notices.put(PullEnded(pull, copy.error, self._clock() - pull.started_at))
         self._notify(pull.peer, pull.ticket.ticket_id)
 
     def _try_release(self, transfer: Any) -> None:

@@ -22,15 +22,15 @@ from typing import Any
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.listeners import Listener, listeners
 from disagg.kvtransfer.mover import (
+    ByteRange,
     Close,
     Connect,
-    Ended,
     Job,
     Look,
     Mover,
     Notice,
     Notify,
-    Piece,
+    PullEnded,
     agent_name,
 )
 from disagg.kvtransfer.nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
@@ -169,7 +169,7 @@ class NixlTransport:
         self._jobs.put(Close())
         self._thread.join()
 
-    def _done(self, ended: Ended) -> PullDone:
+    def _done(self, ended: PullEnded) -> PullDone:
         pull = ended.pull
         lane = ""
         if ended.error is None:
@@ -219,10 +219,10 @@ class _NixlWire:
         self._peers.discard(name)
         self._agent.remove_remote_agent(name)
 
-    def read_blocks(self, peer: Peer, pieces: Sequence[Piece]) -> nixl_xfer_handle:
+    def read_blocks(self, peer: Peer, pieces: Sequence[ByteRange]) -> nixl_xfer_handle:
         return self._read(peer, pieces, self._memory, _memory_of(peer.device_id))
 
-    def read_stamps(self, peer: Peer, pieces: Sequence[Piece]) -> nixl_xfer_handle:
+    def read_stamps(self, peer: Peer, pieces: Sequence[ByteRange]) -> nixl_xfer_handle:
         return self._read(peer, pieces, _memory_of(HOST), _memory_of(HOST))
 
     def post(self, transfer: nixl_xfer_handle) -> None:
@@ -255,7 +255,7 @@ class _NixlWire:
     def _read(
         self,
         peer: Peer,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ByteRange],
         local: tuple[str, int],
         remote: tuple[str, int],
     ) -> nixl_xfer_handle:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.holds import check_block_ids
-from disagg.kvtransfer.runs import Run, merge_runs
+from disagg.kvtransfer.runs import BlockRun, merge_runs
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -63,7 +63,7 @@ class Pull:
     pull_id: int
     ticket: KVTicket
     peer: Peer
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     local_blocks: tuple[int, ...]
     generations: tuple[int, ...]  # what the source's stamps must be, one per local block
     started_at: float

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """`num_blocks` blocks that are neighbours both at the source and here."""
 
     source_block: int
@@ -14,13 +14,13 @@ class Run(NamedTuple):
     num_blocks: int
 
 
-def merge_runs(pairs: Iterable[tuple[int, int]]) -> list[Run]:
+def merge_runs(pairs: Iterable[tuple[int, int]]) -> list[BlockRun]:
     """The fewest runs that copy every (source block, local block) pair.
 
     The order of copying is free, so pairs are sorted first: blocks that were handed out out of
     order but lie side by side still share a descriptor.
     """
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     for source, local in sorted(pairs):
         if runs:
             last = runs[-1]
@@ -28,5 +28,5 @@ def merge_runs(pairs: Iterable[tuple[int, int]]) -> list[Run]:
             if source == end_source and local == end_local + last.num_blocks:
                 runs[-1] = last._replace(num_blocks=last.num_blocks + 1)
                 continue
-        runs.append(Run(source, local, 1))
+        runs.append(BlockRun(source, local, 1))
     return runs

@@ -22,7 +22,7 @@ from disagg.errors import Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
-from disagg.links.stream import Stream
+from disagg.links.stream import DeltaStream
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -217,7 +217,7 @@ class _WorkerConnection(Connection):
         self.is_up = False
         self._link = link
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, DeltaStream] = {}
         self._stream_ids = count(1)
         self._num_received = 0  # the last step frame's number
         self._is_synced = False
@@ -227,12 +227,12 @@ class _WorkerConnection(Connection):
 
     def start(
         self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
-    ) -> tuple[int, Stream]:
+    ) -> tuple[int, DeltaStream]:
         stream_id = next(self._stream_ids)
         self.send(Start(stream_id, request, hand_over, ticket))
         if not self.is_open:  # its buffer ran over with this
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = Stream(self._loop)
+        stream = self._streams[stream_id] = DeltaStream(self._loop)
         return stream_id, stream
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:

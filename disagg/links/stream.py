@@ -9,7 +9,7 @@ from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import TokenDelta
 
 
-class Stream:
+class DeltaStream:
     """Deltas on their way to one reader."""
 
     __slots__ = ("_error", "_loop", "_waiter", "deltas")

@@ -12,9 +12,9 @@ import msgspec
 
 from disagg.errors import DisaggError, StartupError
 from disagg.planner.gpus import GPUS
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement, placements
-from disagg.planner.sizing import CHUNKS, Fleet, Prices, colocated, disaggregated, transfer_s
+from disagg.planner.sizing import CHUNKS, FleetPlan, Prices, colocated, disaggregated, transfer_s
 from disagg.queueing import QUANTILE
 from disagg.time_model import StepFeatures
 
@@ -24,18 +24,18 @@ class Advice(msgspec.Struct, frozen=True):
 
     disaggregate: bool
     reason: str
-    apart: Fleet | None
-    together: Fleet | None
+    apart: FleetPlan | None
+    together: FleetPlan | None
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetPlan:
         chosen = self.apart if self.disaggregate else self.together
         assert chosen is not None
         return chosen
 
 
 def advise(
-    load: Load, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
+    load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
 ) -> Advice:
     """Compare the cheapest fleets of both kinds.
 
@@ -71,7 +71,7 @@ def advise(
     return Advice(True, f"Disaggregate: {costs}; {moved}.", apart, together)
 
 
-def _why_not_together(load: Load, slo: Slo, every: Sequence[Placement]) -> str:
+def _why_not_together(load: Workload, slo: Slo, every: Sequence[Placement]) -> str:
     chunk_s = min(each.step_s(StepFeatures(CHUNKS[0], 0.0, 1, 0)) for each in every)
     return (
         f"no pool of workers that do both holds a TTFT of {_ms(slo.ttft_s)} together with a TPOT of"
@@ -81,7 +81,7 @@ def _why_not_together(load: Load, slo: Slo, every: Sequence[Placement]) -> str:
     )
 
 
-def _check_reachable(load: Load, slo: Slo, every: Sequence[Placement]) -> None:
+def _check_reachable(load: Workload, slo: Slo, every: Sequence[Placement]) -> None:
     """No number of workers makes one prompt or one step faster."""
 
     def first_s(each: Placement) -> float:
@@ -125,7 +125,7 @@ def _fastest(gpu: str, like: Placement, seconds: Callable[[Placement], float]) -
 
 
 def _neither(
-    load: Load, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float
+    load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float
 ) -> StartupError:
     best = min(every, key=lambda each: each.decode_step_s(1, load.decode_tokens))
     step_s = best.decode_step_s(1, load.decode_tokens)

@@ -28,7 +28,7 @@ class Slo(msgspec.Struct, frozen=True):
                 raise StartupError(f"It must be a number of seconds > 0, not {value}.", param=name)
 
 
-class Load(msgspec.Struct, frozen=True, dict=True):
+class Workload(msgspec.Struct, frozen=True, dict=True):
     """Requests that arrive at random.
 
     Args:

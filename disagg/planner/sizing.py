@@ -17,7 +17,7 @@ from statistics import fmean
 
 import msgspec
 
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement
 from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
 from disagg.time_model import StepFeatures, attended
@@ -58,7 +58,7 @@ class Pool(msgspec.Struct, frozen=True):
         return self.num_gpus * self.usd_per_gpu_hour
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class FleetPlan(msgspec.Struct, frozen=True):
     """Pools that hold the SLOs, and what `QUANTILE` of the requests are predicted to get.
 
     `chunk_tokens` and one pool where workers do both; else prefill and decode, in this order, and
@@ -84,8 +84,12 @@ Prices = Callable[[Placement], float]  # US dollars for a GPU and hour
 
 
 def disaggregated(
-    load: Load, slo: Slo, placements: Iterable[Placement], link_bytes_per_s: float, prices: Prices
-) -> Fleet | None:
+    load: Workload,
+    slo: Slo,
+    placements: Iterable[Placement],
+    link_bytes_per_s: float,
+    prices: Prices,
+) -> FleetPlan | None:
     """The cheapest prefill and decode pools that hold the SLOs; None where none do."""
     every = list(placements)
     fleets = (
@@ -97,14 +101,16 @@ def disaggregated(
 
 
 def colocated(
-    load: Load, slo: Slo, placements: Iterable[Placement], prices: Prices
-) -> Fleet | None:
+    load: Workload, slo: Slo, placements: Iterable[Placement], prices: Prices
+) -> FleetPlan | None:
     """The cheapest pool of workers that do both and hold the SLOs; None where none do."""
     every = (_together(load, slo, each, chunk, prices) for each in placements for chunk in CHUNKS)
     return _cheapest(every)
 
 
-def transfer_s(load: Load, prefill: Placement, decode: Placement, link_bytes_per_s: float) -> float:
+def transfer_s(
+    load: Workload, prefill: Placement, decode: Placement, link_bytes_per_s: float
+) -> float:
     """Seconds that the KV of a mean prompt takes. Every GPU of the smaller worker has a link.
 
     None of it is hidden behind prefill here; issuing tickets early hides all but the last chunk.
@@ -114,20 +120,20 @@ def transfer_s(load: Load, prefill: Placement, decode: Placement, link_bytes_per
     return TRANSFER_LATENCY_S + nbytes / (link_bytes_per_s * num_links)
 
 
-def _cheapest(fleets: Iterable[Fleet | None]) -> Fleet | None:
+def _cheapest(fleets: Iterable[FleetPlan | None]) -> FleetPlan | None:
     """Of equally dear ones, that with the earlier tokens."""
     found = [fleet for fleet in fleets if fleet is not None]
     return min(found, key=lambda fleet: (fleet.usd_per_hour, fleet.ttft_s), default=None)
 
 
 def _apart(
-    load: Load,
+    load: Workload,
     slo: Slo,
     prefill: Placement,
     decode: Placement,
     link_bytes_per_s: float,
     prices: Prices,
-) -> Fleet | None:
+) -> FleetPlan | None:
     moved_s = transfer_s(load, prefill, decode, link_bytes_per_s)
     num_gaps = max(1.0, load.mean_output_tokens - 1.0)
     spread_s = moved_s / num_gaps  # the first token does not wait for the transfer, the second does
@@ -139,10 +145,10 @@ def _apart(
         return None
     ttft_s = _ttft_s(load, first.num_workers, prefill.prefill_s)
     tpot_s = decode.decode_step_s(second.batch, load.decode_tokens) + spread_s
-    return Fleet((first, second), ttft_s, tpot_s, moved_s)
+    return FleetPlan((first, second), ttft_s, tpot_s, moved_s)
 
 
-def _ttft_s(load: Load, num_workers: int, prefill_s: Callable[[int], float]) -> float:
+def _ttft_s(load: Workload, num_workers: int, prefill_s: Callable[[int], float]) -> float:
     """The wait and the prompt's own seconds, both at the quantile: as if the two came together."""
     each = [prefill_s(num_tokens) for num_tokens in load.prompt_sample]
     mean_s = fmean(each)
@@ -152,7 +158,7 @@ def _ttft_s(load: Load, num_workers: int, prefill_s: Callable[[int], float]) -> 
 
 
 def _prefill_pool(
-    load: Load, slo: Slo, placement: Placement, at_least: int, prices: Prices
+    load: Workload, slo: Slo, placement: Placement, at_least: int, prices: Prices
 ) -> Pool | None:
     if placement.prefill_s(load.long_prompt_tokens) > slo.ttft_s:
         return None
@@ -168,7 +174,7 @@ def _prefill_pool(
 
 
 def _decode_pool(
-    load: Load, tpot_s: float, placement: Placement, at_least: int, prices: Prices
+    load: Workload, tpot_s: float, placement: Placement, at_least: int, prices: Prices
 ) -> Pool | None:
     limit = min(MAX_BATCH, int(placement.num_kv_tokens / load.decode_tokens))
     rate = load.requests_per_s * max(0.0, load.mean_output_tokens - 1.0)
@@ -213,8 +219,8 @@ def _full_batch(
 
 
 def _together(
-    load: Load, slo: Slo, placement: Placement, chunk_tokens: int, prices: Prices
-) -> Fleet | None:
+    load: Workload, slo: Slo, placement: Placement, chunk_tokens: int, prices: Prices
+) -> FleetPlan | None:
     both = _Both(load, placement, chunk_tokens)
 
     def holds(batch: int | None, num_workers: int) -> bool:
@@ -233,7 +239,7 @@ def _together(
     busy = both.busy(batch, num_workers)
     pool = Pool(placement, num_workers, prices(placement), busy, batch)
     ttft_s = both.ttft_s(batch, num_workers)
-    return Fleet((pool,), ttft_s, both.step_s(batch), chunk_tokens=chunk_tokens)
+    return FleetPlan((pool,), ttft_s, both.step_s(batch), chunk_tokens=chunk_tokens)
 
 
 class _Both(msgspec.Struct, frozen=True):
@@ -243,7 +249,7 @@ class _Both(msgspec.Struct, frozen=True):
     tokens that 95 % do not exceed is a step with a chunk in it.
     """
 
-    load: Load
+    load: Workload
     placement: Placement
     chunk_tokens: int
 

@@ -24,7 +24,7 @@ HOLD_TTL_S = 60.0
 LOST_TTL_S = 1.0
 
 
-class Leaving:
+class KVExport:
     """Blocks of sequences that left.
 
     Args:

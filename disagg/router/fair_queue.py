@@ -50,7 +50,7 @@ class Waiter(Generic[Item]):
 _key = attrgetter("key")
 
 
-class _Tenant(Generic[Item]):
+class _TenantQueue(Generic[Item]):
     """served_s: for its weight, on a scale on which only differences mean something."""
 
     def __init__(self, name: str, weight: float) -> None:
@@ -76,8 +76,10 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, weight: Callable[[str], float] = lambda tenant: 1.0) -> None:
         self._weight = weight
-        self._tenants: dict[str, _Tenant[Item]] = {}  # whoever was served: as many as have keys
-        self._active: dict[str, _Tenant[Item]] = {}  # of these, those who wait
+        self._tenants: dict[
+            str, _TenantQueue[Item]
+        ] = {}  # whoever was served: as many as have keys
+        self._active: dict[str, _TenantQueue[Item]] = {}  # of these, those who wait
         self._reached_s = 0.0  # `served_s` of whom it was whose turn came last
         self._num = 0
         self.nbytes = 0
@@ -105,7 +107,7 @@ class FairQueue(Generic[Item]):
         """Whose turn it is."""
         if not self._active:
             return None
-        return min(self._active.values(), key=_Tenant.rank).waiting[0]
+        return min(self._active.values(), key=_TenantQueue.rank).waiting[0]
 
     def serve(self, waiter: Waiter[Item]) -> None:
         """Its turn has come: it leaves, and its tenant is charged."""
@@ -175,13 +177,13 @@ class FairQueue(Generic[Item]):
         tenant = self._tenant(name)
         return (tenant.nbytes + nbytes) / tenant.weight
 
-    def _tenant(self, name: str) -> _Tenant[Item]:
+    def _tenant(self, name: str) -> _TenantQueue[Item]:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, self._weight(name))
+            tenant = self._tenants[name] = _TenantQueue(name, self._weight(name))
         return tenant
 
-    def _catch_up(self, tenant: _Tenant[Item]) -> None:
+    def _catch_up(self, tenant: _TenantQueue[Item]) -> None:
         tenant.served_s = max(tenant.served_s, self._floor_s())
 
     def _floor_s(self) -> float:
@@ -189,7 +191,7 @@ class FairQueue(Generic[Item]):
             return min(tenant.served_s for tenant in self._active.values())
         return self._reached_s
 
-    def _count(self, tenant: _Tenant[Item], waiter: Waiter[Item], sign: int) -> None:
+    def _count(self, tenant: _TenantQueue[Item], waiter: Waiter[Item], sign: int) -> None:
         self._num += sign
         self.nbytes += sign * waiter.nbytes
         tenant.nbytes += sign * waiter.nbytes

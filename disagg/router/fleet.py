@@ -27,7 +27,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.backlog import Backlog
-from disagg.router.output_length import AnswerLengths, Delays
+from disagg.router.output_length import Delays, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
 
@@ -39,7 +39,7 @@ Pool: TypeAlias = tuple[str, Role]  # model and role
 NUM_STATUSES_UNTIL_SEEN = 2
 
 
-class Load(msgspec.Struct, frozen=True):
+class RequestLoad(msgspec.Struct, frozen=True):
     """What a request adds to a worker."""
 
     num_uncomputed_tokens: int = 0  # to prefill
@@ -69,7 +69,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         cls,
         record: WorkerRecord,
         status: WorkerStatus,
-        coming: Load,
+        coming: RequestLoad,
         times: StepTimeModel,
         began_s: float = math.inf,
     ) -> WorkerView:
@@ -99,7 +99,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """All routable workers. A decision sees the same ones from beginning to end."""
 
     workers: Mapping[str, WorkerView]
-    answers: AnswerLengths
+    answers: OutputLengths
     delays: Delays
     queued: Mapping[str, int] = {}  # requests of each model that wait in this ingress
 
@@ -109,7 +109,7 @@ class Reservation:
 
     __slots__ = ("load", "seen_after", "worker_id")
 
-    def __init__(self, worker_id: str, load: Load) -> None:
+    def __init__(self, worker_id: str, load: RequestLoad) -> None:
         self.worker_id = worker_id
         self.load = load
         self.seen_after: int | None = None  # the number of the status that must include it
@@ -126,7 +126,7 @@ class Ledger:
         self._reservations: dict[str, set[Reservation]] = {}
         self._num_statuses: dict[str, int] = {}
 
-    def reserve(self, worker_id: str, load: Load) -> Reservation:
+    def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
         reservation = Reservation(worker_id, load)
         self._reservations.setdefault(worker_id, set()).add(reservation)
         return reservation
@@ -158,18 +158,18 @@ class Ledger:
         self._reservations.pop(worker_id, None)
         self._num_statuses.pop(worker_id, None)
 
-    def coming_to(self, worker_id: str) -> Load:
+    def coming_to(self, worker_id: str) -> RequestLoad:
         held = self._reservations.get(worker_id)
         if not held:
             return _NOTHING
-        return Load(
+        return RequestLoad(
             sum(reservation.load.num_uncomputed_tokens for reservation in held),
             sum(reservation.load.num_sequences for reservation in held),
             sum(reservation.load.num_context_tokens for reservation in held),
         )
 
 
-_NOTHING = Load()
+_NOTHING = RequestLoad()
 
 
 class PoolTimes:
@@ -237,9 +237,9 @@ class Fleet:
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
         self._has_changed = False  # since the last `view`
-        self.answers = AnswerLengths()
+        self.answers = OutputLengths()
         self.delays = Delays()
-        self.queued: dict[str, int] = {}  # kept by `turns`
+        self.queued: dict[str, int] = {}  # kept by the admission queue
         # Called with a model when a worker of it begins to take requests.
         self.on_available: list[Callable[[str], None]] = []
         self._view = FleetView({}, self.answers, self.delays, self.queued)
@@ -255,7 +255,7 @@ class Fleet:
         """What every worker said last."""
         return [(record, self._statuses[name]) for name, record in self._records.items()]
 
-    def reserve(self, worker_id: str, load: Load) -> Reservation:
+    def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
         """Count `load` from now on. Raises `KeyError` for a worker that is not in the view."""
         status = self._statuses[worker_id]
         is_idle = not status.num_running and not status.num_uncomputed_tokens

@@ -18,7 +18,7 @@ LEARNING_STEP = 0.1
 USUAL_DELAY, MOST_DELAY = 4 / 3, 8.0
 
 
-class AnswerLengths:
+class OutputLengths:
     """The mean number of tokens of an answer, the latest ones counting most."""
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class TierReport(msgspec.Struct, frozen=True):
     worker_hours: float
 
 
-class Report(msgspec.Struct, frozen=True):
+class SimReport(msgspec.Struct, frozen=True):
     """Figures of one simulation. Percentiles are of the requests that were answered.
 
     hit_percent: of the prompts' blocks of 512 tokens, those that were not computed.
@@ -105,7 +105,7 @@ def summarise(
     work: Sequence[WorkDone],
     sizes: Mapping[str, float],
     worker_hours: Mapping[str, float],
-) -> Report:
+) -> SimReport:
     """`sizes`: of each model, smallest first, as a fraction of the largest's."""
     answered = [each for each in outcomes if not each.error]
     ttft_s, tpot_s = _ttft_s(answered), _tpot_s(answered)
@@ -117,7 +117,7 @@ def summarise(
     pool = [each for each in work if (each.model, each.role) == (largest, "prefill")]
     mean = sum(each.num_prompt_tokens for each in pool) / len(pool)
     most = max(each.num_prompt_tokens for each in pool)
-    return Report(
+    return SimReport(
         policy=policy,
         speed=speed,
         num_requests=len(outcomes),

@@ -13,7 +13,7 @@ import msgspec
 
 from disagg.config import PoolConfig, TierConfig
 from disagg.errors import RequestError
-from disagg.ingress.admission_queue import Turns
+from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
 from disagg.router.demand import Asked, Demand
@@ -63,7 +63,7 @@ class Scaling:
         tiers: Sequence[TierConfig],
         max_num_workers: int | None,
         demand: Demand,
-        turns: Turns,
+        admission_queue: AdmissionQueue,
         reports: Callable[[], list[tuple[WorkerRecord, WorkerStatus]]],
         call_at: Callable[..., object],
         start: Callable[[Pool], str],
@@ -73,7 +73,7 @@ class Scaling:
         self._tiers = tiers
         self._autoscaler = Autoscaler(tiers, max_num_workers)
         self._demand = demand
-        self._turns = turns
+        self._admission_queue = admission_queue
         self._reports = reports
         self._call_at = call_at
         self._start = start
@@ -119,7 +119,7 @@ class Scaling:
         states: dict[Pool, PoolState] = {}
         for pool in self._pools:
             state = known.get(pool, PoolState())
-            num_waiting_tokens = self._turns.num_uncomputed_tokens(pool[0])
+            num_waiting_tokens = self._admission_queue.num_uncomputed_tokens(pool[0])
             states[pool] = msgspec.structs.replace(
                 state,
                 num_workers=self._num(pool),

@@ -37,7 +37,7 @@ from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
 from disagg.sim.answers import Sureness
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
-from disagg.sim.steps import Run, TimedRunner, move_on, num_alike
+from disagg.sim.steps import StepRun, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
 from disagg.worker.doors import Doors
 from disagg.worker.parts import Parts
@@ -105,7 +105,7 @@ class SimulatedWorker:
         self._streams: dict[str, _Stream] = {}  # by the name of their sequence
         self._stream_ids = itertools.count(1)
         self._messages: list[Callable[[float], None]] = []
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._events: tuple[TokenEvent, ...] = ()  # of the run's first step
         self._kv_events: tuple[KVEvent, ...] = ()
         self._status = WorkerStatus()
@@ -248,12 +248,12 @@ class SimulatedWorker:
         self._events, self._kv_events, self._num_told = events, kv_events, 0
         is_plain = not kv_events and all(map(self._may_wait, events))
         num_more = num_alike(self._engine) if is_plain else 0
-        self._run = Run(self._engine.last_plan.features, self.spec.times, now, num_more)
+        self._run = StepRun(self._engine.last_plan.features, self.spec.times, now, num_more)
         if num_more:
             self._status = self._doors.status()
         self._plan_turn(self._run.ends_s)
 
-    def _end_run(self, run: Run, now: float) -> None:
+    def _end_run(self, run: StepRun, now: float) -> None:
         self._run = None
         self.busy_s += now - run.began_s
         events: list[TokenEvent] = []
@@ -277,7 +277,7 @@ class SimulatedWorker:
             return False
         return stream is not None and stream.has_begun
 
-    def _tell_steps(self, run: Run, num_ended: int) -> None:
+    def _tell_steps(self, run: StepRun, num_ended: int) -> None:
         """The fleet hears what frames of the run's first steps say."""
         num_new = num_ended - self._num_told
         if num_new <= 0:

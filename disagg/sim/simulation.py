@@ -16,7 +16,7 @@ import msgspec
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.config import AUTO, TierConfig
 from disagg.errors import DisaggError, RequestError, WorkerLost
-from disagg.ingress.admission_queue import Turns
+from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
 from disagg.ingress.escalation import Escalation
 from disagg.kvtransfer.ticket import KVTicket
@@ -36,7 +36,7 @@ from disagg.sim import virtual_time
 from disagg.sim.answers import Sureness
 from disagg.sim.config import Fault, SimConfig
 from disagg.sim.network import SimulatedNetwork
-from disagg.sim.report import Outcome, Report, WorkDone, in_time_percent, summarise
+from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
 from disagg.sim.scaling import Scaling
 from disagg.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
@@ -45,7 +45,7 @@ from disagg.time_model import TransferTimeModel
 NEVER_S = 1e12
 
 
-def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> Report:
+def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
     """Serve `trace`. Equal arguments give equal reports.
 
     Raises:
@@ -90,7 +90,7 @@ class _Simulation:
         self._start_all(tiers)
         slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
         allowed_s = slo_s if config.fair_queue else {}
-        turns = Turns(self._fleet, now=loop.time, ttft_slo_s=allowed_s)
+        admission_queue = AdmissionQueue(self._fleet, now=loop.time, ttft_slo_s=allowed_s)
         self._dispatcher = Dispatcher(
             self,
             self._fleet,
@@ -98,7 +98,7 @@ class _Simulation:
             rng=random.Random(config.seed),
             ttft_slo_s=allowed_s,
             choose=new_policy(config.policy),
-            turns=turns if config.fair_queue else None,
+            admission_queue=admission_queue if config.fair_queue else None,
             wakes=tuple(slo_s),
         )
         self._escalation = Escalation(
@@ -113,7 +113,7 @@ class _Simulation:
             tiers,
             config.max_num_workers,
             self._dispatcher.demand,
-            turns,
+            admission_queue,
             self._reports,
             loop.call_at,
             self._join,
@@ -123,7 +123,7 @@ class _Simulation:
         self._outcomes: list[Outcome] = []
 
     @classmethod
-    async def play(cls, config: SimConfig, trace: Sequence[TraceRequest]) -> Report:
+    async def play(cls, config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
         self = cls(config, trace)
         for fault in config.faults:
             if fault.worker_id not in self._workers:

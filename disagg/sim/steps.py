@@ -1,7 +1,7 @@
 """How long a simulated engine's steps take, and many decode steps at once.
 
 Between two events of a worker its decode steps are all alike: each running sequence gains a token
-and nothing is admitted, published or ended. Such steps are a `Run`: its times follow from one
+and nothing is admitted, published or ended. Such steps are a `StepRun`: its times follow from one
 formula, and its sequences are moved on together at its end. Whatever could tell one step from the
 next (an end, a full block, somebody who waits) is never inside a run but is planned and applied by
 the scheduler itself.
@@ -53,7 +53,7 @@ class TimedRunner:
         return SampledToken(sequence.tokens[0])
 
 
-class Run:
+class StepRun:
     """One planned step, and up to `num_more` like it, of an engine at `began_s`."""
 
     def __init__(

@@ -43,7 +43,7 @@ class BlockCopier(Protocol):
     def close(self) -> None: ...
 
 
-class _Copy(NamedTuple):
+class _BlockCopy(NamedTuple):
     is_load: bool
     pairs: tuple[tuple[int, int], ...]
 
@@ -58,17 +58,17 @@ class ThreadCopier:
         self._cache = cache
         self._host = host
         self._timer = timer
-        self._inbox: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_BlockCopy | None] = SimpleQueue()
         self._saved: SimpleQueue[None] = SimpleQueue()
         self._loaded: SimpleQueue[float] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._inbox.put(_Copy(False, tuple(pairs)))
+        self._inbox.put(_BlockCopy(False, tuple(pairs)))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._inbox.put(_Copy(True, tuple(pairs)))
+        self._inbox.put(_BlockCopy(True, tuple(pairs)))
 
     def take_saved(self) -> int:
         return len(_drained(self._saved))
@@ -85,8 +85,8 @@ class ThreadCopier:
         self._thread.join()
 
     def _run(self) -> None:
-        loads: deque[_Copy] = deque()
-        saves: deque[_Copy] = deque()
+        loads: deque[_BlockCopy] = deque()
+        saves: deque[_BlockCopy] = deque()
         while True:
             try:
                 while True:

@@ -32,7 +32,7 @@ Displace = Callable[[BlockHash, Callable[[], bytes]], object]
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class HostLoad:
     """Blocks on their way into the cache. `HostTier.poll` sets `done`."""
 
     hashes: tuple[BlockHash, ...]
@@ -76,7 +76,7 @@ class HostTier:
         self._num_readers: Counter[int] = Counter()  # by slot
         self._coming: set[BlockHash] = set()
         self._saves: deque[list[_Save]] = deque()
-        self._loads: deque[Load] = deque()
+        self._loads: deque[HostLoad] = deque()
         self._times = TransferTimeModel(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
         self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
         self._num_saved = self._num_torn = self._num_dropped = self._num_loaded = 0
@@ -121,12 +121,12 @@ class HostTier:
         """Seconds that loading so many blocks takes, as lately observed or by prior."""
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
-    def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> Load:
+    def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
         """Begin to copy blocks that are here into blocks that nobody else writes or reads."""
         slots = tuple(self._slot_of[block_hash] for block_hash in hashes)
         self.touch(hashes)
         self._num_readers.update(slots)
-        load = Load(tuple(hashes), slots)
+        load = HostLoad(tuple(hashes), slots)
         self._loads.append(load)
         self._copier.load(list(zip(slots, block_ids, strict=True)))
         return load

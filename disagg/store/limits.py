@@ -128,7 +128,7 @@ class _Peer:
         self.heard_s = heard_s
 
 
-class _Tenant:
+class _TenantBuckets:
     def __init__(self, config: TenantConfig, now: float) -> None:
         self.max_num_requests = config.max_num_requests
         self.requests = _bucket(config.requests_per_minute, now)
@@ -154,7 +154,7 @@ class Limits:
         self.is_shared = True
         self._config = tenant
         self._clock = clock
-        self._tenants: dict[str, _Tenant] = {}  # those with limits
+        self._tenants: dict[str, _TenantBuckets] = {}  # those with limits
         self._peers: dict[str, _Peer] | None = None  # None: before the first look at the board
         self._heard_s = -math.inf
         self._beat = 0
@@ -273,10 +273,12 @@ class Limits:
                 if its is not None:
                     its.num_running_elsewhere += used.num_running
 
-    def _elsewhere(self, tenant: _Tenant, now: float) -> int:
+    def _elsewhere(self, tenant: _TenantBuckets, now: float) -> int:
         return tenant.num_running_elsewhere if now - self._heard_s <= SILENT_S else 0
 
-    def _spend(self, tenant: _Tenant, num_requests: int, num_tokens: int, now: float) -> None:
+    def _spend(
+        self, tenant: _TenantBuckets, num_requests: int, num_tokens: int, now: float
+    ) -> None:
         tenant.used.num_requests += num_requests
         tenant.used.num_tokens += num_tokens
         if tenant.requests is not None:
@@ -284,13 +286,13 @@ class Limits:
         if tenant.tokens is not None:
             tenant.tokens.take(num_tokens, now)
 
-    def _tenant(self, name: str) -> _Tenant | None:
+    def _tenant(self, name: str) -> _TenantBuckets | None:
         tenant = self._tenants.get(name)
         if tenant is None:
             config = self._config(name)
             if not config.is_limited:
                 return None
-            tenant = self._tenants[name] = _Tenant(config, self._clock())
+            tenant = self._tenants[name] = _TenantBuckets(config, self._clock())
         return tenant
 
 

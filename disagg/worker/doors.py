@@ -24,7 +24,7 @@ from disagg.errors import DisaggError, EngineFailed, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
-from disagg.prefill_worker.kv_export import Leaving
+from disagg.prefill_worker.kv_export import KVExport
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.draining import Draining, Lobby, refusal
 from disagg.worker.parts import Parts
@@ -53,7 +53,7 @@ class Doors:
             else TransferTimeModel()
         )
         self._streams = Streams()
-        self._leaving = Leaving(parts.engine, parts.transport.peer, parts.stamps.generations)
+        self._kv_export = KVExport(parts.engine, parts.transport.peer, parts.stamps.generations)
         self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)
         self._prefetches = Prefetches(parts.engine, parts.transport, self._transfer_s)
         self._cold: ColdPrefixes | None = None
@@ -84,7 +84,7 @@ class Doors:
     @property
     def is_idle(self) -> bool:
         """No stream is open, and nobody may still come for blocks."""
-        return not self._streams.num_open and not self._leaving.num_holds
+        return not self._streams.num_open and not self._kv_export.num_holds
 
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Take in a request. A refusal is the only event of its stream."""
@@ -102,7 +102,7 @@ class Doors:
             if not self.accepting:
                 raise refusal()
             name = sequence_id(link_id, start.stream_id)
-            ticket = self._leaving.lend(name, start.request, now)
+            ticket = self._kv_export.lend(name, start.request, now)
         except DisaggError as error:
             return TokenDelta(start.stream_id, (), error=WireError.of(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)
@@ -128,13 +128,13 @@ class Doors:
 
     def release(self, ticket_id: str) -> None:
         """Nobody will come for a ticket of this worker."""
-        self._leaving.release(ticket_id)
+        self._kv_export.release(ticket_id)
 
     def close_link(self, link_id: LinkId, now: float) -> None:
         """Cancel all streams of a link. Its tickets may be nobody's now: they end soon."""
         for name in self._streams.of_link(link_id):
             self._cancel(name)
-        self._leaving.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
+        self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
     def forget_peers(self, gone: Iterable[str]) -> None:
         """What pulling from these took goes out with each step, and nobody asks for it any more."""
@@ -159,14 +159,14 @@ class Doors:
                 case PullDone():
                     self._pull_ended(event, now)
                 case TicketReleased(ticket_id=ticket_id):
-                    self._leaving.release(ticket_id)
-        has_freed = self._leaving.advance(now)
+                    self._kv_export.release(ticket_id)
+        has_freed = self._kv_export.advance(now)
         is_loading = self._host is not None and self._host.advance(now)
         is_loading |= self._cold is not None and self._cold.advance(now)
         is_moving = self._arrivals.advance(now)
         is_stuck = self._arrivals.is_stuck and not self._engine.last_plan.work
         if (self._engine.is_stuck or is_stuck) and not has_freed:
-            self._leaving.break_oldest()  # two workers must not wait for each other's blocks
+            self._kv_export.break_oldest()  # two workers must not wait for each other's blocks
         if self._draining is not None:
             self._draining.advance(now)
         is_moving |= self._prefetches.is_pulling
@@ -183,7 +183,7 @@ class Doors:
                     self._host.used(event.sequence)
         deltas = self._streams.deltas(
             result.events,
-            lambda sequence: self._leaving.leave(sequence, now),
+            lambda sequence: self._kv_export.leave(sequence, now),
             lambda sequence: self._cancel(sequence.request_id),
             now,
             result.seconds,
@@ -210,7 +210,7 @@ class Doors:
         return msgspec.structs.replace(
             status,
             num_waiting=status.num_waiting + num_arriving,
-            num_holds=self._leaving.num_holds,
+            num_holds=self._kv_export.num_holds,
             requests_nbytes=self._streams.nbytes,
             accepting=self.accepting,
             step_costs=self._step_times.to_costs(),
@@ -221,7 +221,7 @@ class Doors:
 
     def check(self) -> None:
         """Recount every block and hold. Raises `AssertionError`."""
-        holders = [*self._leaving.holders(), *self._arrivals.holders()]
+        holders = [*self._kv_export.holders(), *self._arrivals.holders()]
         holders += self._prefetches.holders()
         if self._host is not None:
             self._host.check()
@@ -289,7 +289,7 @@ class Doors:
             return
         is_arriving = any(lobby.cancel(name) for lobby in self._lobbies)
         if not is_arriving and self._engine.abort(name) is None:
-            self._leaving.release(name)  # it has left: the ticket will not be used
+            self._kv_export.release(name)  # it has left: the ticket will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
         """Tickets for what is ready of prompts that will leave, to be pulled meanwhile."""
@@ -298,7 +298,7 @@ class Doors:
             if not sequence.hand_over or not self._streams.is_open(sequence):
                 continue  # it stays, or has left
             try:
-                ticket = self._leaving.early_ticket(sequence)
+                ticket = self._kv_export.early_ticket(sequence)
             except Exception:  # then all of it is pulled at the end
                 log.exception("No early ticket for %s.", sequence.request_id)
                 continue

@@ -26,7 +26,7 @@ GiveUp = Callable[[Sequence], None]
 
 
 @dataclass(slots=True)
-class Stream:
+class WorkerStream:
     """One request of one link, while it is here."""
 
     link_id: LinkId
@@ -55,8 +55,8 @@ class Streams:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._by_sequence: dict[str, Stream] = {}
-        self._queued: dict[str, Stream] = {}  # not yet in any step, for the queue's span
+        self._by_sequence: dict[str, WorkerStream] = {}
+        self._queued: dict[str, WorkerStream] = {}  # not yet in any step, for the queue's span
 
     @property
     def num_open(self) -> int:
@@ -72,7 +72,7 @@ class Streams:
         num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
         grammar = sequence.sampling.grammar
         nbytes = TOKEN_NBYTES * num_tokens + (0 if grammar is None else len(grammar.source))
-        stream = Stream(link_id, start.stream_id, sequence, phases, nbytes)
+        stream = WorkerStream(link_id, start.stream_id, sequence, phases, nbytes)
         self._by_sequence[sequence.request_id] = stream
         self.nbytes += nbytes
         self._queued[sequence.request_id] = stream
@@ -147,7 +147,7 @@ class Streams:
         self.nbytes = 0
         return deltas
 
-    def _known(self, events: tuple[TokenEvent, ...]) -> Iterator[tuple[TokenEvent, Stream]]:
+    def _known(self, events: tuple[TokenEvent, ...]) -> Iterator[tuple[TokenEvent, WorkerStream]]:
         for event in events:
             stream = self._by_sequence.get(event.sequence.request_id)
             if stream is not None:
@@ -159,7 +159,7 @@ class Streams:
             self._queued.pop(name).phases.admitted(step_began_s)
 
 
-def _delta(event: TokenEvent, stream: Stream, ticket: KVTicket | None) -> TokenDelta:
+def _delta(event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None) -> TokenDelta:
     num_cached_tokens = 0
     if stream.is_first_delta:
         stream.is_first_delta = False

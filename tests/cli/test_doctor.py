@@ -16,15 +16,15 @@ from disagg.cli.main import main
 from disagg.cli.ports import free_port
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
-from disagg.doctor.findings import Report
+from disagg.doctor.findings import DoctorReport
 from disagg.doctor.transfers import judge
 from disagg.errors import StartupError
 from tests.doctor.test_transfers import figures, node
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Report]:
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, DoctorReport]:
     status = main(["doctor", "--json", "--port", str(free_port()), *arguments])
-    return status, msgspec.json.decode(capsys.readouterr().out, type=Report)
+    return status, msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
 
 
 def test_a_sound_machine_with_a_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def serve_config(*flags: str) -> float | None:
 def test_a_report_seeds_the_time_model(tmp_path: Path) -> None:
     measured = judge(node("a", "x"), node("b", "y"), figures("tcp", 2.0), True)
     path = tmp_path / "doctor.json"
-    path.write_bytes(msgspec.json.encode(Report((), (measured,))))
+    path.write_bytes(msgspec.json.encode(DoctorReport((), (measured,))))
     assert serve_config("--doctor-report", str(path)) == 2e9
     assert serve_config() is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.doctor.findings import Report, Status, TransferReport
+from disagg.doctor.findings import DoctorReport, Status, TransferReport
 from disagg.doctor.machine import Machine, here
 from disagg.doctor.transfer_probe import Figures
 from disagg.doctor.transfers import ProbeProcess, judge, measure_here
@@ -88,9 +88,9 @@ def test_the_slowest_transfer_between_nodes_is_what_to_believe() -> None:
         return judge(node("a", "x"), node("b", "y"), figures("tcp", speed), between)
 
     within, fast, slow = report(0.1, False), report(3.0, True), report(2.0, True)
-    prior = Report((), (within, fast, slow)).transfer_prior
+    prior = DoctorReport((), (within, fast, slow)).transfer_prior
     assert prior is not None and prior.bytes_per_s == 2e9
-    only = Report((), (within,)).transfer_prior
+    only = DoctorReport((), (within,)).transfer_prior
     assert only is not None and only.bytes_per_s == 1e8
     broken = judge(node("a", "x"), node("b", "y"), Figures(error="no"), True)
-    assert Report((), (broken,)).transfer_prior is None
+    assert DoctorReport((), (broken,)).transfer_prior is None

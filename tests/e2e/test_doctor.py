@@ -12,7 +12,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from disagg.cli.main import main
-from disagg.doctor.findings import Report
+from disagg.doctor.findings import DoctorReport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -34,7 +34,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_every_node_and_every_pair(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--ray-address", address, "--json"])
-    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    report = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
     assert status == 0, [each for each in report.findings() if each.status == "wrong"]
     assert len({node.name for node in report.nodes}) == 3
     for node in report.nodes:

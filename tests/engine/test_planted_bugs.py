@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine.sched import block_tables, scheduler
-from disagg.engine.sched.async_scheduling import After, Following
+from disagg.engine.sched.async_scheduling import After, AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
@@ -29,7 +29,7 @@ _find_prefix = block_tables.find_prefix
 _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = After.__init__
-_end = Following.end
+_end = AsyncScheduling.end
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -188,11 +188,11 @@ def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:
-    def end(self: Following) -> set[EngineSequence]:
+    def end(self: AsyncScheduling) -> set[EngineSequence]:
         _end(self)
         return set()
 
-    patch.setattr(Following, "end", end)
+    patch.setattr(AsyncScheduling, "end", end)
 
 
 PLANTS: list[Plant] = [

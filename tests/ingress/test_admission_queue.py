@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from disagg.errors import DeadlineExceeded, Overloaded
-from disagg.ingress.admission_queue import REQUEST_NBYTES, TOKEN_NBYTES, Turns
+from disagg.ingress.admission_queue import REQUEST_NBYTES, TOKEN_NBYTES, AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.fleet import Fleet
@@ -28,7 +28,7 @@ class Ingress:
         self.waited: list[tuple[str, float]] = []
         self.fleet: Fleet = make_fleet("d0")
         self.workers = ScriptedWorkers()
-        self.turns = Turns(
+        self.admission_queue = AdmissionQueue(
             self.fleet,
             now=lambda: self.now,
             ttft_slo_s={"toy": slo_s},
@@ -41,7 +41,7 @@ class Ingress:
             now=lambda: self.now,
             rng=random.Random(1),
             ttft_slo_s={"toy": slo_s},
-            turns=self.turns,
+            admission_queue=self.admission_queue,
         )
 
     def load(self, busy: bool) -> None:
@@ -60,7 +60,7 @@ class Ingress:
             return [delta async for delta in deltas]
 
     async def until_waiting(self, num: int) -> None:
-        while sum(self.turns.num_by_tenant().values()) != num:  # noqa: ASYNC110
+        while sum(self.admission_queue.num_by_tenant().values()) != num:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
@@ -80,17 +80,17 @@ async def test_who_waits_goes_when_there_is_room_and_in_a_fair_order() -> None:
     tasks += [ingress.ask("mine", "calm"), ingress.ask("first", "flood", priority=-1)]
     await ingress.until_waiting(5)
     assert ingress.served == []
-    assert ingress.turns.num_by_tenant() == {"flood": 4, "calm": 1}
-    assert ingress.turns.nbytes == 5 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES)
+    assert ingress.admission_queue.num_by_tenant() == {"flood": 4, "calm": 1}
+    assert ingress.admission_queue.nbytes == 5 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES)
     assert ingress.fleet.view().queued["toy"] == 5
-    assert ingress.turns.num_uncomputed_tokens("toy") == 500
+    assert ingress.admission_queue.num_uncomputed_tokens("toy") == 500
     ingress.now += 2.0
     ingress.load(busy=False)
     await asyncio.gather(*tasks)
     assert ingress.served == ["first", "mine", "flood-0", "flood-1", "flood-2"]
-    assert (ingress.turns.nbytes, ingress.turns.num_by_tenant()) == (0, {})
+    assert (ingress.admission_queue.nbytes, ingress.admission_queue.num_by_tenant()) == (0, {})
     assert ingress.fleet.view().queued["toy"] == 0
-    assert ingress.turns.num_uncomputed_tokens("toy") == 0
+    assert ingress.admission_queue.num_uncomputed_tokens("toy") == 0
     assert ("calm", 2.0) in ingress.waited
     queued = ingress.dispatcher.decision("mine")[0].queued
     assert queued is not None
@@ -117,11 +117,11 @@ async def test_a_waiter_that_is_cancelled_leaves_nothing() -> None:
     for task in tasks[:3]:
         task.cancel()
     await asyncio.wait(tasks[:3])
-    assert ingress.turns.nbytes == REQUEST_NBYTES + 100 * TOKEN_NBYTES
+    assert ingress.admission_queue.nbytes == REQUEST_NBYTES + 100 * TOKEN_NBYTES
     ingress.load(busy=False)
     await tasks[3]
     assert ingress.served == ["3"]
-    assert ingress.turns.nbytes == 0
+    assert ingress.admission_queue.nbytes == 0
     assert not ingress.fleet.view().workers["d0"].num_decoding  # no reservation is left
 
 
@@ -131,12 +131,12 @@ async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing(
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.load(busy=False)
-    ingress.turns._look()
+    ingress.admission_queue._look()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
     assert not ingress.fleet.view().workers["d0"].num_decoding
-    assert ingress.turns.num_by_tenant() == {}
+    assert ingress.admission_queue.num_by_tenant() == {}
 
 
 async def test_who_would_come_too_late_is_refused_at_once_with_the_time_to_come_back() -> None:
@@ -144,7 +144,7 @@ async def test_who_would_come_too_late_is_refused_at_once_with_the_time_to_come_
     ingress.load(busy=True)
     tasks = [ingress.ask(f"{number}", num_tokens=4000) for number in range(40)]
     refusals: list[Overloaded] = []
-    while len(refusals) + sum(ingress.turns.num_by_tenant().values()) < len(tasks):
+    while len(refusals) + sum(ingress.admission_queue.num_by_tenant().values()) < len(tasks):
         await asyncio.sleep(0)
         refusals = [
             error
@@ -169,7 +169,7 @@ async def test_who_has_waited_for_too_long_is_refused() -> None:
         # Its deadline leaves what the busy worker needs, and a moment.
         await ingress.ask("a", deadline_unix_s=NOW + 0.5)
     assert caught.value.retry_after_s >= 0.0
-    assert ingress.turns.nbytes == 0
+    assert ingress.admission_queue.nbytes == 0
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_told_as_one() -> None:
@@ -197,11 +197,11 @@ async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> N
         await flood[2]
     with pytest.raises(Overloaded, match="fill"):
         await calm[2]
-    assert ingress.turns.num_by_tenant() == {"flood": 2, "calm": 2}
-    assert ingress.turns.nbytes == 4 * each_nbytes
+    assert ingress.admission_queue.num_by_tenant() == {"flood": 2, "calm": 2}
+    assert ingress.admission_queue.nbytes == 4 * each_nbytes
     ingress.load(busy=False)
     await asyncio.gather(*flood[:2], *calm[:2])
-    assert ingress.turns.nbytes == 0
+    assert ingress.admission_queue.nbytes == 0
 
 
 async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:
@@ -222,7 +222,7 @@ async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:
     ingress.load(busy=False)
     ingress.fleet.worker_stepped("d1", (), make_status())
     await asyncio.gather(*flood[:2], *calm[:2])
-    assert ingress.turns.nbytes == 0
+    assert ingress.admission_queue.nbytes == 0
 
 
 async def test_a_request_that_loses_its_worker_does_not_wait_again() -> None:
@@ -247,7 +247,7 @@ async def test_waiters_of_a_fleet_that_is_gone_wait_for_another() -> None:
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.fleet.worker_lost("d0")
-    ingress.turns._look()
+    ingress.admission_queue._look()
     assert not task.done()
     ingress.fleet.worker_synced(make_record("d1"), (), make_status())
     await task
@@ -262,12 +262,12 @@ def test_a_tenant_pays_for_what_it_took() -> None:
     route = ingress.dispatcher._choose_route(
         request, view, ingress.fleet.index, NOW, random.Random(1)
     )
-    charge = ingress.turns.charge(request, route)
+    charge = ingress.admission_queue.charge(request, route)
     assert charge.num_expected == 128  # the usual length
     assert charge.cost_s == pytest.approx(route.chosen.own_s + 128 * charge.token_s)
-    queue = ingress.turns._line("toy").queue
-    ingress.turns.passes_by(charge)
-    ingress.turns.end(charge, 500)
+    queue = ingress.admission_queue._line("toy").queue
+    ingress.admission_queue.passes_by(charge)
+    ingress.admission_queue.end(charge, 500)
     total_s = route.chosen.own_s + 500 * charge.token_s
     assert queue._tenants["a"].served_s == pytest.approx(total_s)
 

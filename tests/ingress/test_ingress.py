@@ -96,13 +96,13 @@ async def test_what_waits_is_shown_and_who_asked_can_see_why(model: Path) -> Non
     async with http_client(core.app) as client:
         body = {"model": "small", "prompt": [5, 6, 7], "max_tokens": 1, "timeout": 60}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
-        await until(lambda: bool(core.turns.num_by_tenant()))
+        await until(lambda: bool(core.admission_queue.num_by_tenant()))
         shown = (await client.get("/metrics")).text
         assert 'disagg_queue_num_requests{tenant="default"} 1.0' in shown
         assert state_in([core.load()], "small", "decode").num_queued_tokens == 50_000 + 3
         asking.cancel()
         await asyncio.wait([asking])
-        await until(lambda: not core.turns.num_by_tenant())
+        await until(lambda: not core.admission_queue.num_by_tenant())
         shown = (await client.get("/metrics")).text
         assert 'disagg_queue_num_requests{tenant="default"} 0.0' in shown
         assert "disagg_queue_bytes 0.0" in shown

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.launcher import Launcher, next_power_of_2
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.triton_ops import TritonOps
 from tests.kernels.paged_inputs import PagedInputs, paged_inputs
 from tests.kernels.recording_driver import RecordingDriver, recording
@@ -61,7 +61,7 @@ def _in_every_way() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 @pytest.mark.timeout(600)
 def test_each_launch_is_the_one_that_triton_makes(recorder: RecordingDriver) -> None:
-    launcher, calls = Launcher(_kernel), _in_every_way()
+    launcher, calls = KernelLauncher(_kernel), _in_every_way()
     for arguments, constants in calls:
         _kernel[(3, 2)](*arguments, **constants)
     expected, recorder.launches = recorder.launches, []
@@ -74,7 +74,7 @@ def test_each_launch_is_the_one_that_triton_makes(recorder: RecordingDriver) -> 
 
 
 def test_each_device_has_its_own_code(recorder: RecordingDriver) -> None:
-    launcher, x = Launcher(_kernel), torch.zeros(16)
+    launcher, x = KernelLauncher(_kernel), torch.zeros(16)
     for device, stream in ((2000, 1), (2001, 2), (2000, 3), (2001, 4)):
         recorder.device, recorder.stream = device, stream
         launcher((1,), x, x, None, 1, 1, 0.5, SIZE=16, ADD=False, num_warps=1)

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from disagg.kvtransfer.mover import (
     MAX_UNREAD_NOTICES,
+    ByteRange,
     Close,
     Connect,
-    Ended,
     Job,
     Look,
     Mover,
     Notice,
     Notify,
-    Piece,
+    PullEnded,
     agent_name,
 )
 from disagg.kvtransfer.pulls import PullBook
@@ -39,7 +39,7 @@ class Fault(Exception):
 
 @dataclass
 class Reading:
-    pieces: Sequence[Piece]
+    pieces: Sequence[ByteRange]
     looks: int  # until it is done
     posted: bool = False
     ended: bool = False
@@ -81,13 +81,13 @@ class FaultyWire:
         self.connected[name] -= 1
         self._step("forget")
 
-    def read_blocks(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+    def read_blocks(self, peer: Peer, pieces: Sequence[ByteRange]) -> Reading:
         return self._read(peer, pieces)
 
-    def read_stamps(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+    def read_stamps(self, peer: Peer, pieces: Sequence[ByteRange]) -> Reading:
         return self._read(peer, pieces)
 
-    def _read(self, peer: Peer, pieces: Sequence[Piece]) -> Reading:
+    def _read(self, peer: Peer, pieces: Sequence[ByteRange]) -> Reading:
         self._step("prepare")
         if self.connected[agent_name(peer)] != 1:
             self.misuse.append(f"read from {agent_name(peer)} without a connection")
@@ -197,7 +197,7 @@ def test_whatever_fails_every_pull_ends_once_and_only_intact_ones_succeed(
         bench.pull([number * 4, number * 4 + 1], [number * 2, 31 - number]) for number in range(5)
     ]
     bench.source.reuse(8)
-    ended = [notice for notice in bench.run() if isinstance(notice, Ended)]
+    ended = [notice for notice in bench.run() if isinstance(notice, PullEnded)]
     assert sorted(notice.pull.pull_id for notice in ended) == pulls
     for notice in ended:
         intact = bench.reader.holds_copy(
@@ -220,7 +220,7 @@ def test_a_fault_is_named_and_the_next_pull_goes_well(step: str) -> None:
     for _ in range(40):  # the blocks of the broken transfer rest, then its peer is forgotten
         bench.jobs.put(Look())
     second = bench.pull([2], [2])
-    ended = {n.pull.pull_id: n.error for n in bench.run() if isinstance(n, Ended)}
+    ended = {n.pull.pull_id: n.error for n in bench.run() if isinstance(n, PullEnded)}
     assert f"{step} 0" in (ended[first] or "")
     assert ended[second] is None
 
@@ -252,14 +252,14 @@ def test_the_blocks_of_a_broken_transfer_rest_before_they_are_given_back(step: s
     bench = Bench(FaultyWire(lambda name, number: name == step), settle_s=0.5)
     bench.pull([1], [1])
     (ended,) = bench.run()
-    assert isinstance(ended, Ended) and ended.error is not None and ended.seconds >= 0.5
+    assert isinstance(ended, PullEnded) and ended.error is not None and ended.seconds >= 0.5
 
 
 def test_a_late_pull_is_not_accepted_and_its_transfer_not_let_go() -> None:
     bench = Bench(FaultyWire(never, slowness=50), pull_timeout_s=0.005)
     bench.pull([1], [1])
     (ended,) = bench.run()
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, PullEnded)
     assert ended.error is not None and "did not arrive within" in ended.error
     (reading,) = bench.wire.readings  # no stamps were read
     assert reading.ended and reading.released
@@ -271,7 +271,7 @@ def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
     successor = Memory("source", epoch=2).peer(agent=b"source#2")
     bench.jobs.put(Connect(successor, (bench.peer,)))  # FaultyWire.forget looks for pulls under way
     (ended,) = bench.run()
-    assert isinstance(ended, Ended) and ended.error is None
+    assert isinstance(ended, PullEnded) and ended.error is None
     assert bench.wire.connected == {"source#1": 0, "source#2": 1}
 
 
@@ -281,7 +281,7 @@ def test_a_record_of_somebody_else_is_refused() -> None:
     bench.book.add_peer(bench.peer)
     bench.pull([1], [1])
     (ended,) = bench.run()
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, PullEnded)
     assert ended.error is not None and "source#1 belongs to mallory#1" in ended.error
     assert bench.wire.connected["mallory#1"] == 0
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.kvtransfer.runs import Run, merge_runs
+from disagg.kvtransfer.runs import BlockRun, merge_runs
 
 SIDES = st.integers(0, 24).flatmap(
     lambda n: st.tuples(
@@ -14,16 +14,16 @@ SIDES = st.integers(0, 24).flatmap(
 
 
 def test_neighbours_on_both_sides_are_one_run() -> None:
-    assert merge_runs([(3, 7), (4, 8), (5, 9)]) == [Run(3, 7, 3)]
+    assert merge_runs([(3, 7), (4, 8), (5, 9)]) == [BlockRun(3, 7, 3)]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
-    assert merge_runs([(3, 7), (4, 9)]) == [Run(3, 7, 1), Run(4, 9, 1)]
-    assert merge_runs([(3, 7), (5, 8)]) == [Run(3, 7, 1), Run(5, 8, 1)]
+    assert merge_runs([(3, 7), (4, 9)]) == [BlockRun(3, 7, 1), BlockRun(4, 9, 1)]
+    assert merge_runs([(3, 7), (5, 8)]) == [BlockRun(3, 7, 1), BlockRun(5, 8, 1)]
 
 
 def test_order_does_not_matter() -> None:
-    assert merge_runs([(5, 9), (3, 7), (4, 8)]) == [Run(3, 7, 3)]
+    assert merge_runs([(5, 9), (3, 7), (4, 8)]) == [BlockRun(3, 7, 3)]
 
 
 @given(SIDES)

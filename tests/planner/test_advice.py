@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from disagg.errors import StartupError
 from disagg.planner.advice import Advice, advise
 from disagg.planner.gpus import GPUS, LINKS
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement, placements
 from disagg.planner.shapes import SHAPES
 
@@ -22,7 +22,7 @@ def advice(
     model: str, rate: float, lengths: tuple[int, int], slo: Slo, link: str = "400g"
 ) -> Advice:
     every = placements(SHAPES[model], GPUS["h100"], num_tokens=sum(lengths))
-    return advise(Load(rate, [lengths]), slo, every, LINKS[link], price)
+    return advise(Workload(rate, [lengths]), slo, every, LINKS[link], price)
 
 
 def test_little_load_stays_together() -> None:

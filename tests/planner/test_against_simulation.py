@@ -10,7 +10,7 @@ import random
 import pytest
 
 from disagg.planner.gpus import GPUS, LINKS
-from disagg.planner.load import Load, Slo
+from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement
 from disagg.planner.shapes import SHAPES
 from disagg.planner.sizing import TRANSFER_LATENCY_S, disaggregated
@@ -22,7 +22,7 @@ LENGTHS = [(1024, 128), (3000, 200), (200, 50)]
 BLOCK = 64
 
 
-def arrivals(load: Load, num_requests: int, seed: int) -> list[TraceRequest]:
+def arrivals(load: Workload, num_requests: int, seed: int) -> list[TraceRequest]:
     rng = random.Random(seed)
     now, requests = 0.0, []
     for _ in range(num_requests):
@@ -33,7 +33,7 @@ def arrivals(load: Load, num_requests: int, seed: int) -> list[TraceRequest]:
 
 def test_a_planned_fleet_holds_its_slos_in_the_simulator() -> None:
     worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
-    load, slo = Load(60.0, LENGTHS), Slo(0.3, 0.02)
+    load, slo = Workload(60.0, LENGTHS), Slo(0.3, 0.02)
     fleet = disaggregated(load, slo, [worker], LINKS["400g"], lambda _: 3.0)
     assert fleet is not None
     prefill, decode = fleet.pools

@@ -17,7 +17,7 @@ from disagg.engine.sched.step import Results, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.prefill_worker.kv_export import HOLD_TTL_S, LOST_TTL_S, Leaving
+from disagg.prefill_worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
 from tests.engine.fake_runner import FakeDevice, FakeKV
 from tests.engine.workload import ROOT, new_engine, new_sequence
 
@@ -31,16 +31,16 @@ class Door:
         self.engine, _ = new_engine(num_blocks, BLOCK_SIZE)
         self.generations = self.engine.pool.generations
         peer = Peer("prefill", 7, "local", "fake:4", num_blocks, 32, 1, 1, -1, b"")
-        self.leaving = Leaving(self.engine, peer, self.generations)
+        self.kv_export = KVExport(self.engine, peer, self.generations)
 
     def leave(self, num_tokens: int, first: int = 4, now: float = 0.0) -> KVTicket:
         sequence = prefill(self.engine, tuple(range(first, first + num_tokens)))
-        ticket = self.leaving.leave(sequence, now)
+        ticket = self.kv_export.leave(sequence, now)
         self.check()
         return ticket
 
     def check(self) -> None:
-        self.engine.check(self.leaving.holders())
+        self.engine.check(self.kv_export.holders())
 
     @property
     def num_held(self) -> int:
@@ -72,47 +72,47 @@ def test_a_release_gives_the_blocks_back_once() -> None:
     door = Door()
     ticket, other = door.leave(9), door.leave(9, first=50)
     for _ in range(2):  # notifications may be doubled
-        door.leaving.release(ticket.ticket_id)
-        door.leaving.advance(1.0)
+        door.kv_export.release(ticket.ticket_id)
+        door.kv_export.advance(1.0)
         door.check()
-    assert door.num_held == len(other.block_ids) and door.leaving.num_holds == 1
-    door.leaving.release("never issued")
-    door.leaving.advance(1.0)
+    assert door.num_held == len(other.block_ids) and door.kv_export.num_holds == 1
+    door.kv_export.release("never issued")
+    door.kv_export.advance(1.0)
     door.check()
 
 
 def test_a_hold_ends_by_itself() -> None:
     door = Door()
     door.leave(9, now=10.0)
-    door.leaving.advance(10.0 + HOLD_TTL_S - 0.1)
-    assert door.leaving.num_holds == 1
-    door.leaving.advance(10.0 + HOLD_TTL_S)
-    assert door.num_held == door.leaving.num_holds == 0
+    door.kv_export.advance(10.0 + HOLD_TTL_S - 0.1)
+    assert door.kv_export.num_holds == 1
+    door.kv_export.advance(10.0 + HOLD_TTL_S)
+    assert door.num_held == door.kv_export.num_holds == 0
 
 
 def test_lost_tickets_end_soon_and_others_do_not() -> None:
     door = Door()
     lost, kept = door.leave(9, now=10.0), door.leave(9, first=50, now=10.0)
-    door.leaving.hurry(lambda ticket_id: ticket_id == lost.ticket_id, 20.0)
-    door.leaving.advance(20.0 + LOST_TTL_S - 0.1)
-    assert door.leaving.num_holds == 2, "its reader may be about to come"
-    door.leaving.advance(20.0 + LOST_TTL_S)
+    door.kv_export.hurry(lambda ticket_id: ticket_id == lost.ticket_id, 20.0)
+    door.kv_export.advance(20.0 + LOST_TTL_S - 0.1)
+    assert door.kv_export.num_holds == 2, "its reader may be about to come"
+    door.kv_export.advance(20.0 + LOST_TTL_S)
     door.check()
-    assert door.leaving.num_holds == 1 and door.num_held == len(kept.block_ids)
-    door.leaving.hurry(lambda ticket_id: True, 10.0 + HOLD_TTL_S)
-    door.leaving.advance(10.0 + HOLD_TTL_S)
-    assert door.leaving.num_holds == 0, "hurry made it stay longer"
+    assert door.kv_export.num_holds == 1 and door.num_held == len(kept.block_ids)
+    door.kv_export.hurry(lambda ticket_id: True, 10.0 + HOLD_TTL_S)
+    door.kv_export.advance(10.0 + HOLD_TTL_S)
+    assert door.kv_export.num_holds == 0, "hurry made it stay longer"
 
 
 def test_a_hold_that_cannot_be_made_keeps_no_blocks() -> None:
     door = Door()
     sequence = prefill(door.engine, tuple(range(4, 14)))
     sequence.request_id = "taken"
-    door.leaving.leave(sequence, 0.0)
+    door.kv_export.leave(sequence, 0.0)
     namesake = prefill(door.engine, tuple(range(50, 60)))
     namesake.request_id = "taken"
     with pytest.raises(TransferFailed, match="held already"):
-        door.leaving.leave(namesake, 0.0)
+        door.kv_export.leave(namesake, 0.0)
     door.check()
     assert door.num_held == 3
 
@@ -120,15 +120,15 @@ def test_a_hold_that_cannot_be_made_keeps_no_blocks() -> None:
 def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
     door = Door(num_blocks=8)
     old, young = door.leave(12), door.leave(12, first=50)
-    door.leaving.break_oldest()
+    door.kv_export.break_oldest()
     door.check()
-    assert door.leaving.num_holds == 1
+    assert door.kv_export.num_holds == 1
     assert door.engine.pool.allocate(5) is not None
     assert _stamps(door.generations, old.block_ids) != old.generations
     assert _stamps(door.generations, young.block_ids) == young.generations
-    door.leaving.break_oldest()
-    door.leaving.break_oldest()  # nothing is left to break
-    assert door.leaving.num_holds == 0
+    door.kv_export.break_oldest()
+    door.kv_export.break_oldest()  # nothing is left to break
+    assert door.kv_export.num_holds == 0
 
 
 def loan_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
@@ -147,40 +147,40 @@ def loan_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> Generat
 def computed(door: Door, num_tokens: int, first: int) -> list[BlockHash]:
     """The names of a prompt's full blocks, which are cached and idle."""
     sequence = prefill(door.engine, tuple(range(first, first + num_tokens)))
-    door.leaving.release(door.leaving.leave(sequence, 0.0).ticket_id)
-    door.leaving.advance(0.0)
+    door.kv_export.release(door.kv_export.leave(sequence, 0.0).ticket_id)
+    door.kv_export.advance(0.0)
     return sequence.block_hashes[: num_tokens // BLOCK_SIZE]
 
 
 def test_a_loan_is_of_the_leading_blocks_that_are_cached() -> None:
     door = Door()
     names = computed(door, 13, first=4)
-    ticket = door.leaving.lend("1/7", loan_of((*names, b"x" * 16)), 0.0)
+    ticket = door.kv_export.lend("1/7", loan_of((*names, b"x" * 16)), 0.0)
     door.check()
     assert (ticket.ticket_id, ticket.num_tokens) == ("1/7", 12)
     assert list(ticket.block_ids) == door.engine.pool.match(names)
-    assert door.num_held == 3 and door.leaving.num_holds == 1
+    assert door.num_held == 3 and door.kv_export.num_holds == 1
     for _ in range(2):  # notifications may be doubled
-        door.leaving.release("1/7")
-        door.leaving.advance(0.0)
+        door.kv_export.release("1/7")
+        door.kv_export.advance(0.0)
         door.check()
-    assert door.num_held == door.leaving.num_holds == 0
+    assert door.num_held == door.kv_export.num_holds == 0
     assert len(door.engine.pool.match(names)) == 3, "others may still find it"
 
 
 def test_what_is_not_cached_is_not_lent() -> None:
     door = Door()
     with pytest.raises(Unavailable, match="not cached any more"):
-        door.leaving.lend("1/7", loan_of([b"x" * 16]), 0.0)
-    assert door.leaving.num_holds == 0
+        door.kv_export.lend("1/7", loan_of([b"x" * 16]), 0.0)
+    assert door.kv_export.num_holds == 0
 
 
 def test_what_was_lent_is_given_up_first_and_its_end_before_its_beginning() -> None:
     door = Door(num_blocks=8)
     other, lent = computed(door, 12, first=50), computed(door, 12, first=4)
-    door.leaving.lend("1/7", loan_of(lent), 0.0)
-    door.leaving.release("1/7")
-    door.leaving.advance(0.0)
+    door.kv_export.lend("1/7", loan_of(lent), 0.0)
+    door.kv_export.release("1/7")
+    door.kv_export.advance(0.0)
     assert door.engine.pool.allocate(4) is not None  # two free ones, and two of the loan
     assert len(door.engine.pool.match(lent)) == 1
     assert len(door.engine.pool.match(other)) == 3
@@ -189,16 +189,16 @@ def test_what_was_lent_is_given_up_first_and_its_end_before_its_beginning() -> N
 def test_a_loan_ends_by_itself_and_is_broken_before_a_hand_over() -> None:
     door = Door()
     ticket, names = door.leave(9, first=50), computed(door, 12, first=4)
-    door.leaving.lend("1/7", loan_of(names), 0.0)
-    door.leaving.break_oldest()
+    door.kv_export.lend("1/7", loan_of(names), 0.0)
+    door.kv_export.break_oldest()
     door.check()
     assert door.num_held == len(ticket.block_ids)
-    door.leaving.lend("1/8", loan_of(names, deadline_unix_s=5.0), 0.0)
-    door.leaving.advance(5.0)
-    assert door.leaving.num_holds == 1, "its reader comes no later than its deadline"
-    door.leaving.lend("1/9", loan_of(names), 6.0)
-    door.leaving.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
-    door.leaving.advance(6.0 + LOST_TTL_S)
+    door.kv_export.lend("1/8", loan_of(names, deadline_unix_s=5.0), 0.0)
+    door.kv_export.advance(5.0)
+    assert door.kv_export.num_holds == 1, "its reader comes no later than its deadline"
+    door.kv_export.lend("1/9", loan_of(names), 6.0)
+    door.kv_export.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
+    door.kv_export.advance(6.0 + LOST_TTL_S)
     door.check()
     assert door.num_held == len(ticket.block_ids)
 
@@ -234,7 +234,7 @@ def test_a_step_under_way_writes_to_no_block_that_somebody_else_has(leaves_with:
     """Bytes that come from elsewhere know no order of the device's."""
     engine, kv = new_engine(3, BLOCK_SIZE, on_device=True)
     engine.runner = engine.launcher = AskedWhileReading(kv, leaves_with)
-    leaving = Leaving(
+    leaving = KVExport(
         engine, Peer("prefill", 7, "local", "fake:4", 3, 32, 1, 1, -1, b""), engine.pool.generations
     )
     engine.submit(new_sequence(tuple(range(10, 17)), BLOCK_SIZE, 5, stop_ids=frozenset()))
@@ -259,7 +259,7 @@ def test_blocks_that_left_are_still_found_by_name() -> None:
     ticket = door.leave(9)
     again = door.leave(9)
     assert again.block_ids[:2] == ticket.block_ids[:2]
-    door.leaving.release(ticket.ticket_id)
-    door.leaving.advance(0.0)
+    door.kv_export.release(ticket.ticket_id)
+    door.kv_export.advance(0.0)
     door.check()
     assert door.num_held == len(again.block_ids)

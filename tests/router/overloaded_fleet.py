@@ -21,7 +21,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken, StepPlan
 from disagg.errors import Overloaded
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.router.fleet import Fleet, Load, Reservation
+from disagg.router.fleet import Fleet, RequestLoad, Reservation
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate
 from disagg.time_model import StepTimeFit, StepTimeModel
@@ -190,7 +190,7 @@ class OverloadedFleet:
             self.outcome.refused.append(error)
             return
         num_new = len(tokens) - route.num_cached_tokens
-        reservation = fleet.reserve(route.decode, Load(num_new, 1, len(tokens)))
+        reservation = fleet.reserve(route.decode, RequestLoad(num_new, 1, len(tokens)))
         fleet.sent(reservation)
         max_tokens = request.sampling.max_tokens
         self._served[request.request_id] = Served(now, reservation, max_tokens, route.chosen)

@@ -17,7 +17,7 @@ from disagg.errors import (
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.router.fleet import Fleet, Load
+from disagg.router.fleet import Fleet, RequestLoad
 from tests.router.fakes import BLOCK_SIZE, make_status
 
 
@@ -197,4 +197,4 @@ def assert_complete(deltas: list[TokenDelta], request: GenerateRequest) -> None:
 
 def assert_nothing_reserved(fleet: Fleet) -> None:
     for worker_id in fleet.view().workers:
-        assert fleet._ledger.coming_to(worker_id) == Load()
+        assert fleet._ledger.coming_to(worker_id) == RequestLoad()

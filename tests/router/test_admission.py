@@ -9,7 +9,7 @@ import pytest
 
 from disagg.errors import Overloaded
 from disagg.router.admission import in_time
-from disagg.router.fleet import Fleet, Load
+from disagg.router.fleet import Fleet, RequestLoad
 from disagg.router.output_length import USUAL_DELAY
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
@@ -68,9 +68,9 @@ def test_a_fleet_takes_prompts_until_its_queues_are_as_long_as_the_slo() -> None
             route = choose(fleet)
             num_accepted += 1
             if route.prefill is not None:
-                fleet.reserve(route.prefill, Load(1000))
+                fleet.reserve(route.prefill, RequestLoad(1000))
             else:
-                fleet.reserve(route.decode, Load(1000, 1, 1000))
+                fleet.reserve(route.decode, RequestLoad(1000, 1, 1000))
     own_s = fleet.view().workers["p0"].times.prefill_s(1000)  # 0.1 s
     num_places = 3 * 1.0 / USUAL_DELAY / own_s  # on three workers
     assert num_places - 4 < num_accepted < num_places + 3

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.router.backlog import Backlog
 from disagg.router.costs import prefill_cost
-from disagg.router.fleet import Load, WorkerView
+from disagg.router.fleet import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
 
@@ -31,7 +31,7 @@ def test_a_prompt_waits_for_the_steps_before_it(
         num_uncomputed_tokens=num_queued,
         num_context_tokens=num_context,
     )
-    worker = WorkerView.of(make_record("p0"), status, Load(), TIMES)
+    worker = WorkerView.of(make_record("p0"), status, RequestLoad(), TIMES)
     cost = prefill_cost(worker, num_new, 0)
 
     num_at_once = max(1, CHUNK_TOKENS - num_decoding)

@@ -14,7 +14,7 @@ from disagg.router.costs import (
     requests_behind,
     transfer_s,
 )
-from disagg.router.fleet import Load, WorkerView
+from disagg.router.fleet import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import make_record, make_status
 
@@ -24,7 +24,9 @@ def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: s
 
 
 def view_of(record: WorkerRecord, status: WorkerStatus, began_s: float = math.inf) -> WorkerView:
-    return WorkerView.of(record, status, Load(), StepTimeModel.of(status.step_costs), began_s)
+    return WorkerView.of(
+        record, status, RequestLoad(), StepTimeModel.of(status.step_costs), began_s
+    )
 
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:

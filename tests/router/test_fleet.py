@@ -13,7 +13,7 @@ from disagg.messages import KVEvent, StepCosts
 from disagg.router.fleet import (
     NUM_STATUSES_UNTIL_SEEN,
     Fleet,
-    Load,
+    RequestLoad,
     Reservation,
     WorkerView,
 )
@@ -82,7 +82,7 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
                 if num_heard[goal] < counts_until.get(each, math.inf)
             ]
         elif what == "reserve":
-            coming.append((name, fleet.reserve(name, Load(100 * number, 1, 150 * number))))
+            coming.append((name, fleet.reserve(name, RequestLoad(100 * number, 1, 150 * number))))
         elif coming and what == "sent":
             goal, each = coming[number % len(coming)]
             fleet.sent(each)
@@ -91,7 +91,7 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
             fleet.release(coming.pop(number % len(coming))[1])
         for name, seen in fleet.view().workers.items():
             loads = [each.load for goal, each in coming if goal == name]
-            load = Load(
+            load = RequestLoad(
                 sum(each.num_uncomputed_tokens for each in loads),
                 len(loads),
                 sum(each.num_context_tokens for each in loads),
@@ -140,8 +140,8 @@ def test_a_view_speaks_the_workers_own_costs() -> None:
 
 def test_a_reservation_counts_at_once_and_until_release() -> None:
     fleet = make_fleet("d0")
-    first = fleet.reserve("d0", Load(100, 1, 160))
-    fleet.reserve("d0", Load(50, 1, 10))
+    first = fleet.reserve("d0", RequestLoad(100, 1, 160))
+    fleet.reserve("d0", RequestLoad(50, 1, 10))
     seen = worker(fleet)
     assert (seen.num_uncomputed_tokens, seen.num_decoding, seen.num_context_tokens) == (150, 2, 170)
     assert seen.num_waiting == 1
@@ -153,7 +153,7 @@ def test_a_reservation_counts_at_once_and_until_release() -> None:
 
 def test_a_reservation_ends_when_reports_must_contain_it() -> None:
     fleet = make_fleet("d0")
-    reservation = fleet.reserve("d0", Load(100))
+    reservation = fleet.reserve("d0", RequestLoad(100))
     for _ in range(2 * NUM_STATUSES_UNTIL_SEEN):
         fleet.worker_stepped("d0", (), make_status())
     assert worker(fleet).num_uncomputed_tokens == 100  # it has not been sent yet
@@ -172,23 +172,23 @@ def test_a_step_began_when_a_worker_spoke_or_with_the_first_request_for_an_idle_
     fleet = Fleet(now=lambda: now)
     fleet.worker_synced(make_record("d0"), [], make_status())
     now = 20.0
-    fleet.reserve("d0", Load(100, 1, 100))
+    fleet.reserve("d0", RequestLoad(100, 1, 100))
     now = 20.5
-    fleet.reserve("d0", Load(100, 1, 100))
+    fleet.reserve("d0", RequestLoad(100, 1, 100))
     assert worker(fleet).began_s == 20.0
     now = 21.0
     fleet.worker_stepped("d0", (), make_status(num_running=2, num_context_tokens=200))
     now = 22.0
-    fleet.reserve("d0", Load(100, 1, 100))
+    fleet.reserve("d0", RequestLoad(100, 1, 100))
     assert worker(fleet).began_s == 21.0
 
 
 def test_a_lost_workers_reservations_go_with_it() -> None:
     fleet = make_fleet("d0")
-    reservation = fleet.reserve("d0", Load(100))
+    reservation = fleet.reserve("d0", RequestLoad(100))
     fleet.worker_lost("d0")
     fleet.worker_synced(make_record("d0", epoch=2), [], make_status())
     assert worker(fleet).num_uncomputed_tokens == 0
     fleet.release(reservation)
     with pytest.raises(KeyError):
-        fleet.reserve("gone", Load(1))
+        fleet.reserve("gone", RequestLoad(1))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.costs import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
-from disagg.router.fleet import Fleet, Load
+from disagg.router.fleet import Fleet, RequestLoad
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.route import Route
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
@@ -276,7 +276,7 @@ def test_a_burst_is_spread_by_its_own_reservations() -> None:
     counts: Counter[str] = Counter()
     for seed in range(40):
         route = choose(fleet, make_request(400), seed)
-        fleet.reserve(route.decode, Load(400, 1, 400))
+        fleet.reserve(route.decode, RequestLoad(400, 1, 400))
         counts[route.decode] += 1
     assert set(counts.values()) == {10}
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from disagg.sim.config import SimConfig
-from disagg.sim.report import Report, TenantReport
+from disagg.sim.report import SimReport, TenantReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import TraceRequest
 
@@ -29,7 +29,7 @@ def load(per_s: dict[str, float], seconds: float = SECONDS) -> list[TraceRequest
     return sorted(requests, key=lambda each: each.arrival_s)
 
 
-def of(tenant: str, report: Report) -> TenantReport:
+def of(tenant: str, report: SimReport) -> TenantReport:
     return next(each for each in report.tenants if each.tenant == tenant)
 
 

@@ -8,7 +8,7 @@ from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
 from disagg.sim import simulated_worker
 from disagg.sim.config import Fault, SimConfig
-from disagg.sim.report import Report
+from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
 
@@ -48,7 +48,7 @@ def test_runs_of_steps_change_nothing(
     num_steps.append(0)
     one_by_one = simulate(config, LOAD)
     assert num_steps[0] > 1.1 * num_with_runs
-    for name in Report.__struct_fields__:
+    for name in SimReport.__struct_fields__:
         expected = getattr(one_by_one, name)
         if isinstance(expected, float):
             expected = pytest.approx(expected, rel=1e-9)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
 from disagg.kvtransfer.pulls import Pull
-from disagg.kvtransfer.runs import Run
+from disagg.kvtransfer.runs import BlockRun
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.store.store import ColdStore
@@ -140,8 +140,8 @@ class BreakableRunner(FakeRunner):
         return super().run(plan)
 
 
-def _nth(run: Run, i: int) -> Run:
-    return Run(run.source_block + i, run.local_block + i, 1)
+def _nth(run: BlockRun, i: int) -> BlockRun:
+    return BlockRun(run.source_block + i, run.local_block + i, 1)
 
 
 class SteppedCopier:

@@ -99,7 +99,7 @@ class Member:
             host_tier=self.host_tier,
         )
         self.doors = Doors(self.parts)
-        self.holds = self.doors._leaving._holds
+        self.holds = self.doors._kv_export._holds
         self.link_ids = count(1)
         self.links = [next(self.link_ids), next(self.link_ids)]
         self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))

@@ -26,7 +26,7 @@ from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch
-from disagg.prefill_worker.kv_export import Leaving
+from disagg.prefill_worker.kv_export import KVExport
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
 from tests.engine.workload import ROOT
@@ -46,9 +46,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 _allocate = BlockPool.allocate
 _publish = block_tables.publish
 _begin = PullBook.begin
-_leave = Leaving.leave
-_lend = Leaving.lend
-_early_ticket = Leaving.early_ticket
+_leave = KVExport.leave
+_lend = KVExport.lend
+_early_ticket = KVExport.early_ticket
 _finish_early = Prefetches.finish
 _collect = Holds.collect
 _join = Arrivals._join
@@ -137,11 +137,11 @@ def _an_arrival_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_arrival_counts_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
-    def leave(door: Leaving, sequence: EngineSequence, now: float) -> KVTicket:
+    def leave(door: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
         sequence.num_computed -= sequence.num_computed > 1
         return _leave(door, sequence, now)
 
-    patch.setattr(Leaving, "leave", leave)
+    patch.setattr(KVExport, "leave", leave)
 
 
 def _holds_never_end(patch: pytest.MonkeyPatch) -> None:
@@ -155,14 +155,14 @@ def _holds_end_twice(patch: pytest.MonkeyPatch) -> None:
 def _holds_end_at_once(patch: pytest.MonkeyPatch) -> None:
     """Stamps keep the answers right; it only costs."""
 
-    def leave(door: Leaving, sequence: EngineSequence, now: float) -> KVTicket:
+    def leave(door: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
         ticket = _leave(door, sequence, now)
         door.release(ticket.ticket_id)
         door._engine.pool.release(_collect(door._holds, now)[0])
         _allocate(door._engine.pool, door._engine.pool.num_free)
         return ticket
 
-    patch.setattr(Leaving, "leave", leave)
+    patch.setattr(KVExport, "leave", leave)
 
 
 def _holds_break_whenever_a_request_comes(patch: pytest.MonkeyPatch) -> None:
@@ -261,40 +261,40 @@ def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
 
 
 def _other_blocks_are_lent(patch: pytest.MonkeyPatch) -> None:
-    def lend(door: Leaving, name: str, request: GenerateRequest, now: float) -> KVTicket:
+    def lend(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
         wrong = msgspec.structs.replace(request, block_hashes=request.block_hashes[1:])
         return _lend(door, name, wrong, now)
 
-    patch.setattr(Leaving, "lend", lend)
+    patch.setattr(KVExport, "lend", lend)
 
 
 def _lent_blocks_are_not_held(patch: pytest.MonkeyPatch) -> None:
-    def lend(door: Leaving, name: str, request: GenerateRequest, now: float) -> KVTicket:
+    def lend(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
         ticket = _lend(door, name, request, now)
         door._engine.pool.release(ticket.block_ids)
         return ticket
 
-    patch.setattr(Leaving, "lend", lend)
+    patch.setattr(KVExport, "lend", lend)
 
 
 def _loans_never_end(patch: pytest.MonkeyPatch) -> None:
-    def release(door: Leaving, ticket_id: str) -> None:
+    def release(door: KVExport, ticket_id: str) -> None:
         door._holds.release(ticket_id)
 
-    patch.setattr(Leaving, "release", release)
+    patch.setattr(KVExport, "release", release)
     patch.setattr(Holds, "_expire", lambda holds, now: None)
 
 
 def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
     """The one that is being filled."""
 
-    def early_ticket(door: Leaving, sequence: EngineSequence) -> KVTicket | None:
+    def early_ticket(door: KVExport, sequence: EngineSequence) -> KVTicket | None:
         more = copy(sequence)
         size = door._engine.pool.block_size
         more.num_computed = min(sequence.num_computed + size, len(sequence.tokens) - 1)
         return _early_ticket(door, more)
 
-    patch.setattr(Leaving, "early_ticket", early_ticket)
+    patch.setattr(KVExport, "early_ticket", early_ticket)
 
 
 def _errors_of_early_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:

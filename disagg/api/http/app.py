@@ -23,7 +23,7 @@ from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Reply, Send, Writer, watch
 from disagg.api.http.request import Bodies, HttpRequest, KeyCheck
 from disagg.api.openai import responses as responses
-from disagg.api.openai.answers import Piece, Run
+from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -289,9 +289,11 @@ class HttpApp:
             return self._events(request, run, responses.CompletionFrames(run.job), arrived_s)
         return Reply(responses.completion_body(run, await self._collect(request, run, arrived_s)))
 
-    async def _collect(self, request: HttpRequest, run: Run, arrived_s: float) -> list[Piece]:
+    async def _collect(
+        self, request: HttpRequest, run: RunningJob, arrived_s: float
+    ) -> list[ChoiceDelta]:
         """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
-        answers = [Piece(choice.index) for choice in run.job.choices]
+        answers = [ChoiceDelta(choice.index) for choice in run.job.choices]
         async with aclosing(run.batches()) as batches:
             with RequestTimer(self._metrics, run, arrived_s) as timer:
                 async for batch in batches:
@@ -302,7 +304,7 @@ class HttpApp:
         return answers
 
     async def _events(
-        self, request: HttpRequest, run: Run, frames: responses.Frames, arrived_s: float
+        self, request: HttpRequest, run: RunningJob, frames: responses.Frames, arrived_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of one batch joined into one write."""
         begun, is_named = False, run.job.model.name != AUTO
@@ -394,7 +396,7 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-def _say_why(run: Run, request: HttpRequest) -> None:
+def _say_why(run: RunningJob, request: HttpRequest) -> None:
     """In a header, what the cascade has decided so far."""
     words = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
     if words:

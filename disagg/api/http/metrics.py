@@ -11,7 +11,7 @@ from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from disagg.api.openai.answers import Piece, Run
+from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
 
@@ -124,7 +124,7 @@ class RequestTimer:
     Use as a context manager around the iteration of the run's batches.
     """
 
-    def __init__(self, metrics: ApiMetrics, run: Run, arrived_s: float) -> None:
+    def __init__(self, metrics: ApiMetrics, run: RunningJob, arrived_s: float) -> None:
         self._metrics = metrics
         self._run = run
         self._model = run.job.model.name
@@ -136,7 +136,7 @@ class RequestTimer:
     def __enter__(self) -> RequestTimer:
         return self
 
-    def observe(self, batch: Sequence[Piece]) -> None:
+    def observe(self, batch: Sequence[ChoiceDelta]) -> None:
         num_tokens = 0
         for piece in batch:
             num_tokens += piece.num_tokens

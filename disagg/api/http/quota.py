@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
-from disagg.api.openai.answers import Run
+from disagg.api.openai.answers import RunningJob
 from disagg.config import DEFAULT_TENANT, TenantConfig
 from disagg.store.limits import Limits, Remaining
 
@@ -45,7 +45,7 @@ class Quota:
         self._limits.begin(request.tenant)
         request.num_output_tokens = lambda: 0
 
-    def take_prompt(self, request: HttpRequest, run: Run) -> None:
+    def take_prompt(self, request: HttpRequest, run: RunningJob) -> None:
         """Raises `RateLimited`."""
         self._limits.take_tokens(request.tenant, run.job.num_prompt_tokens)
         request.num_output_tokens = lambda: run.num_completion_tokens

@@ -33,7 +33,7 @@ class ScoredToken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What one choice gained."""
 
     index: int
@@ -43,7 +43,7 @@ class Piece:
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
     calls: list[Call] = field(default_factory=list)
 
-    def extend(self, later: Piece) -> None:
+    def extend(self, later: ChoiceDelta) -> None:
         self.text += later.text
         self.calls += later.calls
         self.num_tokens += later.num_tokens
@@ -102,7 +102,7 @@ class Answer:
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
 
-    def advance(self, delta: TokenDelta) -> Piece:
+    def advance(self, delta: TokenDelta) -> ChoiceDelta:
         """The text `delta` adds. Raises the error that `delta` carries."""
         if delta.error is not None:
             raise delta.error.to_error()
@@ -110,7 +110,7 @@ class Answer:
             self.num_cached_tokens = delta.num_cached_tokens
             self.decision = self._explain(self._choice.request.request_id)
         self._num_deltas += 1
-        piece = Piece(self._choice.index)
+        piece = ChoiceDelta(self._choice.index)
         scores = delta.logprobs or ()
         num_shown = len(delta.token_ids) - self._ends_unseen(delta)
         for position, token_id in enumerate(delta.token_ids):
@@ -145,7 +145,7 @@ class Answer:
         )
 
 
-class Run:
+class RunningJob:
     """One job under way. Iterate `batches`; afterwards the counts are final.
 
     Args:
@@ -181,7 +181,7 @@ class Run:
         names = {asked if each is None else each.model for each in self.decisions}
         return names.pop() if len(names) == 1 else asked
 
-    def batches(self) -> AsyncGenerator[list[Piece], None]:
+    def batches(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Pieces as they come, at most one per choice at a time, each choice ending once.
 
         The first come when every choice has begun, so a request is refused whole, before anything
@@ -195,13 +195,13 @@ class Run:
         choices = self.job.choices
         return self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
 
-    async def _alone(self, choice: Choice) -> AsyncGenerator[list[Piece], None]:
+    async def _alone(self, choice: Choice) -> AsyncGenerator[list[ChoiceDelta], None]:
         """The common case, without a task of its own: that would cost as much as a token does."""
         async with aclosing(self._pieces(choice)) as pieces:
             async for piece in pieces:
                 yield [piece]
 
-    async def _side_by_side(self) -> AsyncGenerator[list[Piece], None]:
+    async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """A task for each choice, so that one that is slow to start delays no other."""
         inbox = _Inbox({choice.index for choice in self.job.choices})
         tasks = [asyncio.create_task(self._follow(choice, inbox)) for choice in self.job.choices]
@@ -225,7 +225,7 @@ class Run:
         except Exception as error:  # whatever it is, the client must hear of an end
             inbox.put(error)
 
-    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[ChoiceDelta, None]:
         """What a choice gains, up to its end; a stop string closes the source early."""
         answer = self._answers[choice.index]
         async with aclosing(self._generate(choice.request)) as deltas:
@@ -244,10 +244,10 @@ class _Inbox:
 
     def __init__(self, choices: set[int]) -> None:
         self._silent = choices  # until these have begun, or failed
-        self._arrived: list[Piece | Exception] = []
+        self._arrived: list[ChoiceDelta | Exception] = []
         self._has_some = asyncio.Event()
 
-    def put(self, item: Piece | Exception) -> None:
+    def put(self, item: ChoiceDelta | Exception) -> None:
         if isinstance(item, Exception):
             if self._silent:
                 self._arrived.clear()
@@ -258,13 +258,13 @@ class _Inbox:
         if not self._silent:
             self._has_some.set()
 
-    async def take(self) -> list[Piece]:
+    async def take(self) -> list[ChoiceDelta]:
         """What arrived since the last call, at most one piece per choice.
 
         Raises the failure that arrived, once all text before it has been taken.
         """
         await self._has_some.wait()
-        merged: dict[int, Piece] = {}
+        merged: dict[int, ChoiceDelta] = {}
         arrived, self._arrived = self._arrived, []
         self._has_some.clear()
         for position, item in enumerate(arrived):

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from disagg.api.openai.answers import Job, Piece, Run, ScoredToken
+from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob, ScoredToken
 from disagg.api.openai.tool_calls import Call
 from disagg.api.refusals import error_json
 from disagg.errors import DisaggError
@@ -147,7 +147,7 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-def usage_of(run: Run) -> Usage:
+def usage_of(run: RunningJob) -> Usage:
     num_prompt, num_completion = run.job.num_prompt_tokens, run.num_completion_tokens
     return Usage(
         num_prompt,
@@ -190,7 +190,7 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # OpenAI's stand-in for "very unlikely"; JSON has no infinity
 
 
-def chat_body(run: Run, answers: Sequence[Piece]) -> bytes:
+def chat_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     job = run.job
     choices = [
         ChatChoice(
@@ -206,14 +206,14 @@ def chat_body(run: Run, answers: Sequence[Piece]) -> bytes:
     )
 
 
-def _message(answer: Piece) -> AssistantMessage:
+def _message(answer: ChoiceDelta) -> AssistantMessage:
     if not answer.calls:
         return AssistantMessage(answer.text)
     calls = [MessageToolCall(c.id, CalledFunction(c.name, c.arguments)) for c in answer.calls]
     return AssistantMessage(answer.text or None, tool_calls=calls)
 
 
-def completion_body(run: Run, answers: Sequence[Piece]) -> bytes:
+def completion_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     job = run.job
     choices = []
     for answer in answers:
@@ -241,7 +241,7 @@ class Frames(ABC):
         self._preambles = [self._preamble(job.model.name)] * len(job.choices)
         self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
 
-    def name_models(self, run: Run) -> bool:
+    def name_models(self, run: RunningJob) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
         names = [None if each is None else each.model for each in run.decisions]
         for index, name in enumerate(names):
@@ -261,7 +261,7 @@ class Frames(ABC):
     def opening(self) -> bytes:
         """What comes before the first token of each choice."""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         """The text of `piece`, then, as an event of its own, its end."""
         events = b""
         if piece.text or piece.scored:
@@ -274,7 +274,7 @@ class Frames(ABC):
             events += self._event(piece.index, self._text(""), b"null", reason)
         return events
 
-    def closing(self, run: Run) -> bytes:
+    def closing(self, run: RunningJob) -> bytes:
         """The usage chunk when it was asked for, and `[DONE]`."""
         if not self._job.include_usage:
             return DONE
@@ -286,7 +286,7 @@ class Frames(ABC):
         """New text as the value of `gain`."""
 
     @abstractmethod
-    def _logprobs(self, piece: Piece) -> bytes:
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
         """Log-probabilities of the piece's tokens."""
 
     def _event(self, index: int, gain: bytes, logprobs: bytes, reason: bytes) -> bytes:
@@ -318,7 +318,7 @@ class ChatFrames(Frames):
     def _text(self, text: str) -> bytes:
         return b'{"content":' + _to_json(text) + b"}"
 
-    def _logprobs(self, piece: Piece) -> bytes:
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
         return _to_json(chat_logprobs(piece.scored, self._tokenizer))
 
 
@@ -339,7 +339,7 @@ class CompletionFrames(Frames):
     def _text(self, text: str) -> bytes:
         return _to_json(text)
 
-    def _logprobs(self, piece: Piece) -> bytes:
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
         start = len(_echo(self._job, piece.index))
         return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
 

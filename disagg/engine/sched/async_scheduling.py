@@ -60,7 +60,7 @@ class LateBlocks(NamedTuple):
     is_spent: bool  # as `BlockPool.release` means it
 
 
-class Following:
+class AsyncScheduling:
     """Steps that were planned ahead: at most one behind the one that will be applied next.
 
     late_blocks: given up while such a step may write to them; nobody else may have them before it

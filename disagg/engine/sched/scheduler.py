@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from disagg.engine.sched.async_scheduling import After, Following
+from disagg.engine.sched.async_scheduling import After, AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import (
     adopt,
@@ -85,7 +85,7 @@ class Scheduler:
         self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
         self._num_spare_then = 0  # ... when so many were to be had
         self._has_drafts = False  # True: some sequence may have one
-        self._following = Following(pool)
+        self._async_scheduling = AsyncScheduling(pool)
 
     # Entering and leaving.
 
@@ -154,7 +154,7 @@ class Scheduler:
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
         """As `BlockPool.release`: now, or when no step under way writes to them any more."""
-        self._following.release(block_ids, is_spent=is_spent)
+        self._async_scheduling.release(block_ids, is_spent=is_spent)
 
     def abandon(self) -> list[Sequence]:
         """Forget all sequences without giving back their blocks; for a broken engine."""
@@ -174,7 +174,7 @@ class Scheduler:
 
     def holders(self) -> list[SequenceOf[int]]:
         """Every list of blocks that is held for a sequence."""
-        late = [each.block_ids for each in self._following.late_blocks]
+        late = [each.block_ids for each in self._async_scheduling.late_blocks]
         return [*(each.block_ids for each in self.sequences()), *late]
 
     @property
@@ -253,7 +253,7 @@ class Scheduler:
             return None
         if not grow(self.pool, after.growing):
             return None
-        self._following.begin()
+        self._async_scheduling.begin()
         return chunks.step_plan(after.decodes, after.starts)
 
     def _may_admit(self) -> bool:
@@ -365,7 +365,7 @@ class Scheduler:
 
         Those that ended since it was planned are left out.
         """
-        gone = self._following.end() if plan.starts else ()
+        gone = self._async_scheduling.end() if plan.starts else ()
         has_drafts, num_computed, num_sampled = self._has_drafts, plan.num_new_tokens, 0
         events: list[TokenEvent] = []
         rows = zip(plan.sequences, plan.query_lens, sampled, strict=True)
@@ -453,6 +453,6 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)
-        self._following.forget(sequence)
+        self._async_scheduling.forget(sequence)
         if self._short is sequence:
             self._short = None

@@ -93,7 +93,7 @@ class Runner(Protocol):
 Results: TypeAlias = Callable[[], SequenceOf[Sampled]]
 
 
-class Launcher(Protocol):
+class AsyncRunner(Protocol):
     """A runner whose device computes while the host does something else."""
 
     def launch(self, plan: StepPlan) -> Results:

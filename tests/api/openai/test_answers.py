@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.api.openai.answers import Choice, Generate, Job, Piece, Run
+from disagg.api.openai.answers import Choice, ChoiceDelta, Generate, Job, RunningJob
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from tests.api.fakes import END, TOKENIZER, served_model
@@ -44,8 +44,8 @@ def playing(*deltas: TokenDelta | Exception) -> Generate:
     return generate
 
 
-async def result(run: Run) -> list[Piece]:
-    whole = [Piece(choice.index) for choice in run.job.choices]
+async def result(run: RunningJob) -> list[ChoiceDelta]:
+    whole = [ChoiceDelta(choice.index) for choice in run.job.choices]
     async for batch in run.batches():
         for piece in batch:
             assert whole[piece.index].finish_reason is None  # one end for each
@@ -67,7 +67,7 @@ async def test_deltas_may_be_cut_anywhere(sizes: list[int], stops: tuple[str, ..
         if ids:
             reason = "stop" if last else None
             deltas.append(TokenDelta(0, ids, reason, scores[: len(ids)]))  # type: ignore[arg-type]
-    run = Run(job(stops=stops), playing(*deltas))
+    run = RunningJob(job(stops=stops), playing(*deltas))
     whole = (await result(run))[0]
     assert whole.finish_reason == "stop"
     first = min((TEXT.find(stop) for stop in stops if stop in TEXT), default=len(TEXT))
@@ -87,7 +87,7 @@ async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_
         TokenDelta(0, IDS[:1], num_cached_tokens=5),
         TokenDelta(0, IDS[1:], "stop", num_cached_tokens=7),
     )
-    run = Run(job(3), playing(*deltas))
+    run = RunningJob(job(3), playing(*deltas))
     await result(run)
     assert run.num_cached_tokens == 5
 
@@ -107,7 +107,7 @@ async def test_text_before_a_failure_is_delivered_then_the_failure(
     deltas = [TokenDelta(0, IDS[:2]), *([] if last is None else [last])]
     text = ""
     with pytest.raises(error):
-        async for batch in Run(job(num_choices), playing(*deltas)).batches():
+        async for batch in RunningJob(job(num_choices), playing(*deltas)).batches():
             text += "".join(piece.text for piece in batch)
     assert text.startswith("the quick")
     assert len(asyncio.all_tasks()) == 1
@@ -132,7 +132,7 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
         finally:
             closed += 1
 
-    batches = Run(job(3), generate).batches()
+    batches = RunningJob(job(3), generate).batches()
     with pytest.raises(Overloaded) as error:
         await anext(batches)
     assert error.value.retry_after_s == 7.0
@@ -153,7 +153,7 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
         yield TokenDelta(0, IDS[1:], "stop")
 
     texts = ["", ""]
-    async for batch in Run(job(2), generate).batches():
+    async for batch in RunningJob(job(2), generate).batches():
         for piece in batch:
             texts[piece.index] += piece.text
             if piece.index == 0 and piece.finish_reason is not None:
@@ -177,7 +177,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
             closed.append(number)
 
     with pytest.raises(EngineFailed, match="planted"):
-        await result(Run(job(3), generate))
+        await result(RunningJob(job(3), generate))
     assert sorted(closed) == [0, 1, 2]
 
 
@@ -192,7 +192,7 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
             await asyncio.sleep(0.01)
             steps.append("source closed")
 
-    batches = Run(job(), generate).batches()
+    batches = RunningJob(job(), generate).batches()
     await anext(batches)
     await batches.aclose()
     steps.append("closed")
@@ -213,6 +213,6 @@ async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
         held.append(deltas())
         return held[-1]
 
-    whole = await result(Run(job(stops=["quick"]), generate))
+    whole = await result(RunningJob(job(stops=["quick"]), generate))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
     assert closed == [True]
