@@ -9,7 +9,7 @@ TTFT from submitting a prompt, nothing cached, to its first token. Host and samp
 
 `floor ms` is the time to read weights and KV once, or to multiply, at the measured ceilings, and
 `datasheet ms` at the stated ones; `plan ms` is what `disagg plan` predicts, `goal ms` what
-docs/performance.md aims at.
+docs/notebook/gpu.md aims at.
 """
 
 from __future__ import annotations

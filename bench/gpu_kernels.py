@@ -5,7 +5,7 @@
 
 Attention goes by `Ops`, writing KV included, over as many layers as it takes that nothing is left
 in the L2; times are of replayed graphs. `of read` is the share of the measured bandwidth, `of
-datasheet` that of the stated one. `goal us` is what docs/performance.md aims at. Each row checks
+datasheet` that of the stated one. `goal us` is what docs/notebook/gpu.md aims at. Each row checks
 some of its results against the reference. Heads and matrices are those of Llama-3-8B.
 """
 
@@ -43,7 +43,7 @@ DECODES = {
 SCALED_DECODES = ("32 x 4k", "1 x 32k", "128 x 1k")
 VERIFIED = 4  # tokens of each sequence in a step that verifies drafts
 PROMPTS = [(4096, 0), (16384, 0), (1024, 15360), (1024, 0)]  # new tokens, tokens before them
-# What docs/performance.md aims at, as shares of what the device was seen to give.
+# What docs/notebook/gpu.md aims at, as shares of what the device was seen to give.
 GOAL_LARGE, GOAL_MEDIUM, GOAL_SCALED = 0.95, 0.75, 0.88
 LARGE_NBYTES = 256e6
 GOAL_TINY_S = 8e-6

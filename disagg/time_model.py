@@ -35,7 +35,7 @@ PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured 
 
 # Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
 # and those that took longer or shorter than predicted. Learning from each costs 17 us, as much as
-# scheduling 20 sequences (docs/performance.md).
+# scheduling 20 sequences (docs/notebook/cpu-step.md).
 NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15

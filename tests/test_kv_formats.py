@@ -181,7 +181,7 @@ def test_a_bundled_model_keeps_its_quality(
     percent: float,
     num_lost: int,
 ) -> None:
-    """Perplexity, by how much at most, and answers: what docs/performance.md states."""
+    """Perplexity, by how much at most, and answers: what docs/notebook/kv-formats.md states."""
     stored = quality(Contender(DEMO, "float32", kv_cache_dtype), held_out)
     assert 0 < abs(stored[0] / exact[0] - 1) <= percent / 100
     assert stored[1] >= exact[1] - num_lost / len(held_out), "answers right"

@@ -136,7 +136,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="how KV is stored: auto (as the model computes), float32, bfloat16, float16, fp8"
         " (e4m3), int8 or int4; the last three keep a scale for each token and head, and int4 costs"
-        " quality (docs/performance.md)",
+        " quality (docs/notebook/kv-formats.md)",
     )
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"

@@ -74,8 +74,8 @@ GPUS = {
 }  # fmt: skip
 
 # Where no GPU is: one core with matrix units (AMX), at what the bundled models reach on it, in
-# docs/performance.md; a core without them is several times slower at prompts.
-CPU_CORE = Gpu("cpu", 8e9, 12e9, 0.35e12, None, 12e9, 1, "measured: docs/performance.md")
+# docs/notebook/engine.md; a core without them is several times slower at prompts.
+CPU_CORE = Gpu("cpu", 8e9, 12e9, 0.35e12, None, 12e9, 1, "measured: docs/notebook/engine.md")
 
 
 def gpu_called(device_name: str) -> Gpu | None:

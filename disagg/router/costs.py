@@ -35,7 +35,7 @@ NUM_BEHIND_PER_QUEUED = 2.0
 
 # A prefix held twice is room for one prefix less, which will be computed again, and displace one
 # itself. What several workers hold is in demand everywhere, and one copy more is none too many.
-# Measured on the Mooncake trace (docs/performance.md, "Simulator").
+# Measured on the Mooncake trace (docs/notebook/routing.md, "Simulator").
 NUM_COMPUTED_AGAIN = 7.0
 
 # To a decode worker that has pulled from nobody. Optimistic: too high a price would never be found

@@ -44,7 +44,7 @@ def test_a_gpu_begins_with_its_own_roofline() -> None:
 
 
 def test_a_bundled_model_on_a_cpu_is_within_a_few_times_of_what_was_measured() -> None:
-    """docs/performance.md, "Time model": 2.6 ms a step, 43 us a prompt token."""
+    """docs/notebook/routing.md, "Time model": 2.6 ms a step, 43 us a prompt token."""
     times, whose = step_times(read_shape(str(ASSETS / "demo-large")), "")
     assert "CPU" in whose
     assert 1e-3 < times.decode_step_s(1, 100) < 8e-3
