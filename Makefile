@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 SYSTEM := tests/e2e tests/faults
+BENCH := tests/bench tests/scripts
 
-.PHONY: serve chat test test-system test-parts lint style types bench soak clean
+.PHONY: serve chat test test-system test-parts test-bench lint style types bench soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -22,10 +23,13 @@ chat: $(READY)
 
 # Tests of the running system wait more than they compute. Without ARGS they run beside types and all
 # other tests, which leave them the processors, so that they see a machine that is almost idle; one
-# after another, as two Ray clusters that start at once disturb each other.
+# after another, as two Ray clusters that start at once disturb each other. Both end with their 15
+# slowest tests. Those of `bench/` and `scripts/` are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
-	$(MAKE) --no-print-directory --keep-going --jobs=3 test-system test-parts types
+	@began_s=$$(date +%s); \
+	$(MAKE) --no-print-directory --keep-going --jobs=3 test-system test-parts types; status=$$?; \
+	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
 test: lint
 	$(PYTEST) $(ARGS)
@@ -37,7 +41,10 @@ test-system: $(READY)
 	echo "$(SYSTEM):"; cat $(VENV)/test-system.out; exit $$status
 
 test-parts: $(READY)
-	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%)
+	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%) $(BENCH:%=--ignore=%)
+
+test-bench: $(READY)
+	$(PYTEST) $(BENCH) $(ARGS)
 
 lint: style types
 
