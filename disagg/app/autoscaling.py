@@ -25,8 +25,8 @@ from ray.util.metrics import Gauge
 
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
-from disagg.router.autoscale import Autoscaler, Wanted, pools
-from disagg.router.demand import Asked
+from disagg.router.autoscale import Autoscaler, PoolTarget, pools
+from disagg.router.demand import RequestTotals
 from disagg.router.fleet import Pool
 from disagg.router.load_report import asked_in, state_in
 
@@ -87,7 +87,7 @@ class Scaler:
         self._autoscaler = Autoscaler(self._tiers, max_num_workers)
         self._said: dict[str, dict[str, float]] = {}  # the last report of each ingress
         self._heard_s = self._decided_s = 0.0
-        self._wanted: dict[Pool, Wanted] = {}
+        self._wanted: dict[Pool, PoolTarget] = {}
         self._lacks: dict[Pool, str] = {}
 
     def num_wanted(self, context: AutoscalingContext) -> int:
@@ -115,12 +115,12 @@ class Scaler:
             self._heard_s = newest_s
             self.decide(now, said)
 
-    def decide(self, now: float, said: dict[str, dict[str, float]]) -> Mapping[Pool, Wanted]:
+    def decide(self, now: float, said: dict[str, dict[str, float]]) -> Mapping[Pool, PoolTarget]:
         """What each pool should have, after these reports by ingress."""
         seconds = now - self._decided_s if self._decided_s else PERIOD_S
         self._decided_s = now
         for tier in self._tiers:
-            asked = Asked()
+            asked = RequestTotals()
             for ingress, its in said.items():
                 before = self._said.get(ingress, its)  # a new one's past is not known
                 asked = asked.plus(asked_in(its, tier.name).since(asked_in(before, tier.name)))

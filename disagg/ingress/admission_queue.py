@@ -1,14 +1,14 @@
-"""When a request may go to the workers: at once, in its turn, or not at all.
+"""The queue of an ingress: requests wait here, fair between tenants, while the workers are busy.
 
-Workers serve in order of arrival, so whoever has sent them a thousand requests makes everybody
-wait. Here each worker gets only as much as keeps it busy; the rest waits in the ingress, where it
-is known whose it is (`fair_queue`), how long it may wait, and where its bytes are bounded. A
-request that is predicted to miss its first token's time is refused when it comes, and one that has
-become late, when that is certain: both with the seconds after which there will be room.
+Workers serve in order of arrival and know no tenants, so one tenant with a thousand requests on
+them would delay everybody. Therefore a worker gets only enough requests to stay busy. The others
+wait here, ordered by `router/fair_queue.py`, within a bound on bytes. A request that is predicted
+to miss its TTFT SLO or its deadline is refused on arrival; one that becomes too late while it waits
+is refused as soon as that is certain. Both get a `Retry-After` with the predicted seconds.
 
-While no worker has a queue nothing waits here, and a request costs a comparison.
+If no worker has a queue, nothing waits here and a request costs one comparison.
 
-Knows routes and their seconds. Routing and sending is the business of whoever asks.
+Knows routes and predicted seconds only; `ingress/dispatch.py` routes and sends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from disagg.router.policy import expected_output
 from disagg.router.route import Candidate, Route
 from disagg.time_model import CHUNK_TOKENS
 
-# A worker that has less to do than this before a new request gets it at once: its next two steps,
-# so that it has work when one ends and before its report has come here and an answer gone back.
+# A worker gets a new request at once if it has less queued work than this: two full steps, so that
+# it never runs dry before its next report has reached us and our next request has reached it.
 NUM_STEPS_AHEAD = 2
 LEAST_AHEAD_S = 0.1
 POLL_S = 0.01  # between looks for room; a tenth of the least that lies ahead of a worker
@@ -65,17 +65,18 @@ class Queued(msgspec.Struct, frozen=True):
     waited_s: float
 
 
-class _Line:
-    """The queue of one model, and how fast it moves."""
+class _ModelQueue:
+    """The waiting requests of one model, and the learned speed at which they leave."""
 
     def __init__(self, weight: Callable[[str], float]) -> None:
-        self.queue: FairQueue[_Item] = FairQueue(weight)
+        self.queue: FairQueue[_WaitingRequest] = FairQueue(weight)
         self._seconds = 0.0
         self._cost_s = 0.0
         self._since: float | None = None  # the last turn, while somebody has waited ever since
 
     def expect(self, pace: float, cost_s: float) -> None:
-        """Somebody waits who is the first for a while: it will go on as the time model says."""
+        """A request starts to wait. The first one ever begins with the prior `pace` (seconds of
+        waiting per second of work)."""
         if not self.queue:
             self._since = None
         if not self._cost_s:
@@ -90,13 +91,13 @@ class _Line:
         self._since = now if self.queue else None
 
     def seconds(self, cost_s: float) -> float:
-        """Until so much work that waits has gone to the workers."""
+        """Predicted time until `cost_s` of waiting work has gone to the workers."""
         return cost_s * self._seconds / self._cost_s if self._cost_s else 0.0
 
 
-class _Item:
-    """began_s: when it came. set_out: sends it on its way, if there is room. num_uncomputed_tokens:
-    of its prompt, as predicted when it came."""
+class _WaitingRequest:
+    """began_s: when it arrived. set_out: sends it to a worker; False if none has room.
+    num_uncomputed_tokens: prompt tokens not cached anywhere, as predicted on arrival."""
 
     __slots__ = (
         "began_s",
@@ -130,14 +131,14 @@ class _Item:
 
 
 class AdmissionQueue:
-    """Decides who goes to the workers of one fleet.
+    """Decides which requests go to the workers of one fleet now, and which wait.
 
     Args:
         now: Unix time in seconds.
         ttft_slo_s: by model.
-        weight: of a tenant.
-        max_nbytes: of all that wait.
-        waited: told the tenant and the seconds of each that waited and had its turn.
+        weight: a tenant's share, by name.
+        max_nbytes: bound on all waiting requests together.
+        waited: called with tenant and seconds when a request has waited and is sent.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class AdmissionQueue:
         self._weight = weight
         self._max_nbytes = max_nbytes
         self._waited = waited
-        self._lines: dict[str, _Line] = {}  # by model
+        self._lines: dict[str, _ModelQueue] = {}  # by model
         self._num = 0  # requests that have ever waited
         self._timer: asyncio.TimerHandle | None = None
 
@@ -172,13 +173,16 @@ class AdmissionQueue:
         return numbers
 
     def num_uncomputed_tokens(self, model: str) -> int:
-        """Of the prompts that wait for workers of `model`."""
+        """Uncached tokens of the prompts that wait for workers of `model`."""
         line = self._lines.get(model)
         return sum(each.item.num_uncomputed_tokens for each in line.queue) if line else 0
 
     def with_room(self, model: str, route: Route) -> Route | None:
-        """What to do now: `route` if a worker could begin soon, or else the other kind of prefill
-        if that harms others by less than it saves those who wait. None: wait."""
+        """The route to take now; None: wait.
+
+        `route` itself if its worker can begin soon. Otherwise the other kind of prefill (local
+        instead of remote, or the reverse), if it costs less extra than the waiting that it saves.
+        """
         chosen = route.chosen
         if chosen.wait_s <= LEAST_AHEAD_S:
             return route
@@ -200,17 +204,18 @@ class AdmissionQueue:
         return route.instead(other, f"{num_waiting} wait, and the cheaper kind has no room")
 
     def _ahead_s(self, way: Candidate) -> float:
-        """How much may lie ahead of a request on its worker."""
+        """Seconds of work that may be queued on a worker when it gets another request."""
         worker = self._fleet.view().workers[way.prefill or way.decode]
         return max(LEAST_AHEAD_S, NUM_STEPS_AHEAD * worker.times.prefill_s(CHUNK_TOKENS))
 
     def goes_at_once(self, request: GenerateRequest, route: Route) -> bool:
-        """Whether `request` need not wait: nobody does, and there is room."""
+        """Whether `request` need not wait: no other request of its model waits, and a worker has
+        room."""
         line = self._lines.get(request.model)
         return (line is None or not line.queue) and self.with_room(request.model, route) is route
 
     def charge(self, request: GenerateRequest, route: Route) -> Charge:
-        """The work of a request, in seconds of one engine; of a decode step, its share."""
+        """What to charge the tenant: predicted engine seconds, with a share of each decode step."""
         view = self._fleet.view()
         worker = view.workers[route.decode]
         num_others, num_tokens = worker.num_decoding, len(request.token_ids)
@@ -221,11 +226,11 @@ class AdmissionQueue:
         return Charge(request.model, request.tenant, cost_s, token_s, num_expected)
 
     def passes_by(self, charge: Charge) -> None:
-        """A request goes at once. Its tenant is charged, as the tenants of others are."""
+        """Charge the tenant of a request that goes to a worker without waiting."""
         self._line(charge.model).queue.pass_by(charge.tenant, charge.cost_s)
 
     def end(self, charge: Charge, num_output_tokens: int) -> None:
-        """It generated so many tokens, and not as many as were expected."""
+        """Correct the charge: the answer had `num_output_tokens` instead of the expected number."""
         more_s = charge.token_s * (num_output_tokens - charge.num_expected)
         self._line(charge.model).queue.correct(charge.tenant, more_s)
 
@@ -239,17 +244,17 @@ class AdmissionQueue:
         """Return when `set_out` has sent the request on its way.
 
         Args:
-            way: what it would take now.
-            set_out: called when it may be its turn; False where there is no room yet. If it raises
-                anything but `Unavailable` or `Overloaded`, so does this.
+            way: the route that was chosen on arrival.
+            set_out: called when the request is first in the queue; returns False if no worker has
+                room yet. Its exceptions other than `Unavailable` and `Overloaded` are passed on.
 
         Raises:
-            Overloaded: it would come too late, has come too late, or there is no room to wait.
+            Overloaded: the first token would be too late, or the queue's bytes are used up.
         """
         line = self._line(request.model)
         queue = line.queue
         num_uncomputed_tokens = len(request.token_ids) - way.num_cached_tokens
-        item = _Item(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
+        item = _WaitingRequest(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
         waiter = self._waiter(request, charge, item)
         line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
         item.predicted_s = line.seconds(queue.ahead_s(waiter))
@@ -270,7 +275,7 @@ class AdmissionQueue:
     def _check_time(
         self, request: GenerateRequest, way: Candidate, predicted_s: float
     ) -> float | None:
-        """How long it may wait; None: as long as it takes. Raises `Overloaded`."""
+        """Seconds that the request may wait; None: no bound. Raises `Overloaded`: already late."""
         delay = self._fleet.delays.factor(request.model)
         slo_s = self._ttft_slo_s.get(request.model, math.inf)
         left_s = request.deadline_unix_s - self._now()
@@ -288,12 +293,14 @@ class AdmissionQueue:
         may_wait_s = allowed_s(way, slo_s, left_s) - delay * (way.own_s + LEAST_AHEAD_S)
         return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
 
-    def _make_room(self, queue: FairQueue[_Item], waiter: Waiter[_Item], wait_s: float) -> None:
-        """Where bytes run out, whoever has the most of them gives way: of all tenants and models,
-        since the room is one, and a flood on one model is not the others' fault.
+    def _make_room(
+        self, queue: FairQueue[_WaitingRequest], waiter: Waiter[_WaitingRequest], wait_s: float
+    ) -> None:
+        """If the bytes are used up, refuse the last request of the tenant that uses most for its
+        weight, over all models: a flood on one model must not push out other tenants.
 
         Raises:
-            Overloaded: that is the tenant that asks, by what it has in this queue.
+            Overloaded: that tenant is the one of the new request.
         """
         while self.nbytes + waiter.nbytes > self._max_nbytes:
             model, last, taken = self._largest()
@@ -307,9 +314,9 @@ class AdmissionQueue:
             if not last.item.turn.done():
                 last.item.turn.set_exception(_full(self._max_nbytes, gone_s))
 
-    def _largest(self) -> tuple[str, Waiter[_Item] | None, float]:
-        """The last request of the tenant with the most bytes for its weight in one model's line,
-        that model, and these bytes."""
+    def _largest(self) -> tuple[str, Waiter[_WaitingRequest] | None, float]:
+        """Of the tenant with the most bytes for its weight in one model's queue: that model, the
+        tenant's last request there, and these bytes."""
         model, largest, most = "", None, 0.0
         for name, line in self._lines.items():
             last = line.queue.longest()
@@ -318,7 +325,7 @@ class AdmissionQueue:
                 model, largest, most = name, last, taken
         return model, largest, most
 
-    def _too_late(self, line: _Line, waiter: Waiter[_Item]) -> Overloaded:
+    def _too_late(self, line: _ModelQueue, waiter: Waiter[_WaitingRequest]) -> Overloaded:
         wait_s = line.seconds(line.queue.ahead_s(waiter))
         return Overloaded(
             "All workers were busy for as long as this request could wait for its first token."
@@ -327,7 +334,9 @@ class AdmissionQueue:
             reason="became_late",
         )
 
-    def _waiter(self, request: GenerateRequest, charge: Charge, item: _Item) -> Waiter[_Item]:
+    def _waiter(
+        self, request: GenerateRequest, charge: Charge, item: _WaitingRequest
+    ) -> Waiter[_WaitingRequest]:
         self._num += 1
         return Waiter(
             request.tenant,
@@ -343,13 +352,13 @@ class AdmissionQueue:
         workers = self._fleet.view().workers.values()
         return max(1, sum(each.accepting and each.record.model == model for each in workers))
 
-    def _line(self, model: str) -> _Line:
+    def _line(self, model: str) -> _ModelQueue:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = _Line(self._weight)
+            line = self._lines[model] = _ModelQueue(self._weight)
         return line
 
-    def _count(self, model: str, queue: FairQueue[_Item]) -> None:
+    def _count(self, model: str, queue: FairQueue[_WaitingRequest]) -> None:
         self._fleet.queued[model] = len(queue)
 
     def _look_again(self) -> None:
@@ -357,7 +366,7 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(POLL_S, self._look)
 
     def _look(self) -> None:
-        """Let go whoever's turn it is, as long as there is room."""
+        """Send first requests to workers as long as there is room."""
         self._timer = None
         for model, line in self._lines.items():
             while self._let_go(line):
@@ -365,8 +374,8 @@ class AdmissionQueue:
         if any(line.queue for line in self._lines.values()):
             self._look_again()
 
-    def _let_go(self, line: _Line) -> bool:
-        """Whether the first one has left, one way or another."""
+    def _let_go(self, line: _ModelQueue) -> bool:
+        """Try to send the first request. True: it left the queue, sent or refused."""
         waiter = line.queue.first()
         if waiter is None:
             return False
@@ -390,7 +399,7 @@ class AdmissionQueue:
         self._tell(waiter.item, queued)
         return True
 
-    def _tell(self, item: _Item, queued: Queued) -> None:
+    def _tell(self, item: _WaitingRequest, queued: Queued) -> None:
         self._waited(queued.tenant, queued.waited_s)
         if telemetry.enabled():
             attributes = {

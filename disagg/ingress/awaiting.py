@@ -1,5 +1,5 @@
-"""Requests that wait until some worker of their model takes requests, in the order in which they
-began to. Nobody looks: the fleet tells when one has come."""
+"""Requests that wait for any worker of their model to appear, first come, first served. The fleet
+tells when one has appeared; nothing polls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from disagg.router.fleet import Fleet
 
 
 class AwaitingWorkers:
-    """Wakes one request at a time. Whoever was woken calls `wake` when it has found its way, or
-    has given up: then the next one looks, at a fleet in which the first one counts already.
+    """Wakes one request at a time. A woken request calls `wake` once it is routed or has given up;
+    then the next one is woken, and sees a fleet in which the first one is already counted.
 
     Args:
         fleet: whose workers are awaited.
@@ -27,7 +27,7 @@ class AwaitingWorkers:
         return any(each.accepting and each.record.model == model for each in workers)
 
     def wake(self, model: str) -> None:
-        """Let the first one look that is still there."""
+        """Wake the first request that still waits."""
         waiting = self._waiting.get(model)
         while waiting:
             first = waiting.popleft()

@@ -1,7 +1,7 @@
-"""An ingress without its host: the API in front, the router in the middle, the links behind.
+"""One ingress: HTTP API, router and links to workers, independent of what hosts it.
 
-`app/` puts it into a Serve replica, `local.py` into a plain process; both tell it who the workers
-are. Knows nothing of where membership comes from.
+`app/` runs it in a Serve replica, `local.py` in a plain process. Both tell it which workers exist
+(`update`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Explanation(msgspec.Struct):
 
 
 class IngressCore:
-    """Everything of one ingress that outlives a request. Lives on one event loop.
+    """The parts of one ingress that outlive a request. Lives on one event loop.
 
     Args:
         ingress_id: shown to workers; unique among ingresses.
@@ -150,7 +150,7 @@ class IngressCore:
         )
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
-        """The workers there are now, all of them."""
+        """Set the complete list of workers."""
         self._records = list(records)
         for record in records:
             model = self._models.get(record.model)
@@ -320,7 +320,8 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
 
 
 def _num_serving(config: ServeConfig) -> dict[Pool, int]:
-    """Of the pools in which workers stand by; in one that is scaled those serve ahead of load."""
+    """How many workers serve in pools with standby workers. Autoscaled pools are left out: there
+    standby workers serve too, ahead of the load."""
     numbers: dict[Pool, int] = {}
     for tier in config.tiers:
         if tier.prefill.num_standby and tier.prefill.autoscaling is None:

@@ -1,13 +1,15 @@
-"""Carries a request from its prompt to its last token, whatever happens to workers on the way.
+"""Runs a request on the workers, from its prompt to its last token, and reroutes it on failures.
 
-The way of a request: choose a route; prefill on one worker, which hands over its first token and a
-ticket for the KV; go on with both on a decode worker. Or all on one worker. Before the first of
-them, a worker that has the beginning of the prompt may lend it: a ticket too. Wherever a worker is
-lost or answers with an error that another one may not have, the same move follows: route again
-with the tokens so far. The client sees one stream without a gap or a repeated token, and either
-exactly one last delta with a `finish_reason`, or a `DisaggError`.
+1. Choose a route (`router/policy.py`), after waiting in the admission queue if workers are busy.
+2. Optionally get a ticket for a cached prefix from a worker that lends it.
+3. Prefill on one worker. It answers with the first token and a ticket for the KV.
+4. Decode on another worker, which pulls the KV that the ticket names. Or do both on one worker.
 
-Knows workers only as `Workers`; time and randomness are given.
+If a worker dies, or fails with an error that another worker may not have, the request is routed
+again with the tokens so far. The client sees one stream without gaps or repeated tokens, and
+exactly one end: a delta with a `finish_reason`, or a `DisaggError`.
+
+Reaches workers only through the protocol `Workers`; time and randomness are arguments.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from disagg.router.fleet import Fleet, FleetView, RequestLoad
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 
-PAUSE_S = 0.05  # before workers that refused a request are asked once more
-LOAN_PATIENCE_S = 1.0  # for a ticket; a lender that steps longer than that is not worth asking
+PAUSE_S = 0.05  # before workers that refused a request are asked again
+LOAN_PATIENCE_S = 1.0  # how long to wait for a lender's ticket; then the prefix is computed
 
 
 class Workers(Protocol):
-    """Streams by worker id. `links.fleet_links.FleetLinks` is one."""
+    """The workers of all pools, by id. Implemented by `links.fleet_links.FleetLinks`."""
 
     def stream(
         self,
@@ -54,17 +56,17 @@ class Workers(Protocol):
         """Run the request there; closing the iterator cancels it.
 
         Raises, here or while iterating:
-            WorkerLost: what had arrived was handed over.
+            WorkerLost: the link ended; everything that arrived before was yielded.
             DeadlineExceeded: `timeout_s` passed before the last delta.
         """
         ...
 
     def release(self, ticket: KVTicket) -> None:
-        """Nobody will use `ticket`."""
+        """Tell the ticket's source that it can free the blocks: nobody will use the ticket."""
         ...
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        """A request will come: have the worker pull what is ready of it."""
+        """Have the worker pull the finished blocks of a prompt that will be sent to it later."""
         ...
 
 
@@ -74,8 +76,8 @@ class Decision(msgspec.Struct, frozen=True):
     unix_s: float
     route: Route
     num_tokens: int  # prompt and output so far
-    because: str  # "" for the first, then the error that made the request move
-    queued: Queued | None = None  # how it waited in the ingress before; None: not at all
+    because: str  # "" for the first route, then the error that caused the rerouting
+    queued: Queued | None = None  # its wait in the admission queue; None: it did not wait
 
 
 class Dispatcher:
@@ -83,20 +85,21 @@ class Dispatcher:
 
     Args:
         now: Unix time in seconds.
-        max_moves: how often a request may be routed again before its error is final.
-        patience_s: how long a request that had a worker waits for another one to appear. One
-            whose answer has begun waits until its deadline, since its client cannot ask again for
-            the rest of it; one that finds none at first is refused at once.
+        max_moves: how often a request may be rerouted before its error is final.
+        patience_s: how long a request that lost its worker waits for another one. After its first
+            token it waits until its deadline, since the client cannot ask for the rest of the
+            answer. A new request that finds no worker is refused at once.
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
-        moved: told the model of each request that is routed again.
-        borrowed: told the model of each prefix that was to be borrowed, and whether it was.
-        admission_queue: who may go to the workers, and who waits; None: whoever comes goes.
-        wakes: models whose pools may be empty: a request waits for a worker until its deadline,
-            because its coming is what starts one.
+        moved: called with the model of each request that is rerouted.
+        borrowed: called with the model, and whether it succeeded, for each attempt to borrow a
+            cached prefix.
+        admission_queue: decides which requests wait; None: every request goes to a worker at once.
+        wakes: models that may be scaled to zero: their requests wait for a worker until their
+            deadline, because the request itself makes the autoscaler start one.
 
     Attributes:
-        demand: what was asked here so far.
+        demand: counters of all requests that arrived here, for the autoscaler.
     """
 
     def __init__(
@@ -138,15 +141,17 @@ class Dispatcher:
         return tuple(self._decisions.get(request_id, ()))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """The answer. Closing the iterator cancels the request wherever it is.
+        """Yield the answer. Closing the iterator cancels the request on its workers.
 
-        Every delta but the last has new tokens; only the last has a `finish_reason`. The first
-        one's `num_cached_tokens` counts prompt tokens that were not computed anywhere. Stream ids
-        mean nothing.
+        Every delta but the last has new tokens; only the last has a `finish_reason`. The
+        `num_cached_tokens` of the first delta counts prompt tokens that were served from a cache.
+        Ignore `stream_id`.
 
         Raises:
-            Unavailable, Overloaded, DeadlineExceeded: as their names say.
-            DisaggError: what a worker answered, when it was final.
+            Unavailable: no worker of the model takes requests.
+            Overloaded: refused; see `retry_after_s`.
+            DeadlineExceeded: the request's deadline passed.
+            DisaggError: a worker's error that another worker would have as well.
         """
         state = RequestState(request)
         usual = self._fleet.answers.usual(request.model)
@@ -176,7 +181,7 @@ class Dispatcher:
                 self._admission_queue.end(state.charge, state.num_output_tokens)
 
     async def _visit(self, state: RequestState) -> AsyncGenerator[TokenDelta, None]:
-        """What the route's next worker says. Raises its error unless the answer ends there."""
+        """Stream from the next worker of the route. Raises the worker's error, if there is one."""
         reservation, hand_over = state.visits.popleft()
         state.worker_id = worker_id = reservation.worker_id
         try:
@@ -193,7 +198,7 @@ class Dispatcher:
                 async for delta in stream:
                     if is_silent:
                         is_silent = False
-                        self._fleet.release(reservation)  # its own reports show it from here on
+                        self._fleet.release(reservation)  # from now on the worker reports it itself
                     if delta.early_ticket is not None:
                         self._prefetch(state, delta.early_ticket)
                     if state.awaited is not None and delta.token_ids:
@@ -210,20 +215,21 @@ class Dispatcher:
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
-        """Let who goes on with the request pull what is ready while the rest is computed."""
+        """Have the decode worker pull finished blocks while prefill computes the others."""
         if state.visits:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
 
     async def _borrow(self, state: RequestState, lender: str) -> None:
-        """Get a ticket for what the lender has cached. Without one, all of it is computed."""
+        """Get a ticket for the prefix that the lender has cached. On any failure the prefix is
+        computed instead."""
         state.lender = None
         block_size = self._block_size(state)
         if block_size is None:
             return
         loan = state.loan(block_size)
         timeout_s = min(state.deadline_unix_s - self._now(), LOAN_PATIENCE_S)
-        with suppress(DisaggError):  # of a lender that has left, too: it is heard of at once
+        with suppress(DisaggError):
             stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
@@ -232,7 +238,8 @@ class Dispatcher:
         self._borrowed(state.model, state.ticket is not None)
 
     def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
-        """The first token came. Where nobody waits its time says nothing about queues."""
+        """Compare the first token's time with the prediction, if the request waited in a queue:
+        only then does it say how far off queue predictions are."""
         state.awaited = None
         if way.wait_s > way.own_s:
             took_s = self._now() - since
@@ -244,7 +251,7 @@ class Dispatcher:
         state.visits.clear()
 
     async def _choose(self, state: RequestState) -> None:
-        """Choose and reserve in one step, waiting for a turn or a worker where that makes sense."""
+        """Choose and reserve a route. Waits in the admission queue, or for a worker to appear."""
         has_begun = state.num_output_tokens > 0
         may_wake = state.model in self._wakes
         waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
@@ -281,11 +288,11 @@ class Dispatcher:
                 self._awaiting.wake(state.model)
 
     def _let_next_look(self, model: str) -> None:
-        """As soon as the one that looks now has gone on, or joined the queue."""
+        """Wake the next request that waits for a worker, after this one is reserved or queued."""
         asyncio.get_running_loop().call_soon(self._awaiting.wake, model)
 
     async def _take_turn(self, queue: AdmissionQueue, state: RequestState, route: Route) -> None:
-        """Set out when that is fair. Raises `Overloaded`."""
+        """Reserve the route now, or wait in the admission queue first. Raises `Overloaded`."""
         request = state.request(None)
         charge = queue.charge(request, route)
         if queue.goes_at_once(request, route):
@@ -310,7 +317,7 @@ class Dispatcher:
     def _route(self, state: RequestState) -> Route:
         view, now = self._fleet.view(), self._now()
         request = state.request(self._block_size(state))
-        # Who has been taken in is not turned away again because the way got longer.
+        # A request that was admitted once is not refused when it is rerouted.
         is_new = not state.worker_id
         ttft_slo_s = self._ttft_slo_s.get(state.model, math.inf) if is_new else None
         with telemetry.span("route", request.traceparent) as span:
@@ -320,7 +327,7 @@ class Dispatcher:
         return route
 
     def _set_out(self, state: RequestState, route: Route, queued: Queued | None = None) -> None:
-        """Reserve a route that was chosen in this moment."""
+        """Reserve a route. It must have been chosen without an await since."""
         now = self._now()
         state.wait_s = min(candidate.wait_s for candidate in route.candidates)
         if state.worker_id:
@@ -336,8 +343,8 @@ class Dispatcher:
     def _awaited(
         self, now: float, way: Candidate, queued: Queued | None
     ) -> tuple[float, Candidate] | None:
-        """What there is to learn from its first token. Under an admission queue only requests that
-        waited teach: the others have so little before them that they say nothing of long waits."""
+        """When the wait for the first token began and what was predicted; None: learn nothing from
+        it. With an admission queue only requests that waited in it tell something about waiting."""
         if self._admission_queue is None:
             return now, way
         if queued is None:
@@ -360,7 +367,9 @@ class Dispatcher:
         index, rng, excluded = self._fleet.index, self._rng, state.excluded
         ticket = state.ticket
         if ticket is not None:
-            is_loan = ticket.num_tokens < state.num_tokens - 1  # it led to no token
+            is_loan = (
+                ticket.num_tokens < state.num_tokens - 1
+            )  # a borrowed prefix, no finished prefill
             if not is_loan and _is_alive(ticket, view):
                 return choose_decode(
                     request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
@@ -370,7 +379,7 @@ class Dispatcher:
         return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
 
     def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
-        """Claims in the order of the visits."""
+        """Count the request on its workers, in the order in which it visits them."""
         num_tokens = state.num_tokens
         num_new = num_tokens - route.num_cached_tokens
         if route.prefill is None:
@@ -381,7 +390,7 @@ class Dispatcher:
         )
 
     def _block_size(self, state: RequestState) -> int | None:
-        """By which its blocks are named. Workers of another size name them anew for themselves."""
+        """The block size that block hashes are made for. A worker with another one hashes anew."""
         if state.block_size:
             return state.block_size
         model = state.model

@@ -1,12 +1,13 @@
-"""Carries a request for `model: "auto"` from the smallest tier to the one that answers it.
+"""Answers `model: "auto"`: begins on the smallest tier and escalates while the answer is unsure.
 
-A layer around `Dispatcher.generate` with the same signature: moves, deaths and deadlines happen
-below it; choices, stop strings and usage above. On each tier but the last the first tokens are
-held back until they are judged (`router/cascade.py`). A sure answer is released and flows on, no
-token of it held any more. An unsure one is cancelled, and its tokens go to the next tier as a
-draft. A tier that refuses the request or loses it counts as unsure while nothing was released.
-And where no larger tier can take it, the small answer goes on from where it was judged: whoever
-must have the large model names it.
+Wraps `Dispatcher.generate` with the same signature. Rerouting, worker deaths and deadlines are
+handled below it; choices, stop strings and usage above. On each tier but the largest, the first
+tokens are held back until they are judged (`router/cascade.py`):
+
+- sure: the held tokens are released and the stream goes on;
+- unsure: the answer is cancelled, and its tokens go to the next tier as a draft;
+- the tier refuses or loses the request before anything was released: as unsure;
+- unsure, but no larger tier can take the request: the small answer goes on.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ MAX_NUM_DECISIONS = 4096
 
 
 @dataclass
-class _Climb:
-    """How far a request has come."""
+class _EscalationState:
+    """One request: its attempts so far, and the deltas that are held back."""
 
     request: GenerateRequest
     began_unix_s: float
@@ -55,12 +56,12 @@ class _Climb:
 
 
 class Escalation:
-    """Answers requests with the smallest tier that is sure.
+    """Answers requests with the smallest tier that is sure of its first tokens.
 
     Args:
         ttft_slo_s: by model, from the smallest to the largest.
         generate: runs a request on the tier that its `model` names.
-        rename: the request as another tier knows it: there its blocks have other names.
+        rename: the same request for another tier, with that tier's block hashes.
         fleet: what load is read from.
         now: Unix time in seconds.
         decided: told every decision.
@@ -92,37 +93,37 @@ class Escalation:
         return self._decisions.get(request_id)
 
     async def generate(self, request: GenerateRequest) -> Deltas:
-        """The answer, as `Dispatcher.generate` gives it; closing the iterator cancels it.
+        """Yield the answer as `Dispatcher.generate` does; closing the iterator cancels it.
 
-        Raises what that raises, by the last tier that was tried.
+        Raises the error of the last tier that was tried.
         """
-        climb = _Climb(request, self._now())
+        state = _EscalationState(request, self._now())
         for number in range(len(self._models) - 1):
-            async with aclosing(self._generate(self._judged_request(climb, number))) as deltas:
-                if await self._is_sure(climb, number, deltas):
-                    for delta in self._release(climb):
+            async with aclosing(self._generate(self._judged_request(state, number))) as deltas:
+                if await self._is_sure(state, number, deltas):
+                    for delta in self._release(state):
                         yield delta
                     async for delta in deltas:
-                        yield self._shown(climb, delta)
+                        yield self._shown(state, delta)
                     return
         try:
-            async with aclosing(self._generate(self._asked(climb, self._models[-1]))) as deltas:
+            async with aclosing(self._generate(self._asked(state, self._models[-1]))) as deltas:
                 async for delta in deltas:
-                    if not climb.is_released:
-                        climb.attempts.append(Attempt(self._models[-1], "largest"))
-                        self._decide(climb)
+                    if not state.is_released:
+                        state.attempts.append(Attempt(self._models[-1], "largest"))
+                        self._decide(state)
                     yield delta
                 return
         except DisaggError as error:
-            if climb.is_released or climb.judged is None or not error.retryable:
+            if state.is_released or state.judged is None or not error.retryable:
                 raise
-            climb.attempts.append(Attempt(self._models[-1], error.code))
-        async with aclosing(self._keep(climb, climb.judged)) as deltas:
+            state.attempts.append(Attempt(self._models[-1], error.code))
+        async with aclosing(self._keep(state, state.judged)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    async def _is_sure(self, climb: _Climb, number: int, deltas: Deltas) -> bool:
-        """Hold back what tier `number` says until it can be judged; note what comes of it."""
+    async def _is_sure(self, state: _EscalationState, number: int, deltas: Deltas) -> bool:
+        """Hold back the deltas of tier `number` until they can be judged; record the verdict."""
         model, threshold = self._models[number], None
         held: list[TokenDelta] = []
         scores: list[TokenLogprobs] = []
@@ -135,33 +136,33 @@ class Escalation:
                 verdict = judge(self._config, threshold, scores, delta.finish_reason is not None)
                 if verdict is not None:
                     reason = "sure" if verdict.is_sure else "unsure"
-                    climb.judged = Attempt(model, reason, verdict, threshold)
-                    climb.attempts.append(climb.judged)
-                    climb.held = held
+                    state.judged = Attempt(model, reason, verdict, threshold)
+                    state.attempts.append(state.judged)
+                    state.held = held
                     return verdict.is_sure
             raise WorkerLost("An answer ended without saying why.")
         except DisaggError as error:
             if not error.retryable:  # as one that may have broken an engine: not another one's too
                 raise
-            climb.attempts.append(Attempt(model, error.code))
+            state.attempts.append(Attempt(model, error.code))
             return False
 
-    async def _keep(self, climb: _Climb, judged: Attempt) -> Deltas:
-        """The small answer after all, from where it was cancelled.
+    async def _keep(self, state: _EscalationState, judged: Attempt) -> Deltas:
+        """Continue the small answer from where it was cancelled.
 
-        Nothing is released before it is known to go on, so that a refusal is still a plain one.
+        Nothing is released before the tier has accepted it, so a refusal keeps its HTTP status.
         """
-        climb.attempts.append(replace(judged, reason="kept"))
-        if climb.held[-1].finish_reason is not None:
-            for delta in self._release(climb):
+        state.attempts.append(replace(judged, reason="kept"))
+        if state.held[-1].finish_reason is not None:
+            for delta in self._release(state):
                 yield delta
             return
-        asked = climb.request
-        resumed = replace(asked, token_ids=(*asked.token_ids, *climb.tokens))
+        asked = state.request
+        resumed = replace(asked, token_ids=(*asked.token_ids, *state.tokens))
         async with aclosing(self._generate(self._rename(resumed, judged.model))) as deltas:
             async for delta in deltas:
-                if not climb.is_released:
-                    for earlier in self._release(climb):
+                if not state.is_released:
+                    for earlier in self._release(state):
                         yield earlier
                 yield delta
 
@@ -175,13 +176,13 @@ class Escalation:
 
     # Requests
 
-    def _asked(self, climb: _Climb, model: str) -> GenerateRequest:
-        """The request for a tier, with what the tier below said as a draft."""
-        return replace(self._rename(climb.request, model), draft_token_ids=climb.tokens)
+    def _asked(self, state: _EscalationState, model: str) -> GenerateRequest:
+        """The request for a tier, with the tokens of the tier below as a draft."""
+        return replace(self._rename(state.request, model), draft_token_ids=state.tokens)
 
-    def _judged_request(self, climb: _Climb, number: int) -> GenerateRequest:
-        """The same, with the scores that the judge needs beside those that the client wants."""
-        request = self._asked(climb, self._models[number])
+    def _judged_request(self, state: _EscalationState, number: int) -> GenerateRequest:
+        """The same, with the log-probabilities that the judge needs."""
+        request = self._asked(state, self._models[number])
         wanted, needed = request.sampling.logprobs, NUM_TOP[self._config.signal]
         sampling = replace(
             request.sampling,
@@ -192,25 +193,25 @@ class Escalation:
 
     # Answers
 
-    def _release(self, climb: _Climb) -> Sequence[TokenDelta]:
+    def _release(self, state: _EscalationState) -> Sequence[TokenDelta]:
         """The held deltas as the client wants them."""
-        self._decide(climb)
-        if climb.request.sampling.logprobs is None:
-            return [replace(delta, logprobs=None) for delta in climb.held]
-        return [self._shown(climb, delta) for delta in climb.held]
+        self._decide(state)
+        if state.request.sampling.logprobs is None:
+            return [replace(delta, logprobs=None) for delta in state.held]
+        return [self._shown(state, delta) for delta in state.held]
 
-    def _shown(self, climb: _Climb, delta: TokenDelta) -> TokenDelta:
-        """Without scores that only the judge wanted."""
-        wanted = climb.request.sampling.logprobs
+    def _shown(self, state: _EscalationState, delta: TokenDelta) -> TokenDelta:
+        """The delta without log-probabilities that only the judge asked for."""
+        wanted = state.request.sampling.logprobs
         if wanted is None or wanted >= NUM_TOP[self._config.signal] or delta.logprobs is None:
             return delta
         scores = tuple(replace(score, top=score.top[:wanted]) for score in delta.logprobs)
         return replace(delta, logprobs=scores)
 
-    def _decide(self, climb: _Climb) -> None:
-        climb.is_released = True
-        decision = CascadeDecision(self._config.signal, tuple(climb.attempts))
-        self._decisions[climb.request.request_id] = decision
+    def _decide(self, state: _EscalationState) -> None:
+        state.is_released = True
+        decision = CascadeDecision(self._config.signal, tuple(state.attempts))
+        self._decisions[state.request.request_id] = decision
         while len(self._decisions) > MAX_NUM_DECISIONS:
             self._decisions.popitem(last=False)
         self._decided(decision)
@@ -221,8 +222,8 @@ class Escalation:
             }
             telemetry.record_span(
                 "cascade",
-                climb.request.traceparent,
-                climb.began_unix_s,
+                state.request.traceparent,
+                state.began_unix_s,
                 self._now(),
                 attributes,
             )

@@ -1,4 +1,4 @@
-"""What an ingress counts about its workers, beside what `metrics` counts about requests."""
+"""Prometheus metrics about workers. Metrics about requests are in `api/http/metrics.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How far a request has come: its tokens so far, where it is, and what is left of its way.
+"""The state of one request in its ingress: tokens so far, its worker, and the rest of its route.
 
-Knows what each error means for a running request, and no worker, clock or policy.
+Decides which errors allow rerouting. Knows no clock and no policy.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from disagg.router.route import Candidate
 
 
 class Visit(NamedTuple):
-    """A worker on a request's way; it keeps the sequence to its end unless it is to hand over."""
+    """One worker of a route. With `hand_over` it stops after the first token and issues a ticket;
+    otherwise it generates until the end."""
 
     reservation: Reservation
     hand_over: bool = False
 
 
 class RequestState:
-    """How far a request has come."""
+    """Tokens, route and errors of one request. Changed only by `Dispatcher`."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.visits: deque[Visit] = deque()  # what is left of the route
         self.ticket: KVTicket | None = None  # KV that waits for the next worker
-        self.lender: str | None = None  # whom to ask for one before
+        self.lender: str | None = None  # the worker to borrow a cached prefix from, first
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_moves = 0
         self.because = ""
         self.is_finished = False
-        self.worker_id = ""  # where it is
+        self.worker_id = ""  # the one it is on, or was on last
         self.wait_s = 0.0  # predicted when its route was chosen
         self.awaited: tuple[float, Candidate] | None = None  # its first token: since when, and how
-        self.charge: Charge | None = None  # to its tenant, once it has set out
-        self.is_turned_away = False  # all workers so far had no room for it to begin
+        self.charge: Charge | None = None  # to its tenant, once it was sent to a worker
+        self.is_turned_away = False  # every worker so far refused it as overloaded
         self._request = request
         self._generated: list[int] = []  # beyond `_request.token_ids`
         self._is_first = True
@@ -69,18 +70,18 @@ class RequestState:
 
     @property
     def block_size(self) -> int:
-        """By which its blocks are named; 0 where it does not say."""
+        """The block size of its block hashes; 0: not set."""
         return self._request.block_size
 
     def request(self, block_size: int | None) -> GenerateRequest:
-        """What to ask the next worker: everything so far, and the names of its full blocks."""
+        """The request for the next worker: all tokens so far, and hashes of their full blocks."""
         if self._generated and block_size is not None:
             self._request = grown(self._request, self._generated, block_size)
             self._generated = []
         return self._request
 
     def loan(self, block_size: int) -> GenerateRequest:
-        """What to ask a lender: the names of all blocks but the last token's, and no token."""
+        """The request for a lender: no tokens, and block hashes up to the last token's block."""
         request = self.request(block_size)
         num_blocks = (len(request.token_ids) - 1) // block_size
         return msgspec.structs.replace(
@@ -91,12 +92,12 @@ class RequestState:
         )
 
     def prefetch(self, ticket: KVTicket) -> Prefetch:
-        """What to ask the next worker, with an early ticket of the one where it is."""
+        """The message that has the next worker pull what an early ticket names."""
         names = self._request.block_hashes[: len(ticket.block_ids)]
         return Prefetch(ticket, names, self._request.traceparent)
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """Note what a worker said. Returns what the client gets of it."""
+        """Record a worker's delta. Returns what the client gets; None: nothing."""
         self._generated += delta.token_ids
         self.is_finished = delta.finish_reason is not None
         if delta.ticket is not None:
@@ -119,8 +120,8 @@ class RequestState:
         )
 
     def may_move(self, error: DisaggError) -> bool:
-        """An engine that failed takes all its requests with it, so one failure says nothing about
-        this one. A second makes it the suspect, and it must not go on to break a third."""
+        """Whether to reroute after `error`. A failed engine loses all its requests, so one failure
+        does not blame this request; a second one does, and it must not break a third engine."""
         if isinstance(error, EngineFailed):
             return not self._had_engine_failure
         return error.retryable
@@ -134,8 +135,8 @@ class RequestState:
 
 
 def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
-    """`request` with more tokens, the names of the blocks that they fill, and what is left of its
-    draft: nothing, unless it had proposed these tokens."""
+    """`request` with more tokens, the hashes of the blocks that they fill, and the rest of its
+    draft: empty if the draft had proposed other tokens."""
     tokens = (*request.token_ids, *token_ids)
     draft, num_new = request.draft_token_ids, len(token_ids)
     draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()

@@ -1,7 +1,7 @@
-"""Which workers of a pool serve and which stand by, loaded, until one of those is gone.
+"""Standby workers: loaded, but without requests until a serving worker of their pool is gone.
 
-Stands between the links and the fleet, and shows the fleet workers that stand by as not accepting.
-The oldest serve, which every ingress works out alike; a draining worker serves no more.
+Sits between the links and the fleet, and shows standby workers to the fleet as not accepting. The
+oldest workers serve, so that every ingress decides alike; a draining worker does not serve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disagg.router.fleet import Fleet, Pool
 
 
 class Standby:
-    """Shows a fleet the workers that serve. An observer of links.
+    """Filters what the fleet hears from links (a `LinkObserver`).
 
     Args:
         num_serving: of each pool in which others stand by; of a pool that is not named all serve.

@@ -1,11 +1,10 @@
-"""Whether a request is taken in: only if its first token is predicted to come in time.
+"""Admission control: admit a request only if its first token is predicted to be in time.
 
-A request that would wait too long is refused before any worker hears of it, with the seconds after
-which the queue will have drained far enough. Decides from predicted seconds alone; knows neither
-workers nor queues.
+A request that would wait too long is refused before it reaches a worker, with the predicted
+seconds until the queue is short enough (`Retry-After`). Decides from predicted seconds alone.
 
-Nothing is refused where nobody waits: a prompt that no worker can compute in time would be refused
-for ever, and a time model that is wrong would never meet the step that corrects it.
+If no request waits, nothing is refused. Otherwise a prompt too long for the SLO would never be
+served, and a time model that predicts too much would never see the step that corrects it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ def in_time(
         ttft_slo_s: how late a first token may come. A prompt that alone takes more than half of it
             may wait as long as it takes itself.
         left_s: until the request's deadline.
-        delay: by what factor first tokens may come later than predicted (`experience.Delays`).
+        delay: factor by which first tokens may be later than predicted
+            (`output_length.LatenessFactors`).
 
     Raises:
         Overloaded: there is none. `retry_after_s` is when there may be one.

@@ -1,13 +1,14 @@
-"""How many workers each pool should have, from what was asked lately and how long steps take.
+"""Autoscaling: how many workers each pool should have, from recent load and step times.
 
-The load of the last minutes is played again, in slices as they were counted, on pools of one size
-after another, and the smallest pools are wanted on which 95 % of those requests would have held
-their SLOs. So bursts count as they came and not as a mean. Where arrivals are steady, a queueing
-formula says what chance adds. Prefill and decode follow from the same requests, so their ratio
-follows the load: long prompts need the one, long answers the other.
+Replays the load of the last minutes, second by second, on pools of growing size, and picks the
+smallest size on which 95 % of those requests would have met their SLOs. So bursts count as bursts
+and not as a mean. For steady arrivals a queueing formula adds the effect of chance. Both pools are
+sized from the same requests, so their ratio follows the load: long prompts need prefill workers,
+long answers decode workers.
 
-Up at once, down to the most that was needed within a while, and never below what runs now. No
-Ray, no clock: who measures, and who starts workers, is the business of others.
+Scales up at once. Scales down only to the largest size that was needed within `down_after_s`, and
+never below what runs now. Knows neither Ray nor a clock; `app/autoscaling.py` measures and starts
+workers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.messages import Role
 from disagg.queueing import QUANTILE, smallest, under_way, wait_s
-from disagg.router.demand import Asked
+from disagg.router.demand import RequestTotals
 from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState
 from disagg.time_model import StepTimeModel
@@ -31,20 +32,19 @@ VARIABILITY = 1.0
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """What was asked of a tier in `seconds` that ended at `ends_s`."""
+    """The requests of a tier in the `seconds` that ended at `ends_s`."""
 
     ends_s: float
     seconds: float
-    asked: Asked
+    asked: RequestTotals
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """For one pool.
+class PoolTarget(msgspec.Struct, frozen=True):
+    """The size that one pool should have.
 
-    predicted_s: TTFT (prefill) or seconds from token to token (decode) that 95 % of what was asked
-        would not exceed on so many workers.
-    slo_s: the goal for it, the part of the SLO that is to be used.
-    lacks: "" or why no number of workers reaches the goal, with the figure.
+    predicted_s: 95th percentile of TTFT (prefill) or TPOT (decode) on so many workers.
+    slo_s: what it should be at most: the SLO times `slo_fraction`.
+    lacks: why no number of workers meets the SLO, in words; "" if some number does.
     """
 
     num_workers: int
@@ -108,7 +108,7 @@ def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: int) -
 
 
 class Autoscaler:
-    """Remembers what was asked and what was needed; decides for all pools together.
+    """Remembers recent load and needs; decides for all pools together.
 
     Args:
         max_num_workers: of all pools together, fixed ones too; None: no limit.
@@ -121,12 +121,12 @@ class Autoscaler:
         self._needs: dict[Pool, deque[tuple[float, int]]] = {}
         self._times: dict[Pool, StepTimeModel] = {}  # of pools that may be empty now
 
-    def observe(self, model: str, now: float, seconds: float, asked: Asked) -> None:
+    def observe(self, model: str, now: float, seconds: float, asked: RequestTotals) -> None:
         """`asked` of `model` within the `seconds` before `now`."""
         if seconds > 0.0:
             self._slices[model].append(Slice(now, seconds, asked))
 
-    def decide(self, now: float, states: Mapping[Pool, PoolState]) -> dict[Pool, Wanted]:
+    def decide(self, now: float, states: Mapping[Pool, PoolState]) -> dict[Pool, PoolTarget]:
         """What is wanted now, of each pool of `states`."""
         goals: dict[Pool, _Goal] = {}
         wanted: dict[Pool, int] = {}
@@ -139,7 +139,7 @@ class Autoscaler:
                     goals[name], wanted[name] = self._want(now, tier, role, pool, states[name])
         granted = _within(wanted, least, self._max_num_workers)
         return {
-            name: Wanted(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)
+            name: PoolTarget(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)
             for name, goal in goals.items()
         }
 
@@ -179,7 +179,7 @@ class Autoscaler:
 
 
 class _Goal(msgspec.Struct, frozen=True):
-    """What one pool is for, and how well so many workers would have done it."""
+    """The SLO of one pool, and what a number of workers would have achieved on the recent load."""
 
     state: PoolState
     slo_s: float
@@ -300,7 +300,7 @@ def pools(tier: TierConfig) -> tuple[tuple[Role, PoolConfig], ...]:
 
 
 def may_be_empty(tier: TierConfig) -> bool:
-    """Whether the tier may have no worker at all while nobody asks."""
+    """Whether the tier may be scaled to zero while there are no requests."""
     return all(
         pool.autoscaling.min_replicas == 0 if pool.autoscaling else not pool.num_replicas
         for _, pool in pools(tier)
@@ -308,7 +308,7 @@ def may_be_empty(tier: TierConfig) -> bool:
 
 
 def _limits(pool: PoolConfig) -> AutoscalingConfig:
-    """A pool that is not scaled is always as large as it is."""
+    """The bounds of a pool; a fixed pool has its size as both."""
     if pool.autoscaling is not None:
         return pool.autoscaling
     number = pool.num_replicas
@@ -326,8 +326,8 @@ def _has_workers(pool: PoolConfig) -> bool:
 def _within(
     wanted: Mapping[Pool, int], least: Mapping[Pool, int], budget: int | None
 ) -> Mapping[Pool, int]:
-    """Where all together are too many, each pool gets its minimum, and then whoever lacks most of
-    what it wants gets the next worker."""
+    """Fit all pools into `max_num_workers`: each gets its minimum, then the pool with the smallest
+    share of what it needs gets the next worker, and so on."""
     if budget is None or sum(wanted.values()) <= budget:
         return wanted
     granted = {pool: min(least[pool], number) for pool, number in wanted.items()}
@@ -338,7 +338,7 @@ def _within(
     return granted
 
 
-def _own_prefill_s(asked: Asked, times: StepTimeModel) -> float:
+def _own_prefill_s(asked: RequestTotals, times: StepTimeModel) -> float:
     if not asked.num_requests:
         return 0.0
     cached = min(asked.num_cached_tokens, asked.num_prompt_tokens) / asked.num_requests

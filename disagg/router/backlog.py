@@ -1,6 +1,6 @@
-"""What a worker computes before it comes to a new prompt, as far as its last report says.
+"""The work queued on a worker ahead of a new prompt, according to the worker's last report.
 
-Worked out once for each report and not for each request: a decision looks at every worker.
+Computed once per report, not once per request, because every routing decision looks at all workers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 
 class Backlog(msgspec.Struct, frozen=True, gc=False):
-    """Prompts that are there already, and the steps that they take.
+    """Prompts queued on a worker, and the steps that they take.
 
-    Each step gives a token to every sequence that decodes, and fills the rest with prompts in the
-    order in which they came: what is queued last shares a step with what comes next. The step
-    under way took its share when it began.
+    Each step gives one token to every decoding sequence and fills the rest of its token budget with
+    prompts in order of arrival. So the last queued prompt shares a step with a new one. Tokens of
+    the running step no longer count as queued.
     """
 
     num_prompts: int  # that wait or are computed

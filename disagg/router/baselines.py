@@ -1,8 +1,8 @@
-"""Other ways to choose a route, to compare `policy.choose_route` with.
+"""Baseline routing policies to compare `policy.choose_route` with, in the simulator.
 
-Each looks at one thing only, as many routers do: whose turn it is, chance, how much is queued, or
-who holds most of the prompt. Prefill goes to the prefill pool and decode to the decode pool; where
-there is one pool only, a worker does both. None of them refuses a request for being late.
+Each uses one criterion, as many routers do: round robin, random, least loaded, or longest cached
+prefix. Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does
+both. None of them refuses requests.
 """
 
 from __future__ import annotations

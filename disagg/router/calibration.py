@@ -1,8 +1,8 @@
-"""From labelled prompts to a threshold: what every threshold would have cost, and how often right.
+"""Calibrates a cascade: accuracy and cost of every threshold, from labelled prompts.
 
-Two models answered the same prompts; which of their answers are right is known, and how sure the
-smaller one was of each token. The measures are RouteLLM's (Ong et al., 2024). The gap is what the
-large model is more often right; recovered is the part of it that the cascade has.
+Two models answered the same prompts. Known are which answers are right, and the log-probabilities
+of the small model's tokens. The measures are RouteLLM's (Ong et al., 2024): the gap is the large
+model's accuracy minus the small one's, and recovered is the part of it that the cascade keeps.
 
 A model's cost for an answer is its parameters times the tokens that went through it: the whole
 prompt, as if none of it were cached, and every token of the answer but the last, which is not read

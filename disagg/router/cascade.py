@@ -1,8 +1,7 @@
-"""Small model first: whether the first tokens of an answer are good enough, and what was decided.
+"""Small model first: judges the first tokens of an answer by their log-probabilities.
 
-A model's own log-probabilities tell its right answers from its wrong ones rather well, and cost
-nothing. Pure: the judge sees scores, the threshold sees predicted seconds. Who asks the models is
-`ingress/escalation.py`.
+A model's log-probabilities separate its right answers from its wrong ones well, and cost nothing
+extra. Pure functions; `ingress/escalation.py` runs the models.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}
 
 
 def measure(signal: Signal, scores: Sequence[TokenLogprobs]) -> float:
-    """How sure a model was of these tokens, in nats; the higher the surer. -inf for none.
+    """The confidence signal of some tokens, in nats; higher is surer. -inf for no tokens.
 
-    The minimum is the log-probability of the token it was least sure of, the mean that of all (of
-    their geometric mean). The margin is the least distance of a token from the likeliest other one;
-    below 0 where another one was likelier.
+    "minimum": the smallest log-probability. "mean": the mean log-probability. "margin": the
+    smallest difference between a token and the likeliest other token; negative if that one was
+    likelier.
     """
     if not scores:
         return -math.inf
@@ -46,7 +45,7 @@ def _margin(score: TokenLogprobs) -> float:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was measured of an answer's first tokens, and what follows."""
+    """The signal of an answer's first tokens beside the threshold."""
 
     is_sure: bool
     value: float
@@ -72,7 +71,7 @@ def judge(
 def moved_threshold(
     threshold: float, max_shift: float, wait_here: float, wait_above: float
 ) -> float:
-    """The threshold under load: lower where the larger model is busier, and so escalating dearer.
+    """The threshold under load: lower while the larger model is busier, so that fewer escalate.
 
     Args:
         wait_here, wait_above: predicted seconds of waiting for a new request on this tier and on
@@ -108,10 +107,10 @@ def _least_wait_s(workers: Sequence[WorkerView], usual_output_tokens: float) -> 
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """What became of a request on one tier. Without a verdict nothing was measured there.
+    """The outcome of a request on one tier. `verdict` is None if nothing was judged there.
 
-    `reason`: "sure", "unsure", "largest" (whose answer is not judged), or the code of the error
-    with which the tier refused or failed; "kept" where a small answer had to do after all.
+    `reason`: "sure", "unsure", "largest" (not judged), the code of the tier's error, or "kept" (an
+    unsure answer that no larger tier could replace).
     """
 
     model: str

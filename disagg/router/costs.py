@@ -1,17 +1,16 @@
-"""What a choice costs, in seconds of waiting over everyone it makes wait.
+"""The cost of each routing choice, in seconds: the request's own time plus the delay of others.
 
-    prefill on a worker    the rest of the step under way and what is queued there, then the
-                           request's own uncached tokens, step by step; these make
-                           every sequence that decodes there wait, and those who come behind; and
-                           a prefix that another worker holds takes room from others' prefixes
-    a loan                 the rest of the lender's step under way, and the transfer of what it has
-    transfer               latency and bytes that the decode worker does not hold yet
-    decode on a worker     until others end, where the batch or the cache is full; the own steps in
-                           the batch it joins; and every other sequence of the batch waits for what
-                           one more makes each step longer
+    prefill on a worker    the rest of the running step, the queue, and the request's uncached
+                           tokens (own_s, queue_s); plus the delay of sequences that decode there
+                           and of requests behind it, and the cache space taken by another copy of
+                           a prefix (harm_s)
+    a loan                 the rest of the lender's running step, and the transfer of the prefix
+    transfer               latency, and the bytes that the decode worker does not have yet
+    decode on a worker     the wait for a place in the batch and for KV blocks; the steps of its
+                           own answer; and the extra time of every step for the other sequences
 
-All of it follows from workers' fitted time models and measured transfers. The two weights are
-numbers of requests, so nothing has to be tuned again for another model or machine.
+All of it follows from the workers' fitted time models and measured transfers. The two weights below
+count requests, so they need no tuning for another model or machine.
 """
 
 from __future__ import annotations
@@ -25,21 +24,22 @@ from disagg.router.fleet import WorkerView
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
 from disagg.time_model import CHUNK_TOKENS
 
-# A decode worker is kept clear for streams: a prompt that it computes delays at least one, which
-# may come meanwhile. So an idle fleet hands long prompts over, and computes short rests in place.
+# A prompt on a decode worker is charged for delaying at least one stream, even if none runs there:
+# one may arrive meanwhile. So an idle fleet still prefills long prompts on prefill workers, and
+# only short uncached suffixes on decode workers.
 NUM_STREAMS_EXPECTED = 1
 
-# Who makes a queue longer delays those who come behind, until it has drained: as many as wait now
-# come while these are served, and as many again behind them.
+# A prompt also delays the requests that arrive while the queue drains: as many as wait now arrive
+# while those are served, and as many again behind them.
 NUM_BEHIND_PER_QUEUED = 2.0
 
-# A prefix held twice is room for one prefix less, which will be computed again, and displace one
-# itself. What several workers hold is in demand everywhere, and one copy more is none too many.
+# A second copy of a prefix evicts another prefix, which is then computed again and evicts one in
+# turn. Copies of a prefix that several workers hold already are free: it is in demand everywhere.
 # Measured on the Mooncake trace (docs/notebook/routing.md, "Simulator").
 NUM_COMPUTED_AGAIN = 7.0
 
-# To a decode worker that has pulled from nobody. Optimistic: too high a price would never be found
-# out, because nothing would be moved.
+# For a decode worker that has not pulled yet. Optimistic, because too high a price would never be
+# corrected: nothing would be transferred.
 UNMEASURED_LATENCY_S = 2e-3
 UNMEASURED_S_PER_BYTE = 1e-10
 
@@ -47,11 +47,11 @@ UNMEASURED_S_PER_BYTE = 1e-10
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerView
     num_cached_tokens: int
-    own_s: float  # to the first token, if nothing were queued
-    queue_s: float  # until what is queued has been computed; 0 where nothing is
-    harm_s: float  # to others: who decode there, come behind, or lose their prefix
-    total_s: float  # all of it
-    lender: str | None = None  # who holds the cached tokens, if they are to be pulled before
+    own_s: float  # to the first token, without a queue
+    queue_s: float  # until the queued prompts are computed
+    harm_s: float  # delay of others: decoding sequences, requests behind it, evicted prefixes
+    total_s: float  # the sum
+    lender: str | None = None  # the worker to pull the cached tokens from first
 
     @property
     def first_token_s(self) -> float:
@@ -60,9 +60,9 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerView
-    num_held_tokens: int  # whose KV is there already
-    place_s: float  # until there is a place in the batch, and room for the KV
-    decode_s: float  # of the own steps, and what they make others wait
+    num_held_tokens: int  # tokens whose KV is cached there
+    place_s: float  # until there is a place in the batch and blocks for the KV
+    decode_s: float  # the steps of its own answer, and the delay of the others in the batch
 
 
 def prefill_cost(
@@ -75,16 +75,16 @@ def prefill_cost(
     num_in_host: int = 0,
     now: float = 0.0,
 ) -> PrefillCost:
-    """Computing a prompt's KV and its first token on `worker`.
+    """The cost of computing a prompt's KV and its first token on `worker`.
 
     Args:
-        num_behind: requests that will wait for this one; see `requests_behind`.
-        num_held_once: after how many tokens the part of the prompt begins, and ends, whose KV one
-            worker of the pool has and no other.
-        spares_decodes: False where everybody prefills: then each prompt delays somebody's streams,
-            and sending it where they are few only makes queues uneven.
-        num_in_host: leading tokens whose KV is in the host memory behind the worker's cache.
-        now: on the fleet's clock; a step under way that began then, or later, counts as a whole.
+        num_behind: requests that will wait behind this one; see `requests_behind`.
+        num_held_once: (begin, end), in tokens, of the part of the prompt that exactly one worker of
+            the pool has cached.
+        spares_decodes: False in a pool where all workers prefill and decode: every prompt delays
+            some stream there, and avoiding the busiest decoders would only make queues uneven.
+        num_in_host: leading tokens in the host tier behind the worker's cache.
+        now: on the fleet's clock, for the rest of the running step.
     """
     times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
@@ -129,10 +129,10 @@ def with_loan(
     spares_decodes: bool = True,
     now: float = 0.0,
 ) -> PrefillCost:
-    """The same after pulling the KV of the first tokens from the cache of `lender`.
+    """The same if the worker first pulls `num_lent_tokens` tokens from the cache of `lender`.
 
-    Arguments are those of `cost`. Who waits in the queue pulls meanwhile. No prefix loses its room
-    for long, as the lender gives up first what it has lent.
+    The other arguments are those of `cost`. The pull overlaps with the wait in the queue. The copy
+    costs no cache space for long, because the lender evicts first what it has lent.
     """
     worker = cost.worker
     rest = prefill_cost(
@@ -154,7 +154,7 @@ def with_loan(
 
 
 def _rest_s(worker: WorkerView, now: float) -> float:
-    """What is left of the step under way."""
+    """Predicted rest of the running step, in seconds."""
     rest_s = worker.backlog.under_way_s
     if now > worker.began_s:
         rest_s -= now - worker.began_s
@@ -164,7 +164,7 @@ def _rest_s(worker: WorkerView, now: float) -> float:
 def _with_host(
     worker: WorkerView, host: HostCounts, num_tokens: int, num_cached: int, num_in_host: int
 ) -> tuple[int, float]:
-    """How many tokens will not be computed, and the seconds to load them: as the worker decides."""
+    """Cached tokens with the host tier, and seconds to load them; decided as the worker does."""
     num_reached = min(num_in_host, num_tokens - 1)
     num_loaded = num_reached - num_cached
     load_s = host.latency_s + host.block_s * -(-num_loaded // worker.record.block_size)
@@ -174,10 +174,10 @@ def _with_host(
 
 
 def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:
-    """How many requests one more will delay in its pool, for as long as it is computed itself.
+    """How many later requests a new prompt delays in its pool by its own computing time.
 
     Args:
-        num_held: requests for each worker that wait in the ingress.
+        num_held: requests per worker that wait in the ingress.
     """
     num_queued = sum(each.backlog.num_prompts for each in pool)
     return NUM_BEHIND_PER_QUEUED * (num_queued / len(pool) + num_held)
@@ -190,10 +190,10 @@ def decode_cost(
     num_output_tokens: int,
     usual_output_tokens: float = USUAL_OUTPUT_TOKENS,
 ) -> DecodeCost:
-    """Generating `num_output_tokens` after `num_tokens` on `worker`.
+    """The cost of generating `num_output_tokens` after `num_tokens` on `worker`.
 
     Args:
-        usual_output_tokens: how long the answers of those who are there already get.
+        usual_output_tokens: expected answer length of the sequences that run there.
     """
     num_decoding, num_context = worker.num_decoding, worker.num_context_tokens
     per_step_s, _, _, per_sequence_s, per_context_s = worker.times.coefficients
@@ -211,11 +211,11 @@ def decode_cost(
 def _ends_before_place(
     worker: WorkerView, num_missing_tokens: int, usual_output_tokens: float
 ) -> float:
-    """How many sequences must end on `worker` before one more has a place and room for its KV.
+    """How many sequences must end on `worker` before a new one has a place and blocks for its KV.
 
-    Those who wait there already come first, and need as much room as a usual prompt. While one
-    sequence ends the others grow by as much as one answer together, so an end leaves the room of a
-    prompt: what a sequence holds on average, less half an answer.
+    Sequences that wait there come first; each is assumed to need what an end frees. While one
+    sequence ends, the others together grow by one answer, so an end frees the blocks of a prompt:
+    the mean context length minus half an answer.
     """
     num_decoding, num_waiting = worker.num_decoding, worker.num_waiting
     block_size = worker.record.block_size
@@ -233,7 +233,7 @@ def _ends_before_place(
 
 
 def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> float:
-    """Moving the KV of `num_tokens` tokens; infinite where the two cannot read each other's."""
+    """Seconds to transfer the KV of `num_tokens` tokens; infinite if the layouts differ."""
     if source.record.peer.layout != destination.record.peer.layout:
         return float("inf")
     num_blocks = -(-num_tokens // source.record.block_size)

@@ -1,10 +1,9 @@
-"""Who goes next of the requests that wait in an ingress for room on the workers.
+"""The order of waiting requests: by priority, then fair between tenants, then by deadline.
 
-The lowest priority number first; among those, the tenant that has had the least service for its
-weight; of one tenant's, the earliest deadline. Service is counted in predicted seconds of work,
-which puts prompts, cached prefixes and answers of any length on one scale: the virtual token
-counter of Sheng et al. (2024), with the time model's seconds as its cost function. A tenant that
-comes back is not paid for the time in which it asked for nothing.
+The lowest priority number comes first; among those, the tenant with the least service for its
+weight; of one tenant, the earliest deadline. Service is counted in predicted seconds of work, one
+scale for prompts, cached prefixes and answers of any length: the virtual token counter of Sheng et
+al. (2024), with the time model as its cost function. An idle tenant saves up no credit.
 
 Pure: no clock, no event loop, no worker.
 """
@@ -21,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Waiter(Generic[Item]):
-    """One request that waits. `item` is its owner's."""
+    """One waiting request. `item` belongs to the caller."""
 
     __slots__ = ("cost_s", "item", "key", "nbytes", "tenant")
 
@@ -51,7 +50,7 @@ _key = attrgetter("key")
 
 
 class _TenantQueue(Generic[Item]):
-    """served_s: for its weight, on a scale on which only differences mean something."""
+    """One tenant's requests. served_s: service over weight; only differences have a meaning."""
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
@@ -104,20 +103,20 @@ class FairQueue(Generic[Item]):
         self._count(tenant, waiter, 1)
 
     def first(self) -> Waiter[Item] | None:
-        """Whose turn it is."""
+        """The request that is next."""
         if not self._active:
             return None
         return min(self._active.values(), key=_TenantQueue.rank).waiting[0]
 
     def serve(self, waiter: Waiter[Item]) -> None:
-        """Its turn has come: it leaves, and its tenant is charged."""
+        """Remove the next request and charge its tenant."""
         tenant = self._tenants[waiter.tenant]
         self._reached_s = max(self._reached_s, tenant.served_s)
         tenant.served_s += waiter.cost_s / tenant.weight
         self.remove(waiter)
 
     def remove(self, waiter: Waiter[Item]) -> None:
-        """It leaves, if it is still here."""
+        """Remove a request without charge, if it is still here."""
         tenant = self._tenants[waiter.tenant]
         place = bisect_left(tenant.waiting, waiter.key, key=_key)
         if place == len(tenant.waiting) or tenant.waiting[place] is not waiter:
@@ -133,7 +132,7 @@ class FairQueue(Generic[Item]):
             del self._active[tenant.name]
 
     def pass_by(self, name: str, cost_s: float) -> None:
-        """A request of a tenant did not have to wait. It counts all the same."""
+        """Charge a tenant for a request that did not have to wait."""
         tenant = self._tenant(name)
         if not tenant.waiting:
             self._catch_up(tenant)
@@ -141,12 +140,12 @@ class FairQueue(Generic[Item]):
         tenant.served_s += cost_s / tenant.weight
 
     def correct(self, name: str, cost_s: float) -> None:
-        """A request took so much more than its tenant was charged; less, if negative."""
+        """Charge a tenant the rest when a request cost more than charged; negative: less."""
         tenant = self._tenant(name)
         tenant.served_s += cost_s / tenant.weight
 
     def ahead_s(self, waiter: Waiter[Item]) -> float:
-        """The work that would be done before `waiter`, which is not in the queue, has its turn."""
+        """The work ahead of `waiter`, which is not in the queue yet, in seconds."""
         own = self._tenant(waiter.tenant)
         place = bisect_left(own.waiting, waiter.key, key=_key)
         mine_s = sum(each.cost_s for each in own.waiting[:place])

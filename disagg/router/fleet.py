@@ -1,9 +1,8 @@
-"""What one ingress knows about all workers: an immutable view for decisions, and its keeper.
+"""What one ingress knows about all workers: an immutable `FleetView` for decisions.
 
-`Fleet` hears from the links (it is their observer) and answers with a `FleetView`. A worker is in
-the view from its snapshot until its link ends. Decisions are made on what workers report plus
-what this ingress has sent them and their reports cannot show yet (`Ledger`): without that, all
-requests of one millisecond would choose the same worker.
+`Fleet` observes the links and keeps the view. A worker is in the view from its snapshot until its
+link ends. A view combines what workers report with what this ingress has sent them since
+(`Reservations`): without that, all requests of one millisecond would choose the same worker.
 
 No sockets; time is given.
 """
@@ -27,7 +26,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.backlog import Backlog
-from disagg.router.output_length import Delays, OutputLengths
+from disagg.router.output_length import LatenessFactors, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
 from disagg.time_model import StepTimeModel
 
@@ -100,7 +99,7 @@ class FleetView(msgspec.Struct, frozen=True):
 
     workers: Mapping[str, WorkerView]
     answers: OutputLengths
-    delays: Delays
+    delays: LatenessFactors
     queued: Mapping[str, int] = {}  # requests of each model that wait in this ingress
 
 
@@ -115,11 +114,11 @@ class Reservation:
         self.seen_after: int | None = None  # the number of the status that must include it
 
 
-class Ledger:
-    """What was routed by this ingress and cannot be in the workers' own reports yet.
+class Reservations:
+    """Requests that this ingress has routed and that the workers' reports do not include yet.
 
-    A reservation counts from the choice until the worker was heard often enough after `sent`, or
-    until `release` (first token, or the end), whichever comes first.
+    A reservation counts from the routing decision until enough reports have arrived after `sent`,
+    or until `release` (first token, or the end), whichever comes first.
     """
 
     def __init__(self) -> None:
@@ -173,10 +172,9 @@ _NOTHING = RequestLoad()
 
 
 class PoolTimes:
-    """Step times of workers, and for those that have run no step yet, of their like.
+    """Step times of workers; for workers without any step yet, those of their pool.
 
-    A worker that kept its prior while others have learned to be faster would seem the slowest,
-    get no request, and learn nothing.
+    Otherwise a new worker with a slow prior would get no request, and would never learn better.
     """
 
     def __init__(self) -> None:
@@ -214,7 +212,7 @@ _DEFAULT_TIMES = StepTimeModel()
 
 
 def host_id(worker_id: str) -> str:
-    """Under which name the prefix index knows the host memory behind a worker's cache."""
+    """The name of a worker's host tier in the prefix index."""
     return f"{worker_id}/host"
 
 
@@ -231,14 +229,14 @@ class Fleet:
         self.index = index if index is not None else PrefixIndex()
         self._now = now
         self._began_s: dict[str, float] = {}  # the step under way, as far as can be known
-        self._ledger = Ledger()
+        self._ledger = Reservations()
         self._times = PoolTimes()
         self._records: dict[str, WorkerRecord] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
         self._has_changed = False  # since the last `view`
         self.answers = OutputLengths()
-        self.delays = Delays()
+        self.delays = LatenessFactors()
         self.queued: dict[str, int] = {}  # kept by the admission queue
         # Called with a model when a worker of it begins to take requests.
         self.on_available: list[Callable[[str], None]] = []

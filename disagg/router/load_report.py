@@ -1,7 +1,7 @@
-"""What an ingress says about its load, as numbers by name: all that Serve carries for us.
+"""An ingress's load report for the autoscaler, as numbers by name: Serve carries nothing else.
 
-Requests asked so far and prompts that wait in the ingress, by tier; and by pool, how fast and how
-busy its workers say they are.
+By tier: requests so far, and prompts that wait in the ingress. By pool: step times and load of the
+workers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from disagg.messages import Role
-from disagg.router.demand import Asked, Demand
+from disagg.router.demand import Demand, RequestTotals
 from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
@@ -21,7 +21,7 @@ _ROOM_FIELDS = ("max_num_seqs", "num_kv_tokens")
 def report(
     demand: Demand, num_waiting_tokens: Mapping[str, int], states: Mapping[Pool, PoolState]
 ) -> dict[str, float]:
-    """What one ingress knows.
+    """The report of one ingress.
 
     Args:
         num_waiting_tokens: of all tiers, uncomputed tokens of the prompts that wait in it.
@@ -40,8 +40,10 @@ def report(
     return said
 
 
-def asked_in(said: Mapping[str, float], model: str) -> Asked:
-    return Asked(*(said.get(f"asked/{model}/{field}", 0.0) for field in Asked._fields))
+def asked_in(said: Mapping[str, float], model: str) -> RequestTotals:
+    return RequestTotals(
+        *(said.get(f"asked/{model}/{field}", 0.0) for field in RequestTotals._fields)
+    )
 
 
 def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:

@@ -1,7 +1,6 @@
-"""What an ingress learns from the answers that passed through it, by model.
+"""Learned per model from past answers: their usual length, and how late first tokens are.
 
-The time model says how long a step takes; two things it cannot say: how long answers get, and how
-far off its predictions are where it matters. Values in, figures out; no clock.
+Complements the time model, which predicts only seconds per step. Has no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ USUAL_DELAY, MOST_DELAY = 4 / 3, 8.0
 
 
 class OutputLengths:
-    """The mean number of tokens of an answer, the latest ones counting most."""
+    """Exponentially weighted mean of the tokens per answer."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
@@ -32,12 +31,12 @@ class OutputLengths:
         self._means[model] = before + ANSWER_WEIGHT * (num_tokens - before)
 
 
-class Delays:
-    """By what factor first tokens come later than predicted, but for the worst 2 %.
+class LatenessFactors:
+    """The 98th percentile of measured over predicted TTFT, for requests that waited in a queue.
 
-    A percentile by stochastic approximation (Robbins and Monro, 1951): up by 0.98 of a step for a
-    value above it, down by 0.02 for one below. Without it requests taken in at the very limit of an
-    SLO would miss it half of the time.
+    Estimated by stochastic approximation (Robbins and Monro, 1951): up by 0.98 of a step for a
+    value above it, down by 0.02 for one below. Without this factor, requests admitted at the limit
+    of an SLO would miss it half of the time.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Delays:
         return self._factors.get(model, USUAL_DELAY)
 
     def observe(self, model: str, predicted_s: float, seconds: float) -> None:
-        """A first token for which one had to wait came after `seconds`."""
+        """Learn from a request that waited: its first token came after `seconds`."""
         factor = self.factor(model)
         rank = PERCENTILE if seconds > factor * predicted_s else PERCENTILE - 1.0
         factor *= math.exp(LEARNING_STEP * rank)

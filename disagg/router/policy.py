@@ -1,13 +1,13 @@
-"""Where a request goes: one function of the request, the fleet, the index, the time and the rng.
+"""The routing policy: one function of request, fleet view, prefix index, time and rng.
 
-Prefill workers are preferred for prefill and decode workers for decode, but that is all a role
-means. A prompt is prefilled elsewhere only where that is predicted to be cheaper than doing it on
-the decode worker, transfer included; and when no decode worker is left, prefill workers decode.
-Who prefills for itself may first pull what another worker has cached of the prompt, where that is
-cheaper than computing it, or than waiting for the worker that has it.
+Roles are preferences: prefill workers are preferred for prefill, decode workers for decode, and any
+worker can do both. Remote prefill is chosen only if it is predicted to be cheaper than prefill on
+the decode worker, transfer included. Without decode workers, prefill workers decode. A worker that
+prefills for itself may first pull a cached prefix from another worker (a loan), if that is cheaper
+than computing it, and than waiting for the worker that has it.
 
-Pairs are not all looked at: a pair's cost is its prefill side, its decode side and the transfer,
-so the cheapest few of each side are enough.
+Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
+transfer, so the few cheapest workers of each side are enough.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class _Pool(NamedTuple):
 
 
 class ChooseRoute(Protocol):
-    """How a request that is nowhere yet finds its way. `choose_route` is one, and those of
-    `baselines` are others, to compare it with."""
+    """A routing policy for a request without KV anywhere: `choose_route`, or one of `baselines`."""
 
     def __call__(
         self,
@@ -88,17 +87,17 @@ def choose_route(
     exclude: Collection[str] = (),
     ttft_slo_s: float | None = math.inf,
 ) -> Route:
-    """The cheapest way to serve `request`, of those that are fast enough.
+    """The cheapest route for `request` among those that are fast enough.
 
     Args:
         now: Unix time in seconds.
         exclude: workers that must not be asked (again).
-        ttft_slo_s: how late the first token may come; see `admission.in_time`. None: whatever it
-            takes, for a request that has been taken in before.
+        ttft_slo_s: latest first token; see `admission.in_time`. None: any, for a request that was
+            admitted before.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
-        Overloaded: no way is predicted to be fast enough for the request's deadline or the SLO.
+        Overloaded: no route is predicted to meet the request's deadline or the SLO.
         DeadlineExceeded: the request's deadline has passed.
     """
     prefills, decodes = eligible(request, fleet, now, exclude)
@@ -144,7 +143,7 @@ def choose_decode(
     rng: random.Random,
     exclude: Collection[str] = (),
 ) -> Route:
-    """Where a request goes on whose first `num_kv_tokens` tokens' KV waits on `source_id`.
+    """The decode worker for a request whose first `num_kv_tokens` tokens have KV on `source_id`.
 
     Raises what `choose_route` raises.
     """
@@ -174,7 +173,7 @@ def choose_decode(
 def eligible(
     request: GenerateRequest, fleet: FleetView, now: float, exclude: Collection[str]
 ) -> tuple[list[WorkerView], list[WorkerView]]:
-    """Who may prefill for others, and who may decode (and prefill for itself)."""
+    """Workers for remote prefill, and workers that may decode (and prefill for themselves)."""
     if now >= request.deadline_unix_s:
         raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
     prefills: list[WorkerView] = []

@@ -1,16 +1,14 @@
-"""Which worker holds which blocks: one bit per worker under every block's name.
+"""The prefix index: for every block hash, a bit mask of the workers that have the block cached.
 
-Fed by each worker's snapshot and the events after it. The answer to `match` is a belief (a block
-may be gone when the request arrives); a wrong one costs time, never correctness.
+Fed by each worker's snapshot and KV events. `match` may be out of date (a block may be evicted
+before the request arrives); that costs time, never correctness.
 
-Names lie in many small dicts by their first byte, so that nothing is ever done to all of them at
-once: a dict that grows, what leaves for lack of room, and the bits of workers that are gone are
-each a matter of one small dict.
+Hashes are spread over 256 dicts by their first byte, so that growing a dict, evicting hashes and
+clearing bits of lost workers each touch one small dict at a time, and no call takes long.
 
-Bounded in bytes. When full, names leave in the order in which they came, except that those that a
-request asked for meanwhile get another turn (the CLOCK approximation of least recently used;
-Corbató, 1968). Losing a worker forgets its bit at once; its names are swept out a small dict at a
-time while the others report, and only then is the bit given to somebody else.
+Bounded in bytes. When full, the oldest hashes are evicted, except that those matched since get a
+second chance (CLOCK, an approximation of LRU; Corbató, 1968). A lost worker's bit is ignored at
+once; it is cleared dict by dict while other workers report, and reused only after that.
 """
 
 from __future__ import annotations

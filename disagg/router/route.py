@@ -1,4 +1,4 @@
-"""What a routing decision consists of: the ways a request could take, and the one it takes."""
+"""A routing decision: the candidates, and the chosen route."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from disagg import telemetry
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One way to serve a request, in predicted seconds.
+    """One possible route, with predicted seconds.
 
-    The first token comes after `own_s` on workers that have nothing else to do. `wait_s` is what
-    others add: the queue before it, or the wait for a place in the batch where it decodes.
+    `own_s` is the TTFT on idle workers. `wait_s` is what other requests add: the queue before it,
+    or the wait for a place in the decode batch.
     """
 
-    prefill: str | None  # None: on the decode worker
+    prefill: str | None  # None: local prefill, on the decode worker
     decode: str
     own_s: float
     wait_s: float
-    first_token_s: float  # both, as far as they come before the first token
-    total_s: float  # with transfer, decode, and what others wait because of it
+    first_token_s: float  # predicted TTFT: own_s and wait_s, as far as they precede the first token
+    total_s: float  # the cost: with transfer, decode, and the delay of other requests
     num_cached_tokens: int
-    lender: str | None = None  # who holds these, if they are to be pulled before
+    lender: str | None = None  # the worker to pull the cached tokens from first
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The chosen way, and what it was chosen from."""
+    """The chosen route and its alternatives."""
 
     prefill: str | None
     decode: str

@@ -21,7 +21,7 @@ from disagg.messages import TokenLogprobs
 _CERTAIN = TokenLogprobs(0.0)
 
 
-class Sureness:
+class SimulatedConfidence:
     """How sure each small model is of each request.
 
     Args:

@@ -16,7 +16,7 @@ from disagg.errors import RequestError
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
-from disagg.router.demand import Asked, Demand
+from disagg.router.demand import Demand, RequestTotals
 from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState, states_of
 from disagg.time_model import StepTimeModel
@@ -85,7 +85,7 @@ class Scaling:
         self._serving: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
         self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # when ready
         self._draining: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
-        self._before: dict[str, Asked] = {tier.name: Asked() for tier in tiers}
+        self._before: dict[str, RequestTotals] = {tier.name: RequestTotals() for tier in tiers}
         self._paid_s: dict[str, float] = {tier.name: 0.0 for tier in tiers}
         self._looked_s = 0.0
 

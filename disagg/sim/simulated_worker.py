@@ -35,7 +35,7 @@ from disagg.messages import (
 )
 from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
-from disagg.sim.answers import Sureness
+from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.sim.steps import StepRun, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
@@ -71,7 +71,7 @@ class SimulatedWorker:
         epoch: int,
         network: SimulatedNetwork,
         fleet: Fleet,
-        sureness: Sureness,
+        sureness: SimulatedConfidence,
     ) -> None:
         self.spec = spec
         self.busy_s = 0.0

@@ -33,7 +33,7 @@ from disagg.router.baselines import new_policy
 from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView, Pool
 from disagg.sim import virtual_time
-from disagg.sim.answers import Sureness
+from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import Fault, SimConfig
 from disagg.sim.network import SimulatedNetwork
 from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
@@ -84,7 +84,7 @@ class _Simulation:
         self._past: list[SimulatedWorker] = []  # those that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
         unsure = {tier.name: tier.unsure for tier in config.smaller}
-        self._sureness = Sureness(config.cascade, unsure, config.seed)
+        self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
         self._nums_started: dict[Pool, int] = {}
         tiers = config.tiers
         self._start_all(tiers)

@@ -15,7 +15,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
-from disagg.sim.answers import Sureness
+from disagg.sim.answers import SimulatedConfidence
 from disagg.time_model import StepFeatures, StepTimeModel
 
 
@@ -26,7 +26,7 @@ class TimedRunner:
         num_prompt_tokens: computed so far.
     """
 
-    def __init__(self, model: str, sureness: Sureness) -> None:
+    def __init__(self, model: str, sureness: SimulatedConfidence) -> None:
         self.num_prompt_tokens = 0
         self._model = model
         self._sureness = sureness

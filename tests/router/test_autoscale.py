@@ -16,7 +16,7 @@ from disagg.router.autoscale import (
     may_be_empty,
     prefill_ttft_s,
 )
-from disagg.router.demand import Asked
+from disagg.router.demand import RequestTotals
 from disagg.router.pool_state import PoolState
 from disagg.time_model import StepTimeModel
 
@@ -50,8 +50,8 @@ def tier(
     )
 
 
-def asked(num: float, prompt: float = 1000.0, answer: float = 100.0) -> Asked:
-    return Asked(num, num * prompt, 0.0, num * answer)
+def asked(num: float, prompt: float = 1000.0, answer: float = 100.0) -> RequestTotals:
+    return RequestTotals(num, num * prompt, 0.0, num * answer)
 
 
 def slices(load: list[float], prompt: float = 1000.0, answer: float = 100.0) -> list[Slice]:
@@ -66,7 +66,7 @@ class Played:
         self.now = 0.0
         self.sizes = {PREFILL: 1, DECODE: 1}
 
-    def second(self, wanted: Asked, **decoding: float) -> dict[tuple[str, str], int]:
+    def second(self, wanted: RequestTotals, **decoding: float) -> dict[tuple[str, str], int]:
         self.now += 1.0
         self.scaler.observe("tier", self.now, 1.0, wanted)
         states = {

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.ingress.dispatch import Dispatcher
-from disagg.router.demand import Asked
+from disagg.router.demand import RequestTotals
 from disagg.router.fleet import Fleet
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
@@ -30,11 +30,11 @@ async def test_requests_and_what_they_hit_are_counted() -> None:
     usual = fleet.answers.usual("toy")
     ours = dispatcher(fleet)
     await collect(ours, request)
-    assert ours.demand.of("toy") == Asked(1.0, 100.0, 32.0, usual)
+    assert ours.demand.of("toy") == RequestTotals(1.0, 100.0, 32.0, usual)
     await collect(ours, make_request(50, request_id="other"))
     assert ours.demand.of("toy").num_requests == 2.0
     assert ours.demand.of("toy").num_prompt_tokens == 150.0
-    assert ours.demand.of("nobody") == Asked()
+    assert ours.demand.of("nobody") == RequestTotals()
 
 
 async def test_what_could_not_be_served_is_counted_too() -> None:

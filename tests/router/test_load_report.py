@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg.messages import StepCosts
-from disagg.router.demand import Asked, Demand
+from disagg.router.demand import Demand, RequestTotals
 from disagg.router.load_report import asked_in, report, state_in
 from disagg.router.pool_state import PoolState, states_of
 from disagg.time_model import StepTimeModel
@@ -36,8 +36,8 @@ def test_a_report_says_what_it_was_made_of() -> None:
     states = states_of(reports())  # type: ignore[arg-type]
     said = report(demand, {"toy": 0, "idle": 0}, states)
     assert all(isinstance(value, float) for value in said.values())
-    assert asked_in(said, "toy") == Asked(1.0, 100.0, 64.0, 20.0)
-    assert asked_in(said, "idle") == Asked()
+    assert asked_in(said, "toy") == RequestTotals(1.0, 100.0, 64.0, 20.0)
+    assert asked_in(said, "idle") == RequestTotals()
     for (model, role), state in states.items():
         expected = PoolState(
             0,

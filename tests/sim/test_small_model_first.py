@@ -10,7 +10,7 @@ from disagg.config import AutoscalingConfig
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import RequestError
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.sim.answers import Sureness
+from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import LARGEST, Fault, SimConfig, SmallTier
 from disagg.sim.report import TierReport
 from disagg.sim.simulation import simulate
@@ -71,7 +71,9 @@ def test_a_draft_is_verified_in_the_prefill_step_of_the_large_model() -> None:
     )
     report = simulate(config, [TraceRequest(0.0, num_prompt, num_output)])
     sequence = Sequence(request(0, num_output))
-    place, _ = Sureness(config.cascade, {"small": 1.0}, config.seed).least("small", sequence)
+    place, _ = SimulatedConfidence(config.cascade, {"small": 1.0}, config.seed).least(
+        "small", sequence
+    )
     assert 0 < place < num_judged, "choose another seed"
     of_small, of_large = config.times_of("small"), config.times
     judged_s = of_small.prefill_s(num_prompt) + sum(
@@ -103,7 +105,7 @@ def request(number: int, num_output: int) -> GenerateRequest:
 
 def test_the_share_is_that_of_answers_below_the_threshold_and_places_differ() -> None:
     config = with_small(0.2)
-    sureness = Sureness(config.cascade, {"small": 0.2}, seed=0)
+    sureness = SimulatedConfidence(config.cascade, {"small": 0.2}, seed=0)
     drawn = [sureness.least("small", Sequence(request(i, 40))) for i in range(2000)]
     (threshold,) = config.cascade.thresholds
     assert sum(logprob < threshold for _, logprob in drawn) / 2000 == pytest.approx(0.2, abs=0.03)

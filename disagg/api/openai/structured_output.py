@@ -51,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Structured(Protocol):
+class GrammarFields(Protocol):
     """The fields of a request that are looked at here."""
 
     response_format: ResponseFormat | None
@@ -65,7 +65,7 @@ class Structured(Protocol):
 
 
 def wanted_grammar(
-    request: Structured, required_calls: Grammar | None = None
+    request: GrammarFields, required_calls: Grammar | None = None
 ) -> tuple[str, Grammar] | None:
     """The field that says what the answer must look like, and what it says.
 
@@ -87,7 +87,7 @@ def wanted_grammar(
     return param, grammar
 
 
-def _wanted(request: Structured) -> dict[str, Grammar]:
+def _wanted(request: GrammarFields) -> dict[str, Grammar]:
     wanted: dict[str, Grammar] = {}
     form = request.response_format
     if form is not None and form.type == "json_object":

@@ -47,7 +47,7 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class Offering(Protocol):
+class ToolFields(Protocol):
     """The fields of a request that are looked at here."""
 
     tools: Tools | None
@@ -55,12 +55,12 @@ class Offering(Protocol):
     parallel_tool_calls: bool | None
 
 
-def offered(request: Offering) -> Sequence[Tool]:
+def offered(request: ToolFields) -> Sequence[Tool]:
     """The functions that may be called: none if the client says so."""
     return () if request.tool_choice == "none" else request.tools or ()
 
 
-def check_tools(request: Offering) -> None:
+def check_tools(request: ToolFields) -> None:
     """
     Raises:
         InvalidRequest: two functions have one name, or one is asked for that is not offered.
@@ -80,7 +80,7 @@ def check_tools(request: Offering) -> None:
         )
 
 
-def required_calls(request: Offering) -> Grammar | None:
+def required_calls(request: ToolFields) -> Grammar | None:
     """What the answer must look like where a call is required; None where it is not.
 
     Raises:
@@ -130,7 +130,7 @@ def _grammar(schema: dict[str, Any]) -> Grammar:
         raise invalid_value("tools", "A schema is nested too deeply.") from None
 
 
-def call_syntax(request: Offering, model: ServedModel) -> CallSyntax | None:
+def call_syntax(request: ToolFields, model: ServedModel) -> CallSyntax | None:
     """How the answers of `request` are read for calls; None: they are text.
 
     Raises:
