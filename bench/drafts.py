@@ -23,6 +23,7 @@ from bench.gpu_models import new_sequence
 from bench.report import finish, print_table, take_turns
 from disagg.config import ASSETS, EngineConfig, SpeculativeConfig
 from disagg.engine.device.runner import build_engine
+from disagg.models.description import describe_model
 from scripts.demo_tasks import Turn, arithmetic_turn, copy_turn, render, sort_turn
 
 MODEL = ASSETS / "demo-large"
@@ -46,7 +47,8 @@ class Asked:
             kv_cache_memory_bytes=64 << 20,
             speculative_config=drafts,
         )
-        self.engine, _, model = build_engine(config, MODEL)
+        model = describe_model(MODEL)
+        self.engine, _ = build_engine(config, model)
         self.stop_ids = frozenset(model.eos_token_ids)
         self.answers: dict[str, list[list[int]]] = {}
 

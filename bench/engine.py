@@ -28,6 +28,7 @@ from disagg.config import DType, EngineConfig
 from disagg.engine.device.runner import build_engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.description import describe_model
 
 MAX_MODEL_LEN = 2048
 PAGE_SIZE, NUM_PAGES = 128, 96  # of continuous batching: room for every case
@@ -59,7 +60,7 @@ class Ours:
             num_threads=threads,
             kv_cache_memory_bytes=CACHE_NBYTES,
         )
-        self.engine, _, _ = build_engine(config, directory)
+        self.engine, _ = build_engine(config, describe_model(directory))
         self._threads = threads
         self._num_requests = 0
 

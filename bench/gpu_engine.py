@@ -37,6 +37,7 @@ from disagg.engine.device.runner import ModelRunner, build_engine
 from disagg.engine.engine import Engine
 from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import Progress
 from disagg.planner.gpus import CPU_CORE, gpu_called
@@ -111,18 +112,13 @@ class Served:
                 kv_cache_memory_bytes=1 << 30,
             )
         with tempfile.TemporaryDirectory() as folder:
-            directory = write_shape(Path(folder), self.shape)
-            engine, kv_cache, model = build_engine(
-                config,
-                directory,
-                progress,
-                load=_random_weights,
-            )
-            self.placement = self._placement(model, directory)
+            model = describe_model(write_shape(Path(folder), self.shape))
+            engine, kv_cache = build_engine(config, model, progress, load=_random_weights)
+            self.placement = self._placement(model)
         synchronize(self.device)
         if self.device.type == "cpu":
             engine.launcher = cast(ModelRunner, engine.runner)  # as on a GPU, one step ahead
-        self.model = model
+        self.model = model.config
         values = kv_cache.pages.values
         values[0].normal_()  # zeros would multiply faster
         values[1:].copy_(values[:1].expand_as(values[1:]))
@@ -139,8 +135,8 @@ class Served:
             self.start["free GB"] = torch.cuda.mem_get_info(self.device)[0] / 1e9
         return engine
 
-    def _placement(self, model: ModelConfig, directory: Path) -> Placement | None:
-        shape = shape_of(model, directory)
+    def _placement(self, model: ModelDescription) -> Placement | None:
+        shape = shape_of(model)
         if self.device.type == "cpu":
             return Placement(shape, CPU_CORE, efficiency=ON_CPU)
         gpu = gpu_called(torch.cuda.get_device_name(self.device))
@@ -288,13 +284,12 @@ class Served:
 
 
 def _random_weights(
-    directory: Path,
-    model: ModelConfig,
+    model: ModelDescription,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
 ) -> Decoder:
-    decoder = random_decoder(model, dtype, device)
+    decoder = random_decoder(model.config, dtype, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what drawing took is for KV
     return decoder

@@ -29,7 +29,7 @@ from bench.report import finish, print_table, take_turns
 from disagg.config import ASSETS
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.decoder import Decoder, load_model
-from disagg.models.model_config import ModelConfig
+from disagg.models.description import describe_model
 from scripts.demo_batches import IGNORE
 from scripts.demo_evaluate import _encode as encode
 from scripts.demo_evaluate import all_levels
@@ -55,8 +55,9 @@ class Contender:
     """A model and its cache."""
 
     def __init__(self, directory: Path, dtype: str, kv: str) -> None:
-        config = ModelConfig.from_directory(directory)
-        self.decoder: Decoder = load_model(directory, config, FORMATS[dtype].dtype, CPU)
+        model = describe_model(directory)
+        config = model.config
+        self.decoder: Decoder = load_model(model, FORMATS[dtype].dtype, CPU)
         self.pages: KVPages = new_pages(
             FORMATS[kv],
             NUM_BLOCKS,

@@ -64,9 +64,12 @@ def paced_parts(
     config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int, progress: object = None
 ) -> Parts:
     """In the place of `worker.parts.build_parts`. Nothing takes long enough for `progress`."""
+    from disagg.models.description import describe_model
     from disagg.text.tokenizer import Tokenizer
 
-    (token_id,) = Tokenizer.from_directory(tier.directory).encode(MARKER, add_special_tokens=False)
+    model = describe_model(tier.directory)
+    tokenizer = Tokenizer.from_json(model.read_tokenizer(), model.source)
+    (token_id,) = tokenizer.encode(MARKER, add_special_tokens=False)
     memory = (ctypes.c_ubyte * (NUM_BLOCKS * BLOCK_NBYTES))()
     slab = Slab(ctypes.addressof(memory), NUM_BLOCKS, BLOCK_NBYTES, "paced", owner=memory)
     stamps = Stamps(NUM_BLOCKS, worker_id, epoch)

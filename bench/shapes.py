@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope import RopeConfig
 
@@ -35,11 +33,10 @@ def model_config(shape: str) -> ModelConfig:
         intermediate_size=inner,
         vocab_size=vocab,
         max_model_len=MAX_MODEL_LEN,
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=500000.0),
         sliding_windows=(None,) * layers,
-        fingerprint=f"random-{shape}",
     )
 
 

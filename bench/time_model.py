@@ -36,6 +36,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, SamplingParams, WorkerRecord, WorkerStatus
+from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
 from disagg.router.fleet import Fleet, RequestLoad, Reservation
@@ -72,9 +73,10 @@ class Rig:
 
     def __init__(self, clock: Clock) -> None:
         config = EngineConfig(num_threads=1, device="cpu", kv_cache_memory_bytes=256 << 20)
-        self.engine, _, self.model = build_engine(config, ASSETS / MODEL)
+        self.model = describe_model(ASSETS / MODEL)
+        self.engine, _ = build_engine(config, self.model)
         self.clock = clock
-        prior, _ = step_times(shape_of(self.model, ASSETS / MODEL), "")
+        prior, _ = step_times(shape_of(self.model), "")
         self.fit = StepTimeFit(first_steps(self.engine, clock, prior))  # as `worker.parts` does
         self.fleet = Fleet(now=clock)
         self.rng = random.Random(1)
@@ -100,7 +102,9 @@ class Rig:
 
     def request(self, name: str, num_tokens: int, num_output: int) -> GenerateRequest:
         root = b"bench"
-        tokens = tuple(self.rng.randrange(3, self.model.vocab_size) for _ in range(num_tokens))
+        tokens = tuple(
+            self.rng.randrange(3, self.model.config.vocab_size) for _ in range(num_tokens)
+        )
         return GenerateRequest(
             request_id=name,
             model=MODEL,

@@ -23,6 +23,7 @@ from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
+from disagg.models.description import describe_model
 from tests.e2e.single_engine import SingleEngine
 from tests.engine.device.test_runner import config, new_sequence, prompts, run
 from tests.poison import poison_new_blocks
@@ -78,7 +79,7 @@ def test_formats_never_mix(model: Path) -> None:
     """Blocks of int8 and of e4m3 have as many bytes, and are refused all the same, in words."""
     sides = {}
     for worker_id, name in enumerate(FORMATS):
-        _, kv_cache, _ = build_engine(engine_with(name), model)
+        _, kv_cache = build_engine(engine_with(name), describe_model(model))
         assert name in kv_cache.layout
         slab = Slab(
             kv_cache.base_address,
@@ -107,15 +108,15 @@ def test_chunks_hits_and_preemption_change_nothing(
 ) -> None:
     """And every new block was NaN before it was written, its scales included."""
     poisoned = poison_new_blocks(monkeypatch)
-    tight, _, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), model)
-    roomy, _, _ = build_engine(
+    tight, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), describe_model(model))
+    roomy, _ = build_engine(
         config(
             kv_cache_dtype=kv_cache_dtype,
             max_num_batched_tokens=64,
             num_gpu_blocks_override=200,
             enable_prefix_caching=False,
         ),
-        model,
+        describe_model(model),
     )
     assert greedy(tight) == greedy(roomy)
     assert tight.scheduler.num_preempted > 0 and poisoned.num_blocks > 100
@@ -127,7 +128,7 @@ def test_poison_finds_what_was_never_written(
 ) -> None:
     poison_new_blocks(monkeypatch)
     monkeypatch.setattr(torch_attention, "_clear_begun_blocks", lambda batch, kv_cache: None)
-    engine, _, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), model)
+    engine, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), describe_model(model))
     with pytest.raises(AssertionError, match="nobody had written"):
         greedy(engine)
 

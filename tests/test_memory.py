@@ -26,6 +26,7 @@ from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.local import LocalCluster
+from disagg.models.description import describe_model
 from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
 from disagg.store.memory_store import MemoryStore
@@ -144,7 +145,9 @@ def test_prompts_leave_nothing_in_the_tokenizer(tmp_path: Path) -> None:
     """One that knows no words takes each short prompt for a word, and would keep them all."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _HeapFigures
-    tokenizer = Tokenizer.from_directory(write_fake_model(tmp_path / "toy", step_s=0.0))
+    tokenizer = Tokenizer.from_json(
+        describe_model(write_fake_model(tmp_path / "toy", step_s=0.0)).read_tokenizer(), "toy"
+    )
     questions = Questions(random.Random(0), "toy", num_prefixes=0)
     used: list[int] = []
     for _ in range(2):

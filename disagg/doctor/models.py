@@ -1,4 +1,4 @@
-"""A model directory: what it is, what it needs, and how many tokens of KV fit here beside it."""
+"""A model: what it is, what it needs, and how many tokens of KV fit here beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from disagg.config import TierConfig
 from disagg.doctor.findings import Finding
 from disagg.errors import DisaggError, NotEnoughMemory
 from disagg.kernels.devices import gpus_here
+from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
 
 GIB = 1 << 30
@@ -14,21 +15,19 @@ GIB = 1 << 30
 def check_model(tier: TierConfig) -> list[Finding]:
     """Read a model's description and its weights' headers; do the arithmetic of one worker."""
     from disagg.engine.device.runner import check_engine
-    from disagg.models.model_config import ModelConfig
 
     check = f"model {tier.name}"
     gpus = gpus_here().devices if tier.engine.device != "cpu" else ()
     gpu_nbytes = gpus[0].total_nbytes if gpus else None
     try:
-        directory = tier.directory
-        model = ModelConfig.from_directory(directory)
-        plan = check_engine(tier.engine, directory, gpu_nbytes=gpu_nbytes)
+        model = describe_model(tier.directory)
+        plan = check_engine(tier.engine, model, gpu_nbytes=gpu_nbytes)
     except NotEnoughMemory as error:
         return [Finding(f"KV of {tier.name}", error.message, "wrong", _flag(error))]
     except DisaggError as error:
         return [Finding(check, error.message, "wrong", _flag(error))]
-    num_params = shape_of(model, directory).num_params
-    described = f"{model.family}, {num_params / 1e6:.0f} M parameters"
+    num_params = shape_of(model).num_params
+    described = f"{model.config.family}, {num_params / 1e6:.0f} M parameters"
     if plan is None:
         found = f"{described}; the GPU's memory is not known here, so a worker finds out"
         return [Finding(check, found)]

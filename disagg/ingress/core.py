@@ -28,6 +28,7 @@ from disagg.ingress.fleet_metrics import FleetMetrics
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, WorkerRecord
+from disagg.models.description import describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet, Pool
@@ -332,8 +333,8 @@ def _num_serving(config: ServeConfig) -> dict[Pool, int]:
 
 
 def _served_model(tier: TierConfig) -> ServedModel:
-    return ServedModel.from_directory(
-        tier.directory,
+    return ServedModel.of(
+        describe_model(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
         max_model_len=tier.engine.max_model_len,

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint directory: which tensor lies where, and their identity.
+"""The safetensors files of a checkpoint directory: which tensor lies where. For `description`.
 
 Only safetensors is read; formats that can run code while loading never are. Knows no torch: headers
 are checked here before anything is started, so a file that is damaged is found in milliseconds.
@@ -6,21 +6,18 @@ are checked here before anything is started, so a file that is damaged is found 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from disagg.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-_SAMPLE_NBYTES = 4096
-_NUM_SAMPLES = 8
 _MAX_HEADER_NBYTES = 100_000_000  # as the format's own library
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -60,6 +57,11 @@ class Header:
     tensors: Mapping[str, StoredTensor]
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there is anything that could be weights, be it broken."""
+    return any(directory.glob("*.safetensors*"))
+
+
 def checkpoint_files(directory: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, in a fixed order.
 
@@ -80,10 +82,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
                 " convert others with transformers' save_pretrained()"
             )
         return files
-    refuse_lfs_pointer(index)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index} is broken: {error!r}") from error
     outside = [name for name in names if Path(name).name != name]
     if outside:
@@ -96,38 +97,19 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def refuse_lfs_pointer(file: Path) -> None:
-    """Raises `ModelError` if git left only the name of a large file in its place."""
-    with _reading(file), file.open("rb") as opened:
-        if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ModelError(
-                f"{file} is a git-LFS pointer, not the file itself: run `git lfs pull` in"
-                f" {file.parent}"
-            )
-
-
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Read and check the headers of all files: tensor name to place.
-
-    Raises:
-        ModelError: a file is cut off, damaged, a git-LFS pointer, or not of this format.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for file in checkpoint_files(directory):
-        for name, tensor in read_header(file).tensors.items():
-            if name in tensors:
-                raise ModelError(
-                    f"{name} lies in {tensors[name].file} and in {file}; a directory holds one"
-                    " checkpoint"
-                )
-            tensors[name] = tensor
-    return tensors
+def read_text(file: Path) -> str:
+    """Raises `ModelError`: it cannot be read, is no text, or git left only its name there."""
+    with _reading(file):
+        raw = file.read_bytes()
+        _refuse_lfs_pointer(file, raw)
+        return raw.decode()
 
 
 def read_header(file: Path) -> Header:
     """Raises `ModelError`: the file is cut off, damaged, a pointer, or not of this format."""
-    refuse_lfs_pointer(file)
     with _reading(file), file.open("rb") as opened:
+        _refuse_lfs_pointer(file, opened.read(len(_LFS_POINTER)))
+        opened.seek(0)
         file_nbytes = file.stat().st_size
         length = int.from_bytes(opened.read(8), "little")
         if file_nbytes < 8 or not 2 <= length <= _MAX_HEADER_NBYTES:
@@ -170,37 +152,17 @@ def _cut_off(file: Path, has_nbytes: int, needs_nbytes: int) -> ModelError:
     )
 
 
+def _refuse_lfs_pointer(file: Path, raw: bytes) -> None:
+    if raw.startswith(_LFS_POINTER):
+        raise ModelError(
+            f"{file} is a git-LFS pointer, not the file itself: run `git lfs pull` in {file.parent}"
+        )
+
+
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     """Turn errors of the file system into `ModelError`s."""
     try:
         yield
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-
-
-def checkpoint_fingerprint(directory: Path) -> str:
-    """Return a name for these weights: cheap, and equal on every machine holding the same files.
-
-    Digests config.json and, per weight file, its length, its header and a few evenly spaced
-    samples. An edit that misses every sample and keeps every length is not seen.
-    """
-    digest = hashlib.blake2b(digest_size=16, person=b"disagg-weights")
-    digest.update((directory / "config.json").read_bytes())
-    for file in checkpoint_files(directory):
-        header = read_header(file)
-        with _reading(file), file.open("rb") as opened:
-            _digest_file(digest, opened, header.raw, file.stat().st_size)
-    return digest.hexdigest()
-
-
-def _digest_file(
-    digest: hashlib.blake2b, opened: BinaryIO, header: bytes, file_nbytes: int
-) -> None:
-    digest.update(file_nbytes.to_bytes(8, "little"))
-    digest.update(len(header).to_bytes(8, "little") + header)
-    start = 8 + len(header)
-    step = max((file_nbytes - start) // _NUM_SAMPLES, 1)
-    for offset in range(start, file_nbytes, step):
-        opened.seek(offset)
-        digest.update(opened.read(_SAMPLE_NBYTES))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
@@ -18,6 +17,7 @@ from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Weight
 from disagg.models.batch import Batch
+from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.weights import (
@@ -138,8 +138,7 @@ class Decoder:
 
 
 def load_model(
-    directory: Path,
-    config: ModelConfig,
+    model: ModelDescription,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
@@ -150,9 +149,9 @@ def load_model(
         progress: called with (bytes loaded, bytes in all) after each tensor.
 
     Raises:
-        ModelError: the weights do not fit `config`, or are damaged.
+        ModelError: the weights do not fit the model's config, or are damaged.
     """
-    decoder = Decoder(config, load_weights(Path(directory), config, dtype, device, progress))
+    decoder = Decoder(model.config, load_weights(model, dtype, device, progress))
     _give_back_freed_memory()
     return decoder
 

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ModelError
-from disagg.models.checkpoint import StoredTensor, stored_tensors
+from disagg.models.checkpoint import StoredTensor
+from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
@@ -116,26 +117,22 @@ def num_weights(config: ModelConfig) -> int:
     return sum(_num_values(part.shape) for each in fields for part in _flatten(each))
 
 
-def check_weights(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Read all headers, and compare what they hold with what the decoder needs.
-
-    Costs milliseconds: no weight is read.
+def check_weights(model: ModelDescription) -> None:
+    """Compare the tensors there are with what the decoder needs.
 
     Raises:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
             not floating point; the message names them.
     """
-    stored = stored_tensors(directory)
+    config = model.config
     fields = [outer_parts(config)]
     fields += (layer_parts(config, layer) for layer in range(config.num_layers))
     wanted = {part.name: part for each in fields for part in _flatten(each)}
-    _check_names(directory, wanted, stored, config)
-    return stored
+    _check_names(model, wanted)
 
 
 def load_weights(
-    directory: Path,
-    config: ModelConfig,
+    model: ModelDescription,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
@@ -146,10 +143,11 @@ def load_weights(
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
             the message names them. Of a layer's values this is found when the layer is read.
     """
-    stored = check_weights(directory, config)
+    check_weights(model)
+    config = model.config
     outer = outer_parts(config)
     layers = [layer_parts(config, layer) for layer in range(config.num_layers)]
-    reader = _Reader(stored, dtype, device, num_weights(config) * dtype.itemsize, progress)
+    reader = _Reader(model.tensors, dtype, device, num_weights(config) * dtype.itemsize, progress)
     tables = {field: reader.read(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
     # The reader goes with the last layer, and its mapped files with it.
@@ -196,14 +194,10 @@ def _layer(fields: Mapping[str, Tensor]) -> LayerWeights:
     return LayerWeights(**{**dict.fromkeys(optional), **fields})  # type: ignore[arg-type]
 
 
-def _check_names(
-    directory: Path,
-    wanted: Mapping[str, Part],
-    stored: Mapping[str, StoredTensor],
-    config: ModelConfig,
-) -> None:
+def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     """Raise one error that names everything that does not fit."""
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    stored = model.tensors
+    ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     missing = [name for name in wanted if name not in stored]
     unexpected = [
         name
@@ -232,7 +226,7 @@ def _check_names(
     ]
     if problems:
         raise ModelError(
-            f"the weights in {directory} do not fit its config.json ({config.family}). "
+            f"the weights in {model.source} do not fit its config.json ({model.config.family}). "
             + "; ".join(problems)
         )
 

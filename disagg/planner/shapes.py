@@ -6,14 +6,11 @@ Shapes come from a checkpoint directory or from the table below. Knows no GPU an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from disagg.errors import ModelError
-
-if TYPE_CHECKING:
-    from disagg.models.model_config import ModelConfig
+from disagg.models.description import ModelDescription, describe_model
 
 NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
 # Of one value of KV, and of the scale that a vector of them has (`kernels.kv_pages`).
@@ -75,17 +72,14 @@ def read_shape(name_or_directory: str) -> ModelShape:
             f" models: {', '.join(SHAPES)}.",
             param="model",
         )
-    from disagg.models.model_config import ModelConfig  # imports torch, which names do not need
-
-    config = ModelConfig.from_directory(name_or_directory, with_weights=False)
-    return shape_of(config, Path(name_or_directory))
+    return shape_of(describe_model(name_or_directory))
 
 
-def shape_of(config: ModelConfig, directory: Path) -> ModelShape:
-    """The shape of a model whose config.json was read from `directory`."""
+def shape_of(model: ModelDescription) -> ModelShape:
+    config = model.config
     return ModelShape(
-        name=directory.resolve().name,
-        source=f"{directory}/config.json",
+        name=model.name,
+        source=model.source,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -112,49 +111,6 @@ class ChatTemplate:
                 param="messages",
             ) from None
         return "".join(pieces)
-
-
-def load_chat_template(directory: Path, override: str | None = None) -> ChatTemplate | None:
-    """The template of a model directory, or of the file `override`; None when it has none.
-
-    Looked for in `chat_template.jinja`, then in `tokenizer_config.json`.
-
-    Raises:
-        ModelError: `override` does not exist, or the template does not compile.
-    """
-    config_file = directory / "tokenizer_config.json"
-    config: dict[str, Any] = {}
-    if config_file.is_file():
-        try:
-            config = json.loads(config_file.read_text("utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{config_file} is not valid JSON: {error}.") from error
-    source = _source(directory, config, override)
-    return None if source is None else ChatTemplate(source, _special_tokens(config))
-
-
-def _source(directory: Path, config: dict[str, Any], override: str | None) -> str | None:
-    if override is not None:
-        if not Path(override).is_file():
-            raise ModelError(f"The chat template {override} does not exist.", param="chat_template")
-        return Path(override).read_text("utf-8")
-    if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Variables like `bos_token`; an entry is a string or {"content": string}."""
-    tokens: dict[str, str] = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 import tokenizers
 
 from disagg.errors import ModelError
-from disagg.models.checkpoint import refuse_lfs_pointer
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
 
@@ -45,19 +43,21 @@ class Tokenizer:
         self._control_start = re.compile(f"(?={_any_of(controls)})(.)", re.DOTALL)
 
     @classmethod
-    def from_directory(cls, path: Path) -> Tokenizer:
-        """Raises `ModelError` when `tokenizer.json` is absent or broken."""
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(
-                f"{path} has no tokenizer.json. Save the tokenizer in the fast format, for example"
-                " with transformers' AutoTokenizer(...).save_pretrained()."
-            )
-        refuse_lfs_pointer(file)
+    def from_json(cls, text: str, model: str) -> Tokenizer:
+        """
+        Args:
+            text: what `tokenizer.json` holds.
+            model: whose, for the message.
+
+        Raises:
+            ModelError: it is broken.
+        """
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            return cls(tokenizers.Tokenizer.from_str(text))
         except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{file} cannot be read as a tokenizer: {error}.") from error
+            raise ModelError(
+                f"The tokenizer.json of {model} cannot be read as a tokenizer: {error}."
+            ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are taken as such."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disagg.config import TierConfig
 from disagg.messages import Role
+from disagg.models.description import describe_model
 
 
 def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
@@ -18,7 +19,8 @@ def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = 
     """
     from disagg.engine.device.runner import check_engine
 
+    model = describe_model(tier.directory)
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:
         engine = tier.for_role(role).engine
-        check_engine(engine, tier.directory, gpu_nbytes=gpu_nbytes, is_here=is_here)
+        check_engine(engine, model, gpu_nbytes=gpu_nbytes, is_here=is_here)

@@ -19,6 +19,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
 from disagg.messages import StartStep
+from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
 from disagg.store.block_copier import BlockCopier, ThreadCopier
@@ -86,9 +87,9 @@ def build_parts(
         made.append(Stamps(num_blocks, worker_id, epoch))
         return made[0].generations
 
-    engine, kv_cache, model = build_engine(tier.engine, tier.directory, progress, new_generations)
-    shape = shape_of(model, tier.directory)
-    prior, roofline = step_times(shape, device_name(kv_cache.device_id))
+    model = describe_model(tier.directory)
+    engine, kv_cache = build_engine(tier.engine, model, progress, new_generations)
+    prior, roofline = step_times(shape_of(model), device_name(kv_cache.device_id))
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = Slab(
         kv_cache.base_address,

@@ -9,8 +9,9 @@ import pytest
 import tokenizers
 
 from disagg.api.auto_model import auto_model, check_one_language
-from disagg.api.served_model import GenerationDefaults, ServedModel
+from disagg.api.served_model import ServedModel
 from disagg.errors import ModelError
+from disagg.models.description import GenerationDefaults
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
 from tests.api.fakes import CHATML, byte_fallback_core, byte_level_core, served_model

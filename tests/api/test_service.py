@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from disagg.api import prompts
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, parse_request
-from disagg.api.served_model import GenerationDefaults, ServedModel, model_fingerprint
+from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, Service
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, ModelError, RequestError
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.models.model_config import ModelConfig
+from disagg.models.description import GenerationDefaults, describe_model
 from tests.api.fakes import CHATML, END, TOKENIZER, FakeGenerate, byte_level_core, served_model
 
 CALLER = Caller("id", tenant="t", traceparent="trace")
@@ -233,11 +233,14 @@ async def test_any_text_is_served_or_refused(text: str) -> None:
 
 def model_directory(path: Path, **config: Any) -> Path:
     byte_level_core().save(str(path / "tokenizer.json"))
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "max_position_embeddings": 256,
         "vocab_size": 400,
         "eos_token_id": 0,
+        "head_dim": 2,
+        **dict.fromkeys(sizes, 2),
     } | config
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
@@ -257,7 +260,7 @@ def write_weights(file: Path, *tensors: bytes) -> None:
 
 def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     directory = model_directory(tmp_path)
-    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
     assert (model.max_model_len, model.vocab_size) == (256, TOKENIZER.num_ids)
     assert model.eos_token_ids == (0,)
     assert model.defaults == GenerationDefaults()
@@ -265,14 +268,14 @@ def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20})
     )
-    model = ServedModel.from_directory(directory, name="m", block_size=16, max_model_len=64)
+    model = ServedModel.of(describe_model(directory), name="m", block_size=16, max_model_len=64)
     assert (model.max_model_len, model.eos_token_ids) == (64, (2, 0))
     assert model.defaults == GenerationDefaults(temperature=0.7, top_k=20)
     (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
-    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
     assert model.defaults.temperature == 0.0
     (directory / "generation_config.json").write_text('{"temperature": 0, "top_k": null}')
-    model = ServedModel.from_directory(directory, name="m", block_size=16)
+    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
     assert model.defaults == GenerationDefaults(temperature=0.0)
 
 
@@ -281,7 +284,7 @@ def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value
     directory = model_directory(tmp_path)
     (directory / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with pytest.raises(ModelError, match=r"generation_config\.json is wrong: temperature"):
-        ServedModel.from_directory(directory, name="m", block_size=16)
+        ServedModel.of(describe_model(directory), name="m", block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -294,23 +297,20 @@ def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value
         ({"eos_token_id": None}, None, ()),
     ],
 )
-def test_api_and_engine_agree_on_what_ends_an_answer(
+def test_what_ends_an_answer(
     tmp_path: Path, config: dict[str, Any], generation: Any, expected: tuple[int, ...]
 ) -> None:
-    """Under a grammar the engine may write an end that the API would take for text."""
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    directory = model_directory(tmp_path, **dict.fromkeys(sizes, 2), head_dim=2, **config)
+    directory = model_directory(tmp_path, **config)
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
-    model = ServedModel.from_directory(directory, name="m", block_size=16)
-    engines = ModelConfig.from_directory(directory, with_weights=False)
-    assert model.eos_token_ids == engines.eos_token_ids == expected
+    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
+    assert model.eos_token_ids == expected
 
 
 def test_yarn_makes_the_same_length_for_api_and_engine(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     directory = model_directory(tmp_path, rope_scaling=scaling)
-    assert ServedModel.from_directory(directory, name="m", block_size=16).max_model_len == 1024
+    assert ServedModel.of(describe_model(directory), name="m", block_size=16).max_model_len == 1024
 
 
 def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
@@ -318,27 +318,27 @@ def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
     weights = directory / "model.safetensors"
     first, second = bytes(5000), bytes(3000)
     write_weights(weights, first, second)
-    name = model_fingerprint(directory)
-    assert name == model_fingerprint(directory)
+    name = describe_model(directory).fingerprint
+    assert name == describe_model(directory).fingerprint
     write_weights(weights, first, second[:2000] + b"\1" + second[2001:])
-    changed = model_fingerprint(directory)
-    (directory / "config.json").write_text("{}")
-    assert len({name, changed, model_fingerprint(directory)}) == 3
+    changed = describe_model(directory).fingerprint
+    model_directory(tmp_path, head_dim=4)
+    assert len({name, changed, describe_model(directory).fingerprint}) == 3
 
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ServedModel.from_directory(tmp_path, name="m", block_size=16)
+        ServedModel.of(describe_model(tmp_path), name="m", block_size=16)
     directory = model_directory(tmp_path, max_position_embeddings=None)
     with pytest.raises(ModelError, match="max_position_embeddings"):
-        ServedModel.from_directory(directory, name="m", block_size=16)
+        ServedModel.of(describe_model(directory), name="m", block_size=16)
     (directory / "config.json").write_text("[")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        ServedModel.from_directory(directory, name="m", block_size=16)
+        ServedModel.of(describe_model(directory), name="m", block_size=16)
     (directory / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="JSON object"):
-        ServedModel.from_directory(directory, name="m", block_size=16)
+        ServedModel.of(describe_model(directory), name="m", block_size=16)
     model_directory(tmp_path)
     (directory / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{[")
     with pytest.raises(ModelError, match="safetensors"):
-        ServedModel.from_directory(directory, name="m", block_size=16)
+        ServedModel.of(describe_model(directory), name="m", block_size=16)

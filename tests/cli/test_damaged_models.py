@@ -30,7 +30,7 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
     [
         (_write("model.safetensors", POINTER), ["model.safetensors", "git lfs pull"]),
         (_write("tokenizer.json", POINTER), ["tokenizer.json", "git lfs pull"]),
-        (_write("tokenizer.json", "{}"), ["tokenizer.json cannot be read as a tokenizer"]),
+        (_write("tokenizer.json", "{}"), ["tokenizer.json of", "cannot be read as a tokenizer"]),
         (lambda directory: (directory / "tokenizer.json").unlink(), ["has no tokenizer.json"]),
         (
             _write("tokenizer_config.json", json.dumps({"chat_template": "{% for %}"})),

@@ -9,14 +9,15 @@ from disagg.config import EngineConfig
 from disagg.engine.device.runner import build_engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.description import describe_model
 
 
 class SingleEngine:
     """Chat on one engine, one request at a time, without links, transfers or Ray."""
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
-        self._engine, _, _ = build_engine(config, directory)
-        self._model = ServedModel.from_directory(directory, name="single", block_size=16)
+        self._engine, _ = build_engine(config, describe_model(directory))
+        self._model = ServedModel.of(describe_model(directory), name="single", block_size=16)
         self._answers: dict[GenerateRequest, str] = {}  # tests ask the same again and again
 
     def prompt(self, content: str) -> list[int]:

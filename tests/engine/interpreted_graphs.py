@@ -167,7 +167,7 @@ def _texts(graphs: bool) -> list[list[int]]:
     """What an engine makes of prompts that come in chunks, the last of them of one token."""
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
-    shape = KVShape.of(SMALL, BLOCK_SIZE, format_of(torch.float32))
+    shape = KVShape.of(SMALL, "weights", BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache)
     if graphs:

@@ -21,6 +21,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, StepPlan
 from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
+from disagg.models.description import describe_model
 from tests.tiny_model import write_tiny_model
 
 BLOCK_SIZE = 4
@@ -62,7 +63,7 @@ def build(directory: Path, num_blocks: int, max_num_seqs: int) -> Engine:
         max_num_batched_tokens=24,
         num_gpu_blocks_override=num_blocks,
     )
-    engine, kv_cache, _ = build_engine(config, directory)
+    engine, kv_cache = build_engine(config, describe_model(directory))
     assert engine.launcher is None, "a CPU computes in order"
     assert isinstance(engine.runner, ModelRunner)
     engine.runner = LateRunner(engine.runner.decoder, kv_cache)

@@ -29,6 +29,9 @@ from tests.engine.fake_runner import VOCAB_SIZE, FakeKV, FakeRunner, expected_to
 FIRST_LETTER = 0x4E00  # a range in which every code point is one printable character
 NUM_BLOCKS, BLOCK_SIZE = 2048, 16
 MAX_MODEL_LEN = 4096
+# What a decoder has and this one does not.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads")  # fmt: skip
 BACK_DOORS = "workers"  # folder of a model's directory, for `fake_replica`
 
 
@@ -66,6 +69,7 @@ def write_fake_model(directory: Path, *, step_s: float, token_s: float = 0.0) ->
         "architectures": ["Qwen3ForCausalLM"],  # by name only: it ends no answer by itself
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": MAX_MODEL_LEN,
+        **dict.fromkeys(SIZES, 2),
         "fake_step_s": step_s,
         "fake_token_s": token_s,
     }

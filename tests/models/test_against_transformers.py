@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from disagg.errors import ModelError
-from disagg.models.model_config import ModelConfig
+from disagg.models.description import describe_model
 from disagg.models.rope_tables import inverse_frequencies
 
 ABSENT = object()
@@ -165,7 +165,8 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
 
 def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
     (directory / "config.json").write_text(json.dumps(_raw(family, changes)))
-    config = ModelConfig.from_directory(directory)
+    model = describe_model(directory)
+    config = model.config
     return _Read(
         head_dim=config.head_dim,
         num_kv_heads=config.num_kv_heads,
@@ -173,7 +174,7 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
         biases=(config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm),
         tied=config.tie_word_embeddings,
         windows=config.sliding_windows,
-        eos=config.eos_token_ids,
+        eos=model.eos_token_ids,
         frequencies=tuple(inverse_frequencies(config.rope, config.head_dim).tolist()),
         attention_factor=config.rope.attention_factor,
     )

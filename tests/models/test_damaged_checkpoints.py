@@ -14,6 +14,7 @@ from disagg.config import EngineConfig
 from disagg.engine.device.runner import check_engine
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files, read_header
+from disagg.models.description import describe_model
 from tests.models.checkpoints import write_checkpoint
 
 POINTER = (
@@ -60,6 +61,11 @@ def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path
     return damage
 
 
+def _check(directory: Path) -> None:
+    config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
+    check_engine(config, describe_model(directory))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -98,10 +104,14 @@ def test_found_before_anything_starts(
     tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
     write_checkpoint(tmp_path, "llama")
-    check_engine(EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), tmp_path)
+    check_engine(
+        EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), describe_model(tmp_path)
+    )
     damage(tmp_path)
     with pytest.raises(ModelError, match=words):
-        check_engine(EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), tmp_path)
+        check_engine(
+            EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), describe_model(tmp_path)
+        )
 
 
 def test_headers_agree_with_the_library(tmp_path: Path) -> None:
@@ -120,4 +130,6 @@ def test_other_files_beside_the_model_are_no_part_of_it(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "consolidated.safetensors").write_text(POINTER)
     assert [file.name for file in checkpoint_files(tmp_path)] == [WEIGHTS]
-    check_engine(EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), tmp_path)
+    check_engine(
+        EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20), describe_model(tmp_path)
+    )

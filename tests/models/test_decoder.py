@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from disagg.models.decoder import Decoder, load_model, random_decoder
+from disagg.models.description import describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope import RopeConfig
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
@@ -20,8 +21,8 @@ CPU = torch.device("cpu")
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Decoder, ModelConfig]:
-    config = ModelConfig.from_directory(checkpoint.directory)
-    return load_model(checkpoint.directory, config, dtype, CPU), config
+    model = describe_model(checkpoint.directory)
+    return load_model(model, dtype, CPU), model.config
 
 
 def _sequences(num_seqs: int, length: int, num_blocks: int) -> list[Tokens]:
@@ -180,7 +181,7 @@ def _tiny(max_model_len: int = 64) -> ModelConfig:
         intermediate_size=48,
         vocab_size=61,
         max_model_len=max_model_len,
-        dtype=torch.float32,
+        dtype="float32",
         rms_norm_eps=1e-6,
         rope=RopeConfig(),
         sliding_windows=(None, 6),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from disagg.errors import ModelError
+from disagg.models.description import describe_model
 from disagg.models.model_config import ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -36,21 +37,20 @@ def _write(directory: Path, config: Any, generation: Any = None) -> Path:
 
 
 def _read(directory: Path, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_directory(_write(directory, {**LLAMA, **changes}))
+    return describe_model(_write(directory, {**LLAMA, **changes})).config
 
 
 def test_defaults_of_llama(tmp_path: Path) -> None:
     config = _read(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.max_model_len) == (4, 16, 128)
-    assert config.dtype == torch.float32
+    assert config.dtype == "float32"
     assert config.sliding_windows == (None,) * 4
     assert not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm)
-    assert config.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_old_and_new_names_of_the_dtype(tmp_path: Path, key: str) -> None:
-    assert _read(tmp_path, **{key: "bfloat16"}).dtype == torch.bfloat16
+    assert _read(tmp_path, **{key: "bfloat16"}).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_biases_and_norms_of_the_families(tmp_path: Path) -> None:
 
 def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 2]}
-    config = ModelConfig.from_directory(_write(tmp_path, LLAMA, generation))
-    assert config.eos_token_ids == (7, 2)
+    assert describe_model(_write(tmp_path, LLAMA, generation)).eos_token_ids == (7, 2)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,6 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
         ({"head_dim": 15}, ["size 15", "the size even"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, ["factor", "-1.0"]),
         ({"rope_scaling": "linear"}, ["config.json is wrong"]),
-        ({"eos_token_id": "</s>"}, ["</s>"]),
     ],
 )
 def test_refusals_say_what_is_wrong(
@@ -143,32 +141,41 @@ def test_refusals_say_what_is_wrong(
         assert word in refused.value.message
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_id_is_refused(tmp_path: Path, file: str) -> None:
+    _write(tmp_path, LLAMA, {})
+    ends = {**(LLAMA if file == "config.json" else {}), "eos_token_id": "</s>"}
+    (tmp_path / file).write_text(json.dumps(ends))
+    with pytest.raises(ModelError, match=rf"/{file} is wrong: eos_token_id .* not '</s>'"):
+        tuple(describe_model(tmp_path).eos_token_ids)
+
+
 def test_a_missing_field_is_named(tmp_path: Path) -> None:
     without = {key: value for key, value in LLAMA.items() if key != "hidden_size"}
     with pytest.raises(ModelError, match=r"config\.json has no 'hidden_size'"):
-        ModelConfig.from_directory(_write(tmp_path, without))
+        describe_model(_write(tmp_path, without))
 
 
 def test_missing_directory_and_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model directory at"):
-        ModelConfig.from_directory(tmp_path / "absent")
+        describe_model(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ModelConfig.from_directory(tmp_path)
+        describe_model(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ModelError, match="cannot be read"):
-        ModelConfig.from_directory(tmp_path)
+        describe_model(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelError, match="one JSON object"):
-        ModelConfig.from_directory(tmp_path)
+        describe_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
-        ModelConfig.from_directory(tmp_path)
+        dict(describe_model(tmp_path).tensors)
 
 
 def test_fingerprint_follows_weights_and_architecture(tmp_path: Path) -> None:
-    first = _read(tmp_path).fingerprint
-    assert _read(tmp_path).fingerprint == first
-    assert _read(tmp_path, rope_theta=1e6).fingerprint != first
+    first = describe_model(_write(tmp_path, LLAMA)).fingerprint
+    assert describe_model(_write(tmp_path, LLAMA)).fingerprint == first
+    assert describe_model(_write(tmp_path, {**LLAMA, "rope_theta": 1e6})).fingerprint != first
+    _write(tmp_path, LLAMA)
     save_file({"x": torch.arange(8.0) + 1}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_directory(tmp_path).fingerprint != first
+    assert describe_model(tmp_path).fingerprint != first

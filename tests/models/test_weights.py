@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files
-from disagg.models.model_config import ModelConfig
+from disagg.models.description import describe_model
 from disagg.models.weights import (
     DecoderWeights,
     LayerWeights,
@@ -36,8 +36,7 @@ class _Loaded(DecoderWeights):
 def _load(
     directory: Path, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> _Loaded:
-    config = ModelConfig.from_directory(directory)
-    weights = load_weights(directory, config, dtype, CPU, progress)
+    weights = load_weights(describe_model(directory), dtype, CPU, progress)
     return _Loaded(weights.embedding, [*weights.layers], weights.norm, weights.lm_head)
 
 
@@ -95,7 +94,7 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
 
 def test_random_weights_have_the_shapes_of_loaded_ones(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3-mixed-windows")
-    config = ModelConfig.from_directory(tmp_path)
+    config = describe_model(tmp_path).config
     loaded, drawn = _load(tmp_path), random_weights(config, torch.float32, CPU, seed=0)
     for mine, theirs in zip(drawn.layers, loaded.layers, strict=True):
         for field in mine.__dataclass_fields__:
@@ -149,11 +148,10 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
-    config = ModelConfig.from_directory(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"model\.safetensors is cut off: it has [0-9,]+ of"):
-        load_weights(tmp_path, config, torch.float32, CPU)
+        load_weights(describe_model(tmp_path), torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from disagg.errors import InvalidRequest, ModelError
-from disagg.text.chat_template import ChatTemplate, TemplateTooSlow, load_chat_template
+from disagg.errors import InvalidRequest
+from disagg.text.chat_template import ChatTemplate, TemplateTooSlow
 from tests.api.fakes import CHATML, byte_level_core
 
 LLAMA = """{{- bos_token }}
@@ -126,37 +124,6 @@ def test_output_is_bounded() -> None:
 def test_time_is_an_argument() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2020, 1, 2))
     assert template.render([]) == "02 Jan 2020"
-
-
-def test_where_templates_are_found(tmp_path: Path) -> None:
-    assert load_chat_template(tmp_path) is None
-    config: dict[str, Any] = {
-        "bos_token": {"content": "<s>", "special": True},
-        "chat_template": [
-            {"name": "tool_use", "template": "tools"},
-            {"name": "default", "template": "{{ bos_token }}config"},
-        ],
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert _rendered(tmp_path) == "<s>config"
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
-    assert _rendered(tmp_path) == "<s>file"
-    (tmp_path / "mine.jinja").write_text("mine")
-    assert _rendered(tmp_path, str(tmp_path / "mine.jinja")) == "mine"
-    with pytest.raises(ModelError, match="does not exist"):
-        load_chat_template(tmp_path, str(tmp_path / "absent.jinja"))
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ModelError, match="does not compile"):
-        load_chat_template(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match="not valid JSON"):
-        load_chat_template(tmp_path)
-
-
-def _rendered(directory: Path, override: str | None = None) -> str:
-    template = load_chat_template(directory, override)
-    assert template is not None
-    return template.render([])
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -35,17 +35,17 @@ class KVShape:
     block_size: int
     head_dim: int
     format: KVFormat
-    fingerprint: str  # of the weights
+    fingerprint: str  # of the model
 
     @classmethod
-    def of(cls, model: ModelConfig, block_size: int, format: KVFormat) -> KVShape:
+    def of(cls, model: ModelConfig, fingerprint: str, block_size: int, format: KVFormat) -> KVShape:
         return cls(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             block_size=block_size,
             head_dim=model.head_dim,
             format=format,
-            fingerprint=model.fingerprint,
+            fingerprint=fingerprint,
         )
 
     @property

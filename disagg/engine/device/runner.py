@@ -36,6 +36,7 @@ from disagg.errors import DisaggError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, StartStep
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, load_model
+from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import Progress, check_weights
 from disagg.time_model import StepFeatures
@@ -51,7 +52,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 NewGenerations = Callable[[int], MutableSequence[int]]
 Tell = Callable[[StartStep], None]
-LoadModel = Callable[[Path, ModelConfig, torch.dtype, torch.device, Progress], Decoder]
+LoadModel = Callable[[ModelDescription, torch.dtype, torch.device, Progress], Decoder]
 
 
 class ModelRunner:
@@ -245,11 +246,11 @@ def _own_generations(num_blocks: int) -> MutableSequence[int]:
 
 def build_engine(
     config: EngineConfig,
-    directory: Path,
+    description: ModelDescription,
     progress: Tell = lambda step: None,
     new_generations: NewGenerations = _own_generations,
     load: LoadModel = load_model,
-) -> tuple[Engine, KVCache, ModelConfig]:
+) -> tuple[Engine, KVCache]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
     Args:
@@ -263,26 +264,24 @@ def build_engine(
         NotEnoughMemory: one sequence of full length does not fit.
         StartupError: a setting contradicts the model or the machine.
     """
-    model = ModelConfig.from_directory(directory)
+    model = description.config
     max_model_len = _choose_max_model_len(config, model)
     device = choose_device(config)
     gpu = GpuMemory(config, device) if device.type == "cuda" else None
     dtype = _choose_dtype(config, model, device)
-    shape = _choose_shape(config, model, dtype, device)
+    shape = _choose_shape(config, description, dtype, device)
     claim_nbytes = None if gpu is None else gpu.claim_nbytes
     memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     decoder = load(
-        directory, model, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
+        description, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
     )
     room_nbytes = None if gpu is None else gpu.left_nbytes() - memory.workspace_nbytes
     num_blocks = choose_num_blocks(config, shape, max_model_len, room_nbytes, memory.max_num_seqs)
     progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
-    grammars = Grammars(
-        lambda: (directory / "tokenizer.json").read_text("utf-8"), model.eos_token_ids
-    )
+    grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
     runner = ModelRunner(decoder, kv_cache, grammars)
     progress(StartStep("warm_up"))
     is_cpu = device.type == "cpu"
@@ -306,7 +305,7 @@ def build_engine(
     )
     # A CPU has nothing to do at once with planning: the same threads compute.
     launcher = None if is_cpu else runner
-    return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache, model
+    return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
@@ -318,7 +317,7 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
 
 def check_engine(
     config: EngineConfig,
-    directory: Path,
+    description: ModelDescription,
     *,
     gpu_nbytes: int | None = None,
     is_here: bool = True,
@@ -334,14 +333,14 @@ def check_engine(
     Raises:
         ModelError, NotEnoughMemory, StartupError: as `build_engine`.
     """
-    model = ModelConfig.from_directory(directory)
+    model = description.config
     max_model_len = _choose_max_model_len(config, model)
-    check_weights(directory, model)
+    check_weights(description)
     if not is_here and config.device != "cpu":
         return None
     device = choose_device(config)
     dtype = _choose_dtype(config, model, device)
-    shape = _choose_shape(config, model, dtype, device)
+    shape = _choose_shape(config, description, dtype, device)
     if device.type == "cpu":
         return plan_memory(config, model, shape, max_model_len, dtype, None)
     if gpu_nbytes is None:
@@ -363,11 +362,11 @@ def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _choose_shape(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ModelDescription, dtype: torch.dtype, device: torch.device
 ) -> KVShape:
     format = choose_format(config, dtype, device)
-    block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
-    return KVShape.of(model, config.block_size or block_size, format)
+    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
+    return KVShape.of(model.config, model.fingerprint, block_size, format)
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -375,7 +374,7 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if device.type == "cuda":
-        return model.dtype if model.dtype is not torch.float32 else torch.bfloat16
+        return torch.bfloat16 if model.dtype == "float32" else _DTYPES[model.dtype]
     return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
 
 

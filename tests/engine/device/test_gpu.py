@@ -13,6 +13,7 @@ from disagg.engine.device.gpu import GpuMemory, choose_device
 from disagg.engine.device.runner import build_engine
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
+from disagg.models.description import describe_model
 from tests.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -95,7 +96,7 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
     def refused(**settings: object) -> str:
         config = EngineConfig(**settings)  # type: ignore[arg-type]
         with pytest.raises(NotEnoughMemory) as caught:
-            build_engine(config, directory, load=load)  # type: ignore[arg-type]
+            build_engine(config, describe_model(directory), load=load)  # type: ignore[arg-type]
         return caught.value.message
 
     assert "gpu_memory_utilization = 0.001" in refused(gpu_memory_utilization=0.001)

@@ -24,7 +24,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
-from disagg.models.model_config import ModelConfig
+from disagg.models.description import describe_model
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 128
@@ -123,7 +123,7 @@ def test_greedy_tokens_are_those_of_transformers(
     checkpoint: tuple[transformers.PreTrainedModel, Path],
 ) -> None:
     model, directory = checkpoint
-    engine, _, _ = build_engine(config(), directory)
+    engine, _ = build_engine(config(), describe_model(directory))
     sequences = [new_sequence(str(i), p, temperature=0.0) for i, p in enumerate(prompts())]
     outputs = run(engine, sequences)
     assert engine.scheduler.num_preempted > 0
@@ -144,9 +144,9 @@ def test_sampled_tokens_do_not_depend_on_batch_chunks_or_worker(
         "seed": 5,
         "presence_penalty": 0.3,
     }
-    tight, _, _ = build_engine(config(), directory)
-    roomy, _, _ = build_engine(
-        config(max_num_batched_tokens=64, num_gpu_blocks_override=100), directory
+    tight, _ = build_engine(config(), describe_model(directory))
+    roomy, _ = build_engine(
+        config(max_num_batched_tokens=64, num_gpu_blocks_override=100), describe_model(directory)
     )
     together = run(tight, [new_sequence(str(i), p, **sampling) for i, p in enumerate(prompts())])
     for i, prompt in enumerate(prompts()):
@@ -171,10 +171,10 @@ def test_a_draft_changes_no_token_and_no_logprob(
     """Right to its end, wrong somewhere, wrong at once; whole or in the pieces of small steps."""
     _, directory = checkpoint
     asked: dict[str, Any] = {**sampling, "logprobs": 2, "stop_token_ids": (3, 50)}
-    plain, _, _ = build_engine(config(max_num_batched_tokens=64), directory)
+    plain, _ = build_engine(config(max_num_batched_tokens=64), describe_model(directory))
     for max_num_batched_tokens in (64, 7):
-        engine, _, _ = build_engine(
-            config(max_num_batched_tokens=max_num_batched_tokens), directory
+        engine, _ = build_engine(
+            config(max_num_batched_tokens=max_num_batched_tokens), describe_model(directory)
         )
         for prompt in prompts()[1:4]:
             expected = said(plain, new_sequence("plain", prompt, **asked))
@@ -207,7 +207,7 @@ def test_logprobs_are_those_of_transformers(
     checkpoint: tuple[transformers.PreTrainedModel, Path],
 ) -> None:
     model, directory = checkpoint
-    engine, _, _ = build_engine(config(), directory)
+    engine, _ = build_engine(config(), describe_model(directory))
     prompt = prompts()[2]
     engine.submit(new_sequence("r", prompt, temperature=0.0, logprobs=2, max_tokens=4))
     events = [event for _ in range(9) for event in engine.step()]
@@ -227,8 +227,8 @@ def test_kv_of_a_block_can_be_copied_to_another_engine(
 ) -> None:
     """Disaggregation in small: prefill here, copy the bytes, decode there."""
     model, directory = checkpoint
-    source, source_kv, _ = build_engine(config(), directory)
-    target, target_kv, _ = build_engine(config(num_gpu_blocks_override=30), directory)
+    source, source_kv = build_engine(config(), describe_model(directory))
+    target, target_kv = build_engine(config(num_gpu_blocks_override=30), describe_model(directory))
     assert source_kv.layout == target_kv.layout
     prompt = prompts()[2]
     leaving = new_sequence("r", prompt, temperature=0.0)
@@ -254,7 +254,7 @@ def test_a_step_that_reads_no_token_is_waited_for(
     checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU its KV would still be on the way when other workers are told of it."""
-    engine, _, _ = build_engine(config(max_num_batched_tokens=8), checkpoint[1])
+    engine, _ = build_engine(config(max_num_batched_tokens=8), describe_model(checkpoint[1]))
     waits: list[torch.device] = []
     monkeypatch.setattr(runner_module, "_synchronize", waits.append)
     engine.submit(new_sequence("long", [*range(1, 21)], max_tokens=2))
@@ -275,15 +275,16 @@ def test_settings_reach_the_engine(
         tables.append(array("Q", [5]) * num_blocks)
         return tables[0]
 
-    engine, kv_cache, model = build_engine(
+    model = describe_model(directory)
+    engine, kv_cache = build_engine(
         config(max_model_len=None, block_size=None, num_gpu_blocks_override=9, dtype="bfloat16"),
-        directory,
+        model,
         progress=told.append,
         new_generations=new_generations,
     )
     assert engine.pool.generations is tables[0] and len(tables[0]) == 9
     assert engine.pool.block_size == kv_cache.block_size == 16
-    assert engine.scheduler.max_model_len == model.max_model_len == 128
+    assert engine.scheduler.max_model_len == model.config.max_model_len == 128
     assert kv_cache.pages.format.name == "bfloat16" and model.fingerprint in kv_cache.layout
     *weights, blocks, last = told
     assert all(step.phase == "weights" for step in weights)
@@ -307,7 +308,7 @@ def test_steps_get_the_threads_that_were_measured_for_their_size(
     try:
         # Room for more tokens than the model has positions, which no step may reach.
         several = config(num_threads=2, num_gpu_blocks_override=200)
-        engine, _, _ = build_engine(several, checkpoint[1])
+        engine, _ = build_engine(several, describe_model(checkpoint[1]))
         engine.runner.threads.limits = [(1, 1)]  # type: ignore[attr-defined]
         monkeypatch.setattr(Decoder, "forward", note_threads)
         run(engine, [new_sequence("a", [1, 2, 3, 4, 5], max_tokens=4)])
@@ -322,7 +323,7 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
     _, directory = checkpoint
     for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
         monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
-        _, kv_cache, _ = build_engine(config(dtype="auto"), directory)
+        _, kv_cache = build_engine(config(dtype="auto"), describe_model(directory))
         assert kv_cache.pages.values.dtype is dtype
 
 
@@ -331,17 +332,18 @@ def test_an_engine_is_built_around_weights_from_elsewhere(
 ) -> None:
     """Of a checkpoint's shapes, but not its numbers: what benches measure."""
     _, directory = checkpoint
-    built, _, model = build_engine(config(), directory)
-    drawn, _, _ = build_engine(
+    model = describe_model(directory)
+    built, _ = build_engine(config(), model)
+    drawn, _ = build_engine(
         config(),
-        directory,
-        load=lambda directory, model, dtype, device, progress: random_decoder(model, dtype, device),
+        model,
+        load=lambda model, dtype, device, progress: random_decoder(model.config, dtype, device),
     )
     outputs = [
         run(engine, [new_sequence("a", [1, 2, 3], max_tokens=8)])[0] for engine in (built, drawn)
     ]
     assert len(outputs[1]) == 8 and outputs[0] != outputs[1]
-    assert all(0 <= token_id < model.vocab_size for token_id in outputs[1])
+    assert all(0 <= token_id < model.config.vocab_size for token_id in outputs[1])
 
 
 def test_what_cannot_work_is_refused_at_start(
@@ -349,12 +351,12 @@ def test_what_cannot_work_is_refused_at_start(
 ) -> None:
     _, directory = checkpoint
     with pytest.raises(StartupError, match="made for 128 positions"):
-        build_engine(config(max_model_len=129), directory)
+        build_engine(config(max_model_len=129), describe_model(directory))
     with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
-        build_engine(config(num_gpu_blocks_override=15), directory)
+        build_engine(config(num_gpu_blocks_override=15), describe_model(directory))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(StartupError, match="finds no GPU"):
-        build_engine(config(device="cuda"), directory)
+        build_engine(config(device="cuda"), describe_model(directory))
 
 
 def test_the_check_refuses_what_building_would_without_loading(
@@ -364,25 +366,25 @@ def test_the_check_refuses_what_building_would_without_loading(
 ) -> None:
     _, directory = checkpoint
     monkeypatch.delattr(runner_module, "load_model")
-    check_engine(config(), directory)
+    check_engine(config(), describe_model(directory))
     with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
-        check_engine(config(num_gpu_blocks_override=15), directory)
+        check_engine(config(num_gpu_blocks_override=15), describe_model(directory))
     with pytest.raises(StartupError, match="made for 128 positions"):
-        check_engine(config(max_model_len=129), directory)
+        check_engine(config(max_model_len=129), describe_model(directory))
     with pytest.raises(ModelError):
-        check_engine(config(), tmp_path / "nowhere")
+        check_engine(config(), describe_model(tmp_path / "nowhere"))
 
 
 def test_a_gpu_computes_in_half_precision(
     checkpoint: tuple[transformers.PreTrainedModel, Path],
 ) -> None:
     _, directory = checkpoint
-    model = ModelConfig.from_directory(directory)
+    model = describe_model(directory).config
     gpu = torch.device("cuda")
     for stored, dtype in [
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
+        ("float32", torch.bfloat16),
+        ("float16", torch.float16),
+        ("bfloat16", torch.bfloat16),
     ]:
         stored_model = dataclasses.replace(model, dtype=stored)
         assert runner_module._choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
@@ -416,5 +418,5 @@ def test_the_number_of_threads_is_set(
     _, directory = checkpoint
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    build_engine(config(num_threads=3), directory)
+    build_engine(config(num_threads=3), describe_model(directory))
     assert asked == [3]

@@ -24,6 +24,7 @@ from disagg.engine.sched.grammar import MAX_CACHED
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import GrammarError
 from disagg.messages import GenerateRequest, Grammar, SamplingParams
+from disagg.models.description import describe_model
 from tests.engine.sched.test_grammar import SCHEMAS, json_grammar
 from tests.tiny_model import write_tiny_model
 
@@ -46,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Engine:
-    return build_engine(CONFIG, directory)[0]
+    return build_engine(CONFIG, describe_model(directory))[0]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def test_an_answer_goes_on_from_any_token(
     whole = sequence(grammar, **sampling)
     run(engine, whole)
     expected = answer(whole)
-    elsewhere = build_engine(CONFIG, directory)[0]
+    elsewhere = build_engine(CONFIG, describe_model(directory))[0]
     for cut in range(1, len(expected)):
         moved = sequence(grammar, output=tuple(expected[:cut]), **sampling)
         assert run(elsewhere, moved) == ["stop"]
@@ -170,7 +171,7 @@ def test_an_answer_goes_on_from_any_token(
 def test_preemption_does_not_change_an_answer(directory: Path, engine: Engine) -> None:
     grammar = Grammar("regex", "([a-f]{3} ){10}")
     small = EngineConfig(**{**_fields(CONFIG), "num_gpu_blocks_override": 24, "max_model_len": 64})
-    crowded = build_engine(small, directory)[0]
+    crowded = build_engine(small, describe_model(directory))[0]
     made = [[sequence(grammar, seed=i, max_tokens=50) for i in range(4)] for _ in range(2)]
     assert run(crowded, *made[0]) == ["stop"] * 4
     assert crowded.scheduler.num_preempted > 0

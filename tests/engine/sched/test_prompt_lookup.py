@@ -15,6 +15,7 @@ from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import Grammar
+from disagg.models.description import describe_model
 from tests.engine import fake_runner, workload
 from tests.engine.device.test_runner import config, run, said
 from tests.engine.device.test_runner import new_sequence as new_request
@@ -159,8 +160,10 @@ def engines() -> tuple[Engine, Engine]:
     """A bundled model without drafts and with them, in caches too small for four answers."""
     sizes = {"max_model_len": 64, "num_gpu_blocks_override": 22, "max_num_batched_tokens": 16}
     lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2)
-    plain, _, _ = build_engine(config(**sizes), ASSETS / "demo-small")
-    drafting, _, _ = build_engine(config(**sizes, speculative_config=lookup), ASSETS / "demo-small")
+    plain, _ = build_engine(config(**sizes), describe_model(ASSETS / "demo-small"))
+    drafting, _ = build_engine(
+        config(**sizes, speculative_config=lookup), describe_model(ASSETS / "demo-small")
+    )
     return plain, drafting
 
 
@@ -191,9 +194,9 @@ def test_a_model_says_the_same_with_the_same_log_probabilities(
 def test_what_repeats_takes_fewer_steps() -> None:
     """Or verification would be for nothing. The model is made to say what it just read."""
     lookup = SpeculativeConfig(method="ngram")
-    engine, _, _ = build_engine(
+    engine, _ = build_engine(
         config(max_model_len=256, num_gpu_blocks_override=64, speculative_config=lookup),
-        ASSETS / "demo-small",
+        describe_model(ASSETS / "demo-small"),
     )
     sequence = new_request("again", [5, 6, 7, 8] * 8, max_tokens=64, temperature=0.0)
     engine.submit(sequence)

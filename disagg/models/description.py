@@ -1,0 +1,231 @@
+"""What a model is, before any of its weights is read: the only reader of a model's directory.
+
+Workers, ingresses, the planner and the doctor take a `ModelDescription`, and ask it for what they
+need; none of them knows how the files are called. Another way to get one is another case of
+`describe_model`. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ModelError
+from disagg.models.checkpoint import (
+    Header,
+    StoredTensor,
+    checkpoint_files,
+    has_weights,
+    read_header,
+    read_text,
+)
+from disagg.models.families import FAMILIES, Json
+from disagg.models.model_config import ModelConfig
+
+_SAMPLE_NBYTES = 1024
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Used where a request says nothing, as the model's authors advise."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def describe_model(model: str | Path) -> ModelDescription:
+    """Describe a Hugging Face model directory.
+
+    Raises:
+        ModelError: there is none, its config.json is missing or broken, or the model is not
+            supported.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(
+            f"there is no model directory at {directory}; give the path of a directory with "
+            "config.json, tokenizer.json and *.safetensors files"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{file} is missing; a model directory needs one. Is {directory} a model directory?"
+        )
+    raw = _json(file)
+    return ModelDescription(directory, raw, ModelConfig.from_hf(raw, file))
+
+
+class ModelDescription:
+    """A model that is supported; what is asked for is read then, and raises `ModelError` if it is
+    missing or broken. A planner needs no weights, and a worker no chat template.
+
+    Attributes:
+        source: where it is from, for messages.
+        config: the numbers of its decoder.
+    """
+
+    def __init__(self, directory: Path, raw: Json, config: ModelConfig) -> None:
+        self.source = str(directory)
+        self.config = config
+        self._directory = directory
+        self._raw = raw
+
+    @property
+    def name(self) -> str:
+        return self._directory.resolve().name
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Where each tensor lies, by its name. Costs milliseconds: only headers are read."""
+        tensors: dict[str, StoredTensor] = {}
+        for file, header in self._headers.items():
+            for name, tensor in header.tensors.items():
+                if name in tensors:
+                    raise ModelError(
+                        f"{name} lies in {tensors[name].file} and in {file}; a directory holds one"
+                        " checkpoint"
+                    )
+                tensors[name] = tensor
+        return tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """As stored: a matrix that is tied to another one counts once. 0: there are no weights."""
+        if not has_weights(self._directory):
+            return 0
+        return sum(tensor.num_values for tensor in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the contents, the same on every machine: equal only for equal weights,
+        architecture and tokenizer.
+
+        Covers the configuration, the tokenizer and of every tensor its name, type, shape, place
+        and a sample from its middle, so that two trainings of one architecture differ. Reading all
+        weights would take minutes for large models; none are needed where no worker runs.
+        """
+        digest = hashlib.blake2b(digest_size=16, person=b"disagg-model")
+        for name in ("config.json", "tokenizer.json"):
+            file = self._directory / name
+            raw = file.read_bytes() if file.is_file() else b""
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        for file, header in self._headers.items() if has_weights(self._directory) else ():
+            digest.update(file.name.encode() + header.raw)
+            with file.open("rb") as weights:
+                for tensor in header.tensors.values():
+                    middle = (tensor.begin + tensor.end - _SAMPLE_NBYTES) // 2
+                    weights.seek(max(tensor.begin, middle))
+                    digest.update(weights.read(min(_SAMPLE_NBYTES, tensor.end - tensor.begin)))
+        return digest.hexdigest()
+
+    def read_tokenizer(self) -> str:
+        """The JSON of Hugging Face's `tokenizers`. Megabytes, so it is not kept."""
+        file = self._directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{self.source} has no tokenizer.json. Save the tokenizer in the fast format, for"
+                " example with transformers' AutoTokenizer(...).save_pretrained()."
+            )
+        return read_text(file)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source: `chat_template.jinja`, else as `tokenizer_config.json` has it."""
+        file = self._directory / "chat_template.jinja"
+        if file.is_file():
+            return read_text(file)
+        found = self._tokenizer_config.get("chat_template")
+        if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
+            found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+        return found if isinstance(found, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those that templates name, as `bos_token`; an entry is text or {"content": text}."""
+        tokens: dict[str, str] = {}
+        for name, value in self._tokenizer_config.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                tokens[name] = content
+        return tokens
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends an answer: as generation_config.json says, else as config.json does."""
+        key, name = "eos_token_id", "generation_config.json"
+        value = self._generation.get(key)
+        if value is None:
+            name = "config.json"
+            value = self._raw.get(key, FAMILIES[self.config.family].defaults[key])
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise self._wrong(name, f"{key} must be a token id, or a list of them, not {value!r}")
+        # Some files mean "none" by -1.
+        return tuple(dict.fromkeys(each for each in ids if each >= 0))
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """What generation_config.json recommends; 0 is a recommendation, null is none."""
+        said: dict[str, float] = {}
+        for key, (range_text, fits) in _RANGES.items():
+            value = self._generation.get(key)
+            if value is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or not fits(value):
+                raise self._wrong(
+                    "generation_config.json", f"{key} must be {range_text}, not {value!r}"
+                )
+            said[key] = float(value)
+        if self._generation.get("do_sample") is False:  # said, not just left out
+            said["temperature"] = 0.0
+        top_k = max(0, int(said.pop("top_k", 0)))
+        return GenerationDefaults(top_k=top_k, **said)
+
+    @cached_property
+    def _headers(self) -> dict[Path, Header]:
+        return {file: read_header(file) for file in checkpoint_files(self._directory)}
+
+    @cached_property
+    def _generation(self) -> Json:
+        return self._optional_json("generation_config.json")
+
+    @cached_property
+    def _tokenizer_config(self) -> Json:
+        return self._optional_json("tokenizer_config.json")
+
+    def _optional_json(self, name: str) -> Json:
+        file = self._directory / name
+        return _json(file) if file.is_file() else {}
+
+    def _wrong(self, name: str, what: str) -> ModelError:
+        return ModelError(f"{self._directory / name} is wrong: {what}")
+
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0 or more", lambda value: value >= 0),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("a whole number; 0 or -1 for all", lambda value: value >= -1 and value % 1 == 0),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0", lambda value: value > 0),
+}
+
+
+def _json(file: Path) -> Json:
+    """A JSON object. Raises `ModelError`."""
+    try:
+        parsed: Any = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{file} must hold one JSON object")
+    return parsed

@@ -1,0 +1,116 @@
+"""A model's directory has one reader, and that finds what is where."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.api.served_model import ServedModel
+from disagg.errors import ModelError
+from disagg.models.description import describe_model
+from disagg.planner.shapes import read_shape
+from tests.api.test_service import model_directory
+from tests.models.test_damaged_checkpoints import POINTER
+
+PACKAGE = Path(__file__).parents[2] / "disagg"
+READERS = ("models/description.py", "models/checkpoint.py")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+
+
+def test_nobody_else_names_a_file_of_it() -> None:
+    """Messages and comments may; text that is a file's name or ends a path with it is to open it,
+    and so is a pattern."""
+    found = []
+    for source in sorted(PACKAGE.rglob("*.py")):
+        place = str(source.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value.rpartition("/")[2]
+                if name in FILES or name.removeprefix("*") in (".safetensors", ".safetensors*"):
+                    found.append(place)
+    assert set(found) == set(READERS)
+
+
+def test_nobody_else_reads_headers() -> None:
+    """Others take the description's tensors; their type is known to who loads them."""
+    for source in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "disagg.models.checkpoint":
+                names = {alias.name for alias in node.names}
+                is_reader = str(source.relative_to(PACKAGE)) in READERS
+                assert is_reader or names <= {"StoredTensor"}, source
+
+
+def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path)
+    for name in FILES[1:]:
+        (directory / name).write_text(POINTER)
+    model = describe_model(directory)
+    assert read_shape(str(directory)).vocab_size == model.config.vocab_size == 400
+    (directory / "model.safetensors").unlink()
+    for ask in (
+        lambda: model.defaults,
+        lambda: model.chat_template,
+        lambda: model.special_tokens,
+        lambda: model.tensors,
+        model.read_tokenizer,
+    ):
+        with pytest.raises(ModelError, match="git-LFS pointer"):
+            ask()
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert describe_model(directory).chat_template is None
+    config: dict[str, Any] = {
+        "bos_token": {"content": "<s>", "special": True},
+        "eos_token": "</s>",
+        "chat_template": [
+            {"name": "tool_use", "template": "tools"},
+            {"name": "default", "template": "{{ bos_token }}config"},
+        ],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert describe_model(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert rendered(directory) == "<s>config"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
+    assert rendered(directory) == "<s>file"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert rendered(directory, str(tmp_path / "mine.jinja")) == "mine"
+    with pytest.raises(ModelError, match="does not exist"):
+        rendered(directory, str(tmp_path / "absent.jinja"))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ModelError, match="does not compile"):
+        rendered(directory)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read as JSON"):
+        rendered(directory)
+
+
+def rendered(directory: Path, chat_template: str | None = None) -> str:
+    model = ServedModel.of(
+        describe_model(directory), name="m", block_size=16, chat_template=chat_template
+    )
+    assert model.template is not None
+    return model.template.render([])
+
+
+def test_a_tokenizer_is_not_made_up(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path)
+    os.remove(directory / "tokenizer.json")
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json. Save the tokenizer"):
+        describe_model(directory).read_tokenizer()
