@@ -1,9 +1,9 @@
-"""Names of KV blocks: a digest of a block's tokens, chained on the digest of the block before it.
+"""Block hashes: a digest of a block's tokens, chained on the digest of the block before it.
 
-Equal hash means equal tokens at equal positions under the same model and tenant, so equal KV.
-The chain has no seed of its own: every process computes the same names, which lets a router
-compare a prompt with what workers say they hold. The root of the chain binds the model, the
-block size and the tenant, so two tenants never share a block and cannot probe each other's cache.
+Equal hashes mean equal tokens at equal positions under the same model and tenant, so equal KV.
+Every process computes the same hashes, which lets a router compare a prompt with what workers have
+cached. The root of the chain includes the model, the block size and the tenant, so two tenants
+never share a block and cannot probe each other's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The lines that our processes log: a JSON object each, with the request that it is about.
+"""Log lines as JSON objects, each with the request and trace that it is about.
 
-The request is set where its work begins and follows it through tasks; a line about another one
-names it in `extra={"request_id": ...}`. What a client has written is never logged.
+The request is a context variable, set where its work begins and inherited by tasks; a line about
+another request names it in `extra={"request_id": ...}`. Nothing that a client wrote is logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long requests wait where they queue, and how many are under way at once.
+"""Queueing formulas: how long requests wait, and how many are in progress at once.
 
-Two textbook approximations, each for many independent clients (Poisson arrivals): bursts beyond
-that need more than is planned here.
+Two textbook approximations for many independent clients (Poisson arrivals). Burstier loads need
+more workers than these say.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A source's reasons to keep blocks that were promised to a reader, and the promises themselves.
+"""Holds: blocks that a source keeps for the reader of a ticket; and the tickets themselves.
 
-Decides when held blocks go back to the pool: at the reader's word, at an abort, at expiry, or at
-once when memory is short. A broken hold costs the reader a recomputation and never a wrong token,
-because the stamps change when the blocks are used again. Knows no transport and no pool.
+A hold ends when the reader has pulled the blocks, when the request is aborted, when it expires, or
+at once if the source needs the memory. A hold that ends too early costs the reader a recomputation,
+never a wrong token, because the stamps change when blocks are reused. Knows no transport and no
+pool.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class _Hold:
 
 
 class Holds:
-    """Tickets outstanding at a source. Every hold gives its blocks back exactly once.
+    """The open holds of a source. Every hold returns its blocks exactly once.
 
     Args:
         max_holds: one more breaks the oldest; its blocks come out of the next `collect`.
@@ -122,7 +123,7 @@ def issue_ticket(
     num_tokens: int,
     block_ids: Sequence[int],
 ) -> KVTicket:
-    """A claim check for blocks of this worker, as they are now.
+    """A ticket for blocks of this worker with their current content.
 
     Args:
         peer: this worker's own.

@@ -1,4 +1,4 @@
-"""The TCP sockets that this process listens on, as the kernel has them."""
+"""The TCP sockets on which this process listens, according to the kernel."""
 
 from __future__ import annotations
 

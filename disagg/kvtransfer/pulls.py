@@ -1,7 +1,7 @@
-"""The reader's book: which peers are known, which tickets were used, which blocks are being filled.
+"""The reader's side of pulls: known peers, used tickets, and blocks that are being filled.
 
-Decides whether a pull may start, before any descriptor is built; every transport shares it. Must
-not know how bytes move.
+Every transport checks a pull here before it builds a descriptor, and checks the stamps here after
+the copy (`Pull.is_unchanged`). Must not know how bytes move.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TicketName: TypeAlias = tuple[str, int, str]  # source, epoch, id: unique among 
 def describe(
     worker_id: str, epoch: int, transport: str, slab: Slab, stamps: Stamps, agent: bytes = b""
 ) -> Peer:
-    """How others reach a side's slab.
+    """The record by which peers reach this worker's slab.
 
     Raises:
         StartupError: the worker has no id, or its stamps are not those of its slab.
@@ -87,7 +87,7 @@ class Pull:
 
 
 class PullBook:
-    """Checks and remembers what one reader pulls into one slab. Bounded.
+    """Checks and records the pulls into one slab. Bounded in peers and tickets.
 
     Args:
         transport: the name that peers must have in `Peer.transport`.

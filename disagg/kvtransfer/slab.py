@@ -1,4 +1,4 @@
-"""Where a worker's KV blocks lie: one run of bytes per block, one block after the other.
+"""The slab: the memory of a worker's KV blocks, each block one contiguous run of bytes.
 
 Knows addresses and sizes. Must not know what the bytes mean, nor who allocated them.
 """

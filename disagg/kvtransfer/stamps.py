@@ -1,9 +1,9 @@
-"""Generations: what makes a block read from another worker's memory trustworthy.
+"""Stamps: per block a generation counter, by which a reader knows that its copy is intact.
 
-The owner of a slab bumps a block's generation before the block may be written for another use.
-A reader copies blocks first and reads their generations afterwards; if these still equal the
-ticket's, the copy is of the content that the ticket was issued for. This is a sequence lock whose
-writer never waits.
+The owner of a slab increments a block's generation before the block may be written for another use.
+A reader copies blocks first and reads their generations afterwards. If they equal the ticket's, the
+copy has the content that the ticket was issued for. This is a sequence lock whose writer never
+waits.
 
 The order matters on both sides: the owner's bump must be visible before the first new byte (the
 engine bumps on the host before it launches the step that writes), and the reader's second read

@@ -1,4 +1,4 @@
-"""What two workers tell each other about KV: how to reach a slab, and a claim check for blocks."""
+"""`Peer`: how to reach a worker's slab. `KVTicket`: the blocks that hold a request's KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How others reach a worker's slab. A restarted worker is a new peer: same id, new epoch."""
+    """How to reach a worker's slab. A restarted worker is a new peer: same id, new epoch."""
 
     worker_id: str
     epoch: int  # unique per process start
@@ -24,9 +24,9 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class KVTicket:
-    """Claim check for finished KV: the first `num_tokens` tokens of a request lie in `block_ids`.
+    """The KV of the first `num_tokens` tokens of a request is in `block_ids` of the source.
 
-    The blocks count only if, after they were copied, their generations still equal these.
+    A copy is valid only if the blocks' generations, read after the copy, still equal the ticket's.
     """
 
     ticket_id: str  # unique within an epoch of the source

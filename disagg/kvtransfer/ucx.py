@@ -1,8 +1,8 @@
-"""What UCX is told, and what it tells: the only place that knows its settings and its log.
+"""UCX's settings and its log; nothing else knows them.
 
-UCX reads its settings from the environment when an agent is made. Its log says which lane it chose
-for what (`UCX_PROTO_INFO`); it goes to memory of this process, from where `UcxLog` reads it. Must
-not know NIXL.
+UCX reads its settings from the environment when an agent is made. Its log (`UCX_PROTO_INFO`) says
+which lane it chose for which transfers; it is written to memory of this process, where `UcxLog`
+reads it. Must not know NIXL.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def in_environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 class UcxLog:
-    """What UCX logs in this process. There is one, since UCX has one log a process.
+    """UCX's log of this process; UCX has one per process.
 
     Attributes:
         settings: for the environment while an agent is made. UCX opens its log with the first one.
@@ -152,11 +152,11 @@ class UcxLog:
 
 
 class Tables:
-    """The tables in which UCX says how it does what, as `UCX_PROTO_INFO` has it print them.
+    """The protocol tables that UCX prints with `UCX_PROTO_INFO`.
 
-    A table has the name of the agent and where its peer is, then what is done, and then a row for
-    each range of sizes. UCX prints one when it first does such a thing with such a peer. Those of
-    several threads are mixed, line by line.
+    A table names the agent and the kind of peer, then the operation, then has a row per range of
+    sizes. UCX prints one at the first operation of a kind with a kind of peer. Tables of several
+    threads are interleaved, line by line.
     """
 
     _LINE = re.compile(r"\[[^]]*\] \[([^]]*)\]\s*(\|.*|\+--.*|)$")

@@ -1,12 +1,11 @@
 """The ingress's side of a link to one worker: many streams over one connection.
 
-A link stays with its worker for as long as membership says that the worker exists: it connects,
-connects again after a loss, and asks for a snapshot when frames are missing. The end of the
-connection ends every stream at once with `WorkerLost`; who reads the stream decides where to go
-on. What arrives while a reader is busy is handed over together, so a slow reader costs less per
-token instead of more.
+A link exists as long as membership has its worker: it connects, reconnects after a loss, and asks
+for a snapshot when frames are missing. When the connection ends, all its streams end at once with
+`WorkerLost`, and their readers reroute. Deltas that arrive while a reader is busy are merged, so a
+slow reader costs less per token instead of more.
 
-This file knows no routing: what a worker's cache and load look like goes to a `LinkObserver`.
+Knows no routing: what workers report about caches and load goes to a `LinkObserver`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NUM_LOOKS = 8  # at a silent worker, before it counts as lost
 
 
 class LinkObserver(Protocol):
-    """Told about workers, in the order in which things happened on each link."""
+    """Is told about workers, in the order of events on each link."""
 
     def link_up(self, record: WorkerRecord) -> None:
         """The worker takes messages. It is not routable yet."""

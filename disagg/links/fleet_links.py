@@ -1,16 +1,15 @@
-"""One link per worker of the membership, and what each worker must know of its peers.
+"""All links of one ingress: one per worker of the membership.
 
-Membership comes in as the full list of records, as often as it changes. What workers hold and how
-busy they are goes straight to the `LinkObserver` (the router's fleet), which this file knows only
-by that name.
+Membership arrives as the full list of records whenever it changes. KV events and load of the
+workers go to the `LinkObserver` (the router's fleet).
 
-Membership adds workers; what removes one is the end of its link. A worker that membership no
-longer has but whose link is up finishes its streams, and takes new ones for as long as it says
-so: one that drains says no itself, and one that a restarted control plane has not found again
-yet is not a dead one. When such a link ends, it is not opened again.
+Membership adds workers; only the end of its link removes one. A worker that is missing in the list
+but whose link is up keeps its streams, and gets new ones while it accepts them: a draining worker
+refuses by itself, and a worker that a restarted controller has not found yet is alive. When such a
+link ends, it is not opened again.
 
-A worker learns the peers of its tier when its link comes up, and newcomers as they join, always
-before any `Start` that could name them on the same link.
+A worker is told the peers of its tier when its link comes up, and new peers as they join, always
+before a `Start` on the same link that could name them.
 """
 
 from __future__ import annotations

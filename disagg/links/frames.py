@@ -1,4 +1,4 @@
-"""Bytes on a link: how messages are cut into frames, and how both ends prove the cluster's key.
+"""The wire format of a link: frames, and the handshake that proves the cluster's key.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack (`messages.py`). The
 handshake is mutual HMAC-SHA256 (RFC 2104) over fresh nonces of both sides. A proof binds the role

@@ -1,18 +1,17 @@
-"""The worker's side of its links: lets ingresses in, hands on what they say, publishes steps.
+"""The worker's side of its links: accepts ingresses, passes on their messages, publishes steps.
 
-Every link gets exactly one `StepFrame` per engine step in which there is something for it: tokens
-of its streams, cache changes, or a changed load; and one every `heartbeat_s` when idle, so that
-the other side can tell silence from death. Publishing never waits.
+Every link gets one `StepFrame` per engine step that has something for it: tokens of its streams,
+KV events, or a changed load. An idle worker sends one every `heartbeat_s`, so that the ingress can
+tell an idle worker from a dead one. Publishing never blocks.
 
-How a snapshot and the events stay in order: when a link comes up, or asks with `Resync`, the
-worker receives `Resync` for it. It passes that into the engine thread, which reads the pool's
-names between two steps and posts `publish_snapshot` to the loop *the same way as it posts steps*.
-Both arrive here in the order in which the engine produced them. Until then the link gets no
-cache events (the snapshot contains them), afterwards all. Events that the pool had collected but
-not yet handed out when the names were read are in both; applying them again changes nothing,
-because the last word on each block is the same.
+How a snapshot and KV events stay in order: when a link comes up, or asks with `Resync`, the worker
+receives `Resync` for it and passes it to the engine's thread. That thread reads the pool's block
+hashes between two steps and posts `publish_snapshot` to the loop the same way as it posts steps, so
+both arrive here in the engine's order. Before the snapshot the link gets no KV events, afterwards
+all. Events that were pending when the hashes were read are in both; applying them twice changes
+nothing, because the last event of each block is the same.
 
-This file knows no engine: who receives decides what a `Start` means. All of it runs on one loop.
+Knows no engine: `receive` decides what a `Start` means. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """The last thing received from a link: its streams have nobody to talk to any more."""
+    """The last message of a link that `receive` gets: nobody reads its streams any more."""
 
     reason: str
 

@@ -1,1 +1,1 @@
-"""The door by which sequences leave: prompt in, first token and a ticket for its KV out."""
+"""KV export: after the first token, a sequence's blocks are held and a ticket for them issued."""

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class BlockCopier(Protocol):
-    """Two queues of copies, one each way. Each is worked off in order; no method waits.
+    """Two queues of copies, one per direction, each processed in order. No method waits.
 
-    Used by one thread. Nobody may write a block, or a slot of the host's memory, that a copy into
-    it is queued for; what is copied out of may change, and then the copy is rubbish.
+    Used by one thread. The destination of a queued copy must not be written by anyone else. The
+    source may change meanwhile; then the copy is invalid, and the caller must find out.
     """
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:

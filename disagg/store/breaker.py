@@ -1,4 +1,4 @@
-"""When to leave a server alone that does not answer. Pure: the caller brings the time."""
+"""A circuit breaker with growing pauses. Pure: the caller passes the time."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""What tenants may use, over all ingresses together: requests in flight, requests and tokens a
-minute.
+"""Rate limits of tenants over all ingresses: requests in flight, requests and tokens per minute.
 
-Each ingress decides alone and at once, on what it knows; no request waits for anybody. It writes
-what its tenants have used since it started on a board, a few times a second and beside all
-requests, and takes what others wrote there since the last time out of its own buckets. So all
-buckets are the same but for what has happened since the last look. Whatever was admitted too much
-in between is a debt: a bucket goes below zero, and nothing more is admitted before it is paid.
-While the board is away each ingress keeps the limits by itself.
+Each ingress decides at once with what it knows; no request waits for another process. A few times a
+second, in the background, it writes its tenants' totals since its start to a shared board, and
+subtracts from its own buckets what the other ingresses have written there. So the buckets of all
+ingresses differ only by what happened since the last exchange. If too much was admitted in between,
+a bucket goes below zero, and nothing is admitted before it has filled again. While the board is
+unreachable, each ingress applies the limits to its own requests.
 
-What is written are sums and not steps, so a look that got lost or was made twice changes nothing.
-Pure but for `keep_in_step`.
+The board holds totals, not increments, so an exchange that is lost or repeated does no harm.
+Everything but `keep_in_step` is pure.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RETRY_S = 1.0  # where nothing says when a place will be free
 
 
 class LimitBoard(Protocol):
-    """A place where each ingress writes and reads what all have written."""
+    """Shared memory of all ingresses: each writes its entry and reads those of all."""
 
     def exchange(
         self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
@@ -69,7 +68,7 @@ class MemoryBoard:
 
 
 class Bucket:
-    """Fills up to a minute's worth, steadily. May be in debt."""
+    """A token bucket that holds one minute's worth and fills steadily. May be below zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -92,7 +91,7 @@ class Bucket:
 
 
 class Remaining(msgspec.Struct, frozen=True):
-    """What is left of a limit per minute, and when it will be whole again."""
+    """The rest of a limit per minute, and the seconds until it is full again."""
 
     limit: int
     remaining: int
@@ -113,7 +112,7 @@ class Used(msgspec.Struct, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress writes. `beat` changes each time, which shows that it lives."""
+    """What an ingress writes. `beat` changes each time, to show that the ingress is alive."""
 
     beat: int
     used: dict[str, Used]
@@ -138,7 +137,7 @@ class _TenantBuckets:
 
 
 class Limits:
-    """What each tenant has left. All methods return at once.
+    """The limits of all tenants, as one ingress knows them. No method waits.
 
     Args:
         tenant: a tenant's settings, by name.

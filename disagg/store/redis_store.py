@@ -1,4 +1,4 @@
-"""Redis: blocks of the cold KV tier, and the board of tenants' limits. The only place that knows
+"""Redis: the blocks of the cold KV tier, and the board of tenants' limits. Nothing else imports
 its client.
 
 Blocks' keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout

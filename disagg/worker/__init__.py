@@ -1,6 +1,5 @@
-"""A worker: one engine behind a link, with both doors.
+"""A worker: an engine in its own thread, a link server, KV export and KV import.
 
-Roles are preferences, so every worker can let sequences leave (`prefill_worker/`) and arrive
-(`decode_worker/`); this package puts the two doors, the engine's thread and the link server
-together. It runs under Ray Serve (`app/`) and in one process without it (`local.py`) alike.
+Roles are preferences, so every worker can export KV (`prefill_worker/`) and import it
+(`decode_worker/`). Runs under Ray Serve (`app/`) and in one process without Ray (`local.py`).
 """

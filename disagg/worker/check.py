@@ -1,4 +1,4 @@
-"""What can be found wrong with a tier before any process starts."""
+"""Checks of a tier's configuration and model before any process starts."""
 
 from __future__ import annotations
 

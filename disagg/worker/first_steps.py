@@ -1,8 +1,8 @@
-"""An engine's first steps, before its first request: kernels of every shape, and its speed.
+"""Measures an engine's step times before its first request, as the start of its time model.
 
-Without it the first long prompt on a slow machine would look like an engine that hangs. Routers
-begin with it too, until a worker of the pool has served: workers that start together slow each
-other down, and one that seems slow gets no work that would show otherwise.
+Without them the first long prompt on a slow machine would look like a hung engine. Routers use them
+too, until a worker of the pool has served requests: workers that start together slow each other
+down, and a worker that seems slow would get no work that could correct the impression.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether an engine lives: it turns, or it is in a step that may take as long as it does.
+"""Detects a hung engine: its thread completes no iteration, for longer than a step may take.
 
-Counted in looks and not on a clock: a process that was stopped, or got no processor, does not look
-either, and its engine must not be taken for one that hangs.
+Time is counted in looks of the watching task, not on a clock: while the process is stopped or gets
+no CPU time, it does not look either, and its engine must not be mistaken for a hung one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DEAD_FACTOR = 3.0  # routing around a worker costs little, starting it anew cost
 
 
 class Liveness:
-    """What the looks at one engine add up to."""
+    """The verdict over successive looks at one engine."""
 
     def __init__(self) -> None:
         self.still_s = 0.0  # since the engine was last seen to turn

@@ -1,10 +1,10 @@
-"""A worker from start to drain: builds its parts, hands messages in and steps out.
+"""A worker from start to drain: builds its parts, passes messages in and step results out.
 
     link server (event loop)  --Start, Cancel, Release, ...-->  engine thread
     link server (event loop)  <--one call per step: deltas, KV events, load--  engine thread
 
-Everything that touches the engine, the doors or the transport runs in the engine's thread: it is
-in `doors.py`, and reached from here through `EngineThread.post` alone.
+Everything that touches the engine or the transport is in `doors.py` and runs in the engine's
+thread; it is reached from here only through `EngineThread.post`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def record(self) -> WorkerRecord:
-        """What to publish about this worker."""
+        """The record that membership publishes about this worker."""
         return self._server.record
 
     def check_health(self) -> None:
@@ -132,10 +132,10 @@ class Worker:
             )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take in nothing new and become empty, or close after `timeout_s` all the same.
+        """Refuse new requests and become empty; close after `timeout_s` in any case.
 
-        Half of the time is for sequences that end by themselves, the rest for others to fetch the
-        KV of those that go on elsewhere.
+        The first half of the time is for sequences to finish here, the second half for other
+        workers to pull the KV of sequences that were handed over.
         """
         leave_by_s = self._clock() + timeout_s / 2
         self._thread.post(lambda: self._begin_drain(leave_by_s))
@@ -161,7 +161,7 @@ class Worker:
         await self._ask(self._doors.check)
 
     async def _ask(self, question: Callable[[], T]) -> T:
-        """Have `question` answered in the engine's thread."""
+        """Run `question` in the engine's thread and return its result."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def reply(value: T | None, error: Exception | None) -> None:
@@ -184,10 +184,10 @@ class Worker:
         return await answer
 
     async def _keep_watch(self) -> None:
-        """Hang up when the engine does: its streams then move, and nothing new comes.
+        """Close all links when the engine hangs: ingresses then reroute its streams.
 
-        Links come back at once, but no worker is routable before the engine's thread has answered
-        `Resync`; what it computes for the old links until then reaches nobody.
+        Links reconnect at once, but the worker is not routable before the engine's thread has
+        answered `Resync`; tokens for the old links are dropped.
         """
         while True:
             await asyncio.sleep(LOOK_S)
