@@ -1,8 +1,7 @@
-"""The model "auto": what the API must know of a cascade, made from its tiers.
+"""The model "auto" as the API sees it, derived from the tiers of a cascade.
 
-A larger tier takes the tokens of a smaller one as a draft, and reads the prompt that was rendered
-for both. So one tokenizer, one chat template and one end of an answer are required of all of them,
-and what differs is refused at start.
+A larger tier takes the rendered prompt and the tokens of a smaller one. So all tiers must have the
+same tokenizer, chat template and end tokens; a difference is refused at start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a client sends to what a model reads: messages, texts and ids to checked token ids.
+"""From a request's messages, texts or ids to checked token ids.
 
-Texts that cannot fit are refused before they cost anything, and large ones are worked on off the
-event loop, where they hold up nobody else's tokens.
+A text that cannot fit is refused by its length, before it is tokenized. Long texts are tokenized in
+a thread, so that they do not block the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Refusals that only the HTTP side knows, and the one function that turns an error into a reply.
+"""Errors that only the HTTP side raises, and the one function that turns an error into a reply.
 
-They never cross a process: whatever reaches a worker has been checked here before. Texts name no
-file, address or class of ours, since error texts are read by strangers.
+They never cross a process. Messages name no file, address or class, since clients read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Ray Serve shell: deployments, membership, build. The only package that imports ray.
+"""The Ray Serve application: deployments, membership, autoscaling. The only importer of ray.
 
-It decides where processes run; it knows nothing of what is in a request.
+It decides where processes run, and knows nothing of requests.
 """

@@ -1,13 +1,12 @@
-"""Pools that follow the load, through Ray Serve: ingresses report, one decision sizes all pools.
+"""Autoscaling through Ray Serve: ingresses report their load, one decision sizes all pools.
 
-Ingresses know what is asked and what workers say of themselves; their replicas report it once a
-second as Serve's custom autoscaling metrics. Serve asks each deployment's policy (`pool_policy`)
-in its controller, and those of one application share the `Scaler` here. So there is no process,
-no port and no call of ours, and nothing of it is on a request's path. Serve's own counters see no
-request (they go over our links), and its delays are 0: when to go up and down is decided in
-`router/autoscale.py` alone.
+Ingress replicas report demand and the workers' load once a second, as Serve's custom autoscaling
+metrics. In its controller, Serve calls the policy of each deployment (`pool_policy`); the policies
+of one application share the `Scaler` here. So this needs no process, port or call of its own, and
+nothing of it is on a request's path. Serve's request counters see nothing (requests go over our
+links), and its delays are 0: only `router/autoscale.py` decides when to scale.
 
-Where reports stop, as while an ingress is away, pools stay as they are.
+If reports stop, for example because an ingress is gone, pools keep their size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Ray cluster as the command line needs it: start or join, deploy, watch, stop."""
+"""Ray for the command line: start or join a cluster, deploy, watch, stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
 class Cluster:
-    """The Ray that serves.
+    """The Ray cluster that the command uses, its own or a running one.
 
     Args:
         address: of a running cluster; None starts one on this machine, for loopback only.

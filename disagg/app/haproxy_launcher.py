@@ -1,4 +1,4 @@
-"""Becomes HAProxy, after mending the configuration that Serve wrote for it.
+"""Corrects the configuration that Serve wrote for HAProxy, then executes HAProxy.
 
     python haproxy_launcher.py HAPROXY HOST [arguments of HAProxy...]
 

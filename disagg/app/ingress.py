@@ -1,4 +1,4 @@
-"""The root deployment: an `IngressCore` in a Serve replica, told by Serve who the workers are."""
+"""The root deployment: an `IngressCore` in a Serve replica, which pushes it the membership."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Who is there: the running workers that Serve pushed into this process.
+"""Membership: the running workers that Serve has pushed into this process.
 
-Serve pickles a request router's class together with its module by value, so module globals next
-to the router would be private copies (and one per deployment). This module is imported by name
-from inside the router's method, which makes it the one place in the process.
+Serve pickles a request router's class together with its module by value, so globals of that module
+would be private copies, one per deployment. This module is imported by name from inside the
+router's method, so there is one of it per process.
 
-While Serve's controller is away, nobody calls and everybody keeps what was said last. An error
-that left `from_metadata` or `replace` would end Serve's updates to this process for good.
+While Serve's controller is away, the last membership stays valid. `from_metadata` and `replace`
+must not raise: an exception would end Serve's updates to this process for good.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What Serve asks, ten times a second and for each pool: how many replicas?
+"""Serve's autoscaling policy of one pool, called ten times a second: returns the replica count.
 
-Serve pickles a policy's class together with its module by value, so what pools share cannot live
-here: it is in `autoscaling`, which is imported by name.
+Serve pickles a policy's class together with its module by value, so state that pools share cannot
+be here: it is in `autoscaling`, which is imported by name.
 """
 
 from __future__ import annotations

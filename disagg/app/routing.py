@@ -1,8 +1,8 @@
 """The request router that Serve runs inside the ingress for each worker deployment.
 
-Requests do not go through it: they travel over our own links, to the worker that
-`router/policy.py` chose. It is here because Serve pushes membership to routers, at once and with
-each replica's metadata, and to nobody else.
+Requests do not go through it: they go over our own links to the worker that `router/policy.py`
+chose. It exists because Serve pushes membership, with each replica's metadata, only to request
+routers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 
 
 class MembershipRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray is untyped here
-    """Hands on who is there. Control calls (warm-up, drain) may go to any replica."""
+    """Passes membership on. Control calls (warm-up, drain) may go to any replica."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         # Imported by name: this class travels by value (see `membership`).

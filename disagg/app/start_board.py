@@ -1,8 +1,8 @@
-"""How far workers are while they start, for the one who waits for them: the command line.
+"""Progress of starting workers, for the command line.
 
-Serve shows nothing of a replica until its constructor has returned. So whoever waits puts up a
-board, a named actor that ends with its process at the latest; a starting worker on any node looks
-for it once and writes to it without waiting. Without a board a worker starts just the same.
+Serve shows nothing of a replica until its constructor has returned. So the command creates a board,
+a named actor that ends with the command's process at the latest. A starting worker on any node
+looks for it once and writes its progress there without waiting. Without a board workers start, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Steps:
 
 
 class Board:
-    """Puts up the board. If another start has one already, both share it."""
+    """Creates the board actor. If another start has created it already, both share it."""
 
     def __init__(self) -> None:
         actor = ray.remote(num_cpus=0)(_Steps)

@@ -1,4 +1,4 @@
-"""What serves is watched while it serves, and what befalls it is said."""
+"""Watches Ray, Serve and HAProxy while they serve, and reports what happens to them."""
 
 from __future__ import annotations
 

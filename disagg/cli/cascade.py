@@ -1,4 +1,4 @@
-"""Find the threshold at which a small model answers and a large one need not be asked."""
+"""Find the threshold above which a small model's answer is kept instead of asking a large one."""
 
 from __future__ import annotations
 

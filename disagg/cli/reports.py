@@ -1,4 +1,4 @@
-"""What the process that serves says to the command that started it, and is told at its start."""
+"""Messages between the command and the process that serves: its order, and its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deployment that the flags of `disagg serve`, or a file, describe."""
+"""From the flags of `disagg serve`, or from a file, to a `ServeConfig`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Play a trace on a simulated fleet: how fast it is served, how evenly, with how many prefix hits.
 
-The router, the scheduler, the block pool and the doors are the product's own; engines and network
-are simulated, they take the time that a time model says. Without --trace load is made up. The last
-line is JSON. Equal arguments print equal figures.
+Router, scheduler, block pool, KV export and import are the real code; engines and network are
+simulated and take the time that a time model predicts. Without --trace the load is synthetic. The
+last line is JSON. Equal arguments print equal figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be found wrong with a start before Ray runs: in a sentence, and at once."""
+"""Checks before Ray starts: each failure is one sentence, at once."""
 
 from __future__ import annotations
 

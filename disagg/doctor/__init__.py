@@ -1,1 +1,1 @@
-"""What an operator asks before the first request: can this machine serve, and if not, why not?"""
+"""Checks of a machine before the first request: can it serve, and if not, what to change."""

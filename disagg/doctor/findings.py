@@ -1,4 +1,4 @@
-"""What was looked at, what was found, and the one line to change where it is wrong."""
+"""The doctor's report: each check, what it found, and the one line to change if it is wrong."""
 
 from __future__ import annotations
 

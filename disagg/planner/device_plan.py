@@ -1,8 +1,8 @@
-"""Which workers run on which GPUs: what there is and what was asked for -> pools that fit.
+"""Plans which workers run on which GPUs, and refuses fleets that do not fit.
 
-A worker opens one GPU, or a share of one. Where nothing was said, each worker has a GPU for itself;
-where these are too few, a tier whose prefill pool was not asked for has workers that do both, and
-what still does not fit is refused with the numbers. Knows no driver, no torch and no Ray.
+A worker uses one GPU, or a share of one; by default one for itself. If there are too few GPUs and
+the number of prefill workers was not given, a tier gets workers that both prefill and decode. What
+still does not fit is refused with the numbers. Knows no driver, no torch and no Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked of a fleet: requests, how long they are, and how soon they must be answered."""
+"""The load of a planned fleet: request rate, lengths and SLOs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What to believe of an engine's speed before its first step: its model on a device's roofline.
+"""The prior of a worker's time model: the roofline of its model on its device.
 
-A guess of the right size is enough: a fit corrects it within some steps. One default for all would
-be off by a factor of a hundred between a small model on a core and a large one on a GPU.
+The right order of magnitude is enough, since the fit corrects it within some steps. One default for
+all would be off by a factor of a hundred between a small model on a CPU core and a large one on a
+GPU.
 """
 
 from __future__ import annotations

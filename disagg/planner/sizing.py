@@ -1,9 +1,9 @@
-"""How many workers of which kind hold the SLOs of a load, apart and together, and which is cheaper.
+"""Sizes the cheapest fleets that meet the SLOs of a load: disaggregated, and colocated.
 
-Apart: prefill workers are one queue; decode workers hold as many sequences as the rate, the
-lengths and their own step time make; KV goes over a link between. Together: every worker does
-both, in steps that carry a chunk of a prompt while prompts wait (Sarathi-Serve, arXiv 2403.02310),
-and the chunk is as large as the SLO on the gaps between tokens allows.
+Disaggregated: the prefill workers are one queue; the decode workers hold as many sequences as
+follow from rate, lengths and step time; KV is transferred between them. Colocated: every worker
+does both, with a chunk of a prompt in each step while prompts wait (Sarathi-Serve, arXiv
+2403.02310); the chunk is as large as the TPOT SLO allows.
 
 All figures are predictions: rooflines (`roofline.py`) under the queueing approximations of
 `queueing.py`. docs/planning.md has the formulas in one place.

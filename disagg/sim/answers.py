@@ -1,10 +1,10 @@
-"""What simulated models say, and how sure they are of it. Made up: no model is asked.
+"""Simulated answers and log-probabilities for cascades; no model runs.
 
-An answer repeats the prompt's token. How sure a small model is of an answer is drawn from the
-seed, the model and the request, and from nothing else: all judged tokens but one are certain, and
-that one, at a random place, has a log-probability whose distribution is exponential, so that the
-wanted share of answers lies below the threshold, and a threshold that load moves finds others. At
-that place the small model says what no larger one would: a draft is right up to there.
+An answer repeats the prompt's token. The confidence of a small model is drawn from the seed, the
+model and the request only: one of the judged tokens, at a random position, has an exponentially
+distributed log-probability, such that the configured share of answers is below the threshold; all
+other tokens are certain. At that position the small model's token differs from the larger one's, so
+a draft is accepted up to there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CERTAIN = TokenLogprobs(0.0)
 
 
 class SimulatedConfidence:
-    """How sure each small model is of each request.
+    """The simulated log-probabilities of each small model for each request.
 
     Args:
         unsure: by model, the fraction of its answers that are below the threshold.

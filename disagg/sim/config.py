@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of, and how it is used. Checked once; knows nothing of time."""
+"""The configuration of a simulation: fleet, load and SLOs. Checked once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H100_8B_KV_NBYTES = 128 << 10  # of one token
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A worker dies, and another one takes its place with an empty cache."""
+    """A worker dies and is replaced by a new one with an empty cache."""
 
     worker_id: str
     at_s: float
@@ -35,12 +35,11 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller model with pools of its own, which is asked before the larger ones.
+    """A smaller model of a cascade, with pools of its own.
 
-    size: of its parameters, as a fraction of the largest model's; its steps and its KV take as
-        much less. Its caches have as many blocks.
-    unsure: of how many of its answers it is not sure enough, as a fraction. Simulated: see
-        `answers`.
+    size: its parameters as a fraction of the largest model's; step times and KV bytes scale with
+        it. Its caches have as many blocks.
+    unsure: the fraction of its answers that escalate. Simulated: see `answers`.
     """
 
     name: str

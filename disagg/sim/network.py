@@ -1,8 +1,8 @@
-"""A transport whose copies take the time that a transfer model says, and move nothing.
+"""A simulated transport: a pull takes the time of a transfer model and moves no bytes.
 
-Everything but the bytes is as in `kvtransfer`: the same checks before a pull, the same stamps after
-it, the same notice to the source. A worker sends to one reader at a time and reads from one source
-at a time, so transfers that share a network card wait for each other.
+Otherwise it is as `kvtransfer`: the same checks before a pull, the same stamps after it, the same
+notification to the source. A worker sends to one reader at a time and reads from one source at a
+time, so transfers that share a network card wait for each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRANSPORT = "simulated"
 
 
 class SimulatedNetwork:
-    """What joins the sides: they by worker id, and how long a copy takes."""
+    """All simulated transports by worker id, and the transfer model."""
 
     def __init__(self, loop: AbstractEventLoop, times: TransferTimeModel) -> None:
         self.loop = loop

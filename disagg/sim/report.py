@@ -1,4 +1,4 @@
-"""What a simulation found, in figures. Knows nothing of how it came about."""
+"""The report of a simulation: percentiles, hits, imbalance and costs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from disagg.sim.trace import TRACE_BLOCK_TOKENS
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """One request. Seconds of virtual time; `error`: the code of what ended it, if anything did;
-    `attempts`: what became of it on each model of a cascade, the last of which answered."""
+    """One request, in seconds of virtual time. `error`: the code of the error that ended it, or "";
+    `attempts`: its outcome on each model of a cascade; the last one answered."""
 
     arrival_s: float
     first_s: float
@@ -27,7 +27,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkDone(msgspec.Struct, frozen=True):
-    """One worker."""
+    """The work that one worker did."""
 
     model: str
     role: Role

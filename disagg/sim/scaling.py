@@ -1,6 +1,6 @@
-"""Pools of a simulation that follow its load: the product's autoscaler, once a virtual second.
+"""Autoscaling in a simulation: runs the real autoscaler once per virtual second.
 
-A new worker serves after its start-up time; one that is not wanted any more drains as in Serve.
+A new worker serves after its start-up time; a worker that is scaled down drains as under Serve.
 Both cost worker-hours meanwhile.
 """
 

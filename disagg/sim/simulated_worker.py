@@ -1,9 +1,9 @@
-"""A worker on the virtual clock: the product's doors, engine and block pool, and no device.
+"""A simulated worker: the real engine, block pool, KV export and import, without a device.
 
-Does what `engine_thread` and `links` do for a real worker: takes messages between steps, tells the
-router's fleet about each step when it ends, and hands tokens to their streams. Tokens between the
-first and the last of a visit are handed over with the last, as nobody reads them one by one, but
-for those that are judged.
+Does what `engine_thread` and `links` do for a real worker: takes messages between steps, reports
+each step to the router's fleet when it ends, and passes tokens to their streams. Only the first and
+the judged tokens of a stream are passed on one by one; the others come with the last, since nobody
+reads them earlier.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One simulation: a fleet of simulated workers, the product's dispatcher, and the load of a trace.
+"""One simulation: a fleet of simulated workers, the real dispatcher, and the load of a trace.
 
-Decides when requests come. What happens to them is decided by the product's own files.
+Decides when requests arrive. Everything else is decided by the same code as in production.
 """
 
 from __future__ import annotations

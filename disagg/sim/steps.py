@@ -1,10 +1,9 @@
-"""How long a simulated engine's steps take, and many decode steps at once.
+"""Simulated engine steps: their times, and runs of equal decode steps computed at once.
 
-Between two events of a worker its decode steps are all alike: each running sequence gains a token
-and nothing is admitted, published or ended. Such steps are a `StepRun`: its times follow from one
-formula, and its sequences are moved on together at its end. Whatever could tell one step from the
-next (an end, a full block, somebody who waits) is never inside a run but is planned and applied by
-the scheduler itself.
+Between two events of a worker its decode steps are equal: each running sequence gains a token, and
+none is admitted, ends or fills a block. Such steps form a `StepRun`: one formula gives their times,
+and the sequences advance together at its end. A step that differs (a sequence ends, fills a block,
+or waits for admission) is never inside a run; the real scheduler plans and applies it.
 """
 
 from __future__ import annotations

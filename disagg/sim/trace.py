@@ -1,7 +1,7 @@
-"""Requests of a trace: when they come, how long they are, and which blocks they share.
+"""The requests of a trace: arrival times, lengths, and shared prefixes.
 
-Reads the formats of Mooncake (JSON lines) and of Azure (CSV), and makes up load of its own. Knows
-no workers. Whatever cannot be read is refused with the number of its line and the reason.
+Reads the formats of Mooncake (JSON lines) and Azure (CSV), and generates synthetic load. A line
+that cannot be read is refused with its number and the reason.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
 
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of conversations that begin at random moments and share system prompts.
+    """Synthetic load: conversations that start at random and share system prompts.
 
     Each of `NUM_TURNS` prompts is the one before it, with `TURN_TOKENS` more.
     """

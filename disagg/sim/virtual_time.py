@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class NothingWillHappen(RuntimeError):
-    """Everybody waits, and there is no timer left that could change it."""
+    """Deadlock: every task waits, and no timer is left."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Seconds begin at 0 and pass only where everybody waits."""
+    """Seconds begin at 0 and pass only while every task waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The HTTP surface as a plain ASGI application: routing, keys, limits, streams, ends.
+"""The HTTP API as a plain ASGI application: URLs, keys, limits, streams, disconnects.
 
 Decides on `scope["path"]` alone (never on a URL rebuilt from `Host`), refuses by default where a
 key is set, and turns every error into one reply in one place. Runs under uvicorn and inside Ray

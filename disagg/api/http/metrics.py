@@ -1,4 +1,4 @@
-"""What the API counts, under the names vLLM's dashboards use with our prefix.
+"""Prometheus metrics of requests, with vLLM's names and our prefix.
 
 Buckets are those of OpenTelemetry's GenAI conventions.
 """

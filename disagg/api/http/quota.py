@@ -1,4 +1,4 @@
-"""What a tenant may do, as HTTP shows it: refusals, headers, and a bound on priorities."""
+"""Tenants' limits in HTTP: 429 replies, `x-ratelimit-*` headers, and a bound on priorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing one answer: whole, or as a stream that starts with its first event."""
+"""Writes one reply: whole, or as a stream of server-sent events."""
 
 from __future__ import annotations
 

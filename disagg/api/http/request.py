@@ -1,4 +1,4 @@
-"""One HTTP request before anyone looks at its body: head, key, bounded reading, its end.
+"""Reads one HTTP request: headers, key, the body within bounds, and the client's disconnect.
 
 Headers are labels only. Nothing a client sends in one is used as an address or a cache key.
 """

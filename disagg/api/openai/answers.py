@@ -1,7 +1,7 @@
-"""Running the choices of one request: token deltas in, pieces of text out, one end for each.
+"""Runs the choices of one request: token deltas in, text pieces out, exactly one end each.
 
-A choice that a stop string ends is closed at once, and a slow client delays nobody: what arrives
-while it is busy waits at its source and is handed on together.
+A stop string closes its choice at once. A slow client delays nobody: deltas that arrive meanwhile
+are merged at their source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one choice gained."""
+    """New tokens and text of one choice."""
 
     index: int
     text: str = ""

@@ -1,4 +1,4 @@
-"""What an answer must look like, as clients say it: from request fields to a checked grammar.
+"""Structured output: from request fields to a checked grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. A schema is
 followed to the letter, `strict` or not; one that cannot be is refused here, before any worker
@@ -52,7 +52,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GrammarFields(Protocol):
-    """The fields of a request that are looked at here."""
+    """The request fields of structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -67,7 +67,7 @@ class GrammarFields(Protocol):
 def wanted_grammar(
     request: GrammarFields, required_calls: Grammar | None = None
 ) -> tuple[str, Grammar] | None:
-    """The field that says what the answer must look like, and what it says.
+    """The grammar that the request's fields ask for; None: none of them is set.
 
     Raises:
         InvalidRequest: several fields do, one is incomplete, or the end of the answer is asked to

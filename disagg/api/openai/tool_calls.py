@@ -1,8 +1,8 @@
-"""Tool calls in an answer's text, as models were trained to write them, found while it grows.
+"""Parses tool calls out of a streamed answer, in the format that the model was trained on.
 
-A model is taught one way to write a call, and its chat template shows the calls of earlier turns in
-that way: so the template says how to read. Text that may be the beginning of a call waits until
-that is clear, a call is handed on when it is complete, and what only looked like one is text.
+The chat template shows earlier calls in the model's format, so it also says how to parse. Text that
+may be the beginning of a call is held back until that is clear; a call is passed on when it is
+complete; text that turned out to be no call is passed on as text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Functions that a client offers to the model: checked, shown to it, and asked for by grammar.
+"""The `tools` of a request: checked, passed to the chat template, and enforced by grammar.
 
-With `tool_choice` "auto" the model says whether it calls one, in the way that its chat template
-shows. Where a call is required the answer is made of JSON alone, by a grammar: a list of calls, or
-the arguments of the one function that was named.
+With `tool_choice` "auto" the model decides whether to call a function, in the format of its chat
+template. If a call is required, a grammar restricts the answer to JSON: a list of calls, or the
+arguments of the named function.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolFields(Protocol):
-    """The fields of a request that are looked at here."""
+    """The request fields of tool calling."""
 
     tools: Tools | None
     tool_choice: ToolChoice | None
