@@ -127,7 +127,8 @@ def _mixed_step(
     sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(64, 32)]
     captured = MixedGraphs(decoder, slab, sizes, 4, 256, fake_record, new_logits(decoder, 32))
     before = slab.values.clone()
-    larger = [(sequences[2], 1), (sequences[0], 9), (sequences[1], 4)]
+    # Its wanted rows lie beyond the tokens of a smaller graph, which must not look there.
+    larger = [(sequences[2], 1), (sequences[3], 17), (sequences[0], 9), (sequences[1], 4)]
     assert captured.forward(make_batch(larger, BLOCK_SIZE)) is not None
     slab.values.copy_(before)
     logits = captured.forward(batch)

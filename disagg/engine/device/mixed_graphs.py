@@ -137,6 +137,8 @@ class MixedGraphs:
         own.context_lens[:num_seqs].copy_(batch.context_lens)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         own.logits_rows[:num_logits].copy_(batch.logits_rows)
+        # An earlier step may have wanted rows that this graph does not have.
+        own.logits_rows[num_logits : size.num_logits].fill_(0)
 
 
 class _MixedGraph:
