@@ -31,7 +31,7 @@ StartPhase: TypeAlias = Literal["weights", "kv_blocks", "warm_up", "ready"]  # i
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an answer must look like.
+    """A grammar that the answer must follow (structured output).
 
     source: a JSON schema, a regular expression, a JSON list of texts, or a Lark grammar.
     """
@@ -64,10 +64,10 @@ class SamplingParams(
 class GenerateRequest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What a user asked, as the engines see it.
+    """A request as ingresses and engines see it: tokens, not text.
 
-    `token_ids` is the prompt followed by what was already generated when the request moved here
-    from another worker; `num_prompt_tokens` says where the prompt ends. `draft_token_ids` is a
+    `token_ids` is the prompt and, if the request was rerouted, the tokens generated so far;
+    `num_prompt_tokens` says where the prompt ends. `draft_token_ids` is a
     proposed continuation after `token_ids`, from another model: the engine keeps the tokens of it
     that it would have chosen itself, so it changes how long the answer takes and never the answer.
     """
@@ -298,7 +298,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
-    """Nobody will come for the KV of a ticket that this worker issued."""
+    """The KV of a ticket that this worker issued will not be pulled."""
 
     ticket_id: str
 

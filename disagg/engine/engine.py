@@ -24,7 +24,7 @@ SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 
 class _Step(NamedTuple):
-    """A step that was begun, or that will be when its results are asked for."""
+    """A step that was launched, or that runs when its results are read."""
 
     plan: StepPlan
     results: Results
@@ -37,10 +37,10 @@ class Engine:
     Args:
         scheduler: decides.
         runner: computes.
-        save_evicted: called with findable blocks that were given up, while their bytes are still
-            intact; the cold tier reads them here.
-        grammars: what the runner follows.
-        launcher: the runner, if its device computes by itself: steps are then planned ahead.
+        save_evicted: called with evicted blocks while their bytes are still intact, so that host
+            memory and the store can keep them.
+        grammars: the compiled grammars, shared with the runner.
+        launcher: the runner, if its device computes asynchronously: steps are then planned ahead.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Engine:
 
     @property
     def is_under_way(self) -> bool:
-        """The device computes a step between two calls of `step`."""
+        """Whether the device computes a step between two calls of `step`."""
         return self._under_way is not None
 
     @property
     def is_short(self) -> bool:
-        """A waiting sequence found too few blocks: holds kept for convenience should go."""
+        """A waiting sequence found too few blocks: loans and old holds should be given up."""
         return self.scheduler.is_short
 
     def step(self) -> list[TokenEvent]:
@@ -99,15 +99,15 @@ class Engine:
         return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
 
     def _begin_following(self, plan: StepPlan) -> _Step | None:
-        """The step after `plan`, launched before the results of `plan` are there, if it can be."""
+        """Launch the step after `plan` before the results of `plan` are known, if possible."""
         assert self.launcher is not None
         following = self.scheduler.plan_following(plan, self.launcher.needs_host)
         return None if following is None else self._begin(following)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether no step would have to wait for the sequence's grammar. If not, ask again.
+        """Whether the sequence's grammar, if it has one, is compiled. If not, ask again later.
 
-        What is ready stays so for this sequence, however many other grammars come meanwhile.
+        Once ready, it stays ready for this sequence.
 
         Raises:
             GrammarError: it cannot be followed.
@@ -140,9 +140,9 @@ class Engine:
         self._watch(sequence)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
-        """Blocks for KV that arrives from elsewhere; None while they are better kept.
+        """Blocks for KV that is imported; None while running sequences need them more.
 
-        See `Scheduler.reserve` for when that is. The blocks may be written at once.
+        See `Scheduler.reserve`. The blocks may be written at once.
         """
         block_ids = self.scheduler.reserve(num_blocks, arrival)
         self._give_up_evicted()
@@ -158,9 +158,9 @@ class Engine:
         return self.scheduler.remove(request_id)
 
     def end(self, sequence: Sequence, error: DisaggError) -> None:
-        """Report an error as the last event of a sequence; if it is in the engine, it leaves.
+        """Report an error as the last event of a sequence, and remove it from the engine.
 
-        One that was refused because its id is taken does not end its namesake.
+        A sequence that was refused because its id is in use does not end the other one.
         """
         if sequence in self.scheduler:
             self.scheduler.remove(sequence.request_id)

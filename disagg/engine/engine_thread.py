@@ -1,8 +1,8 @@
-"""The one thread that owns an engine, and the only bridge between it and an asyncio loop.
+"""The thread that owns an engine, and the only bridge between it and an asyncio loop.
 
-Everyone else posts messages; results leave through `publish`, once for each turn that has any. A
-failure inside ends every sequence with an error that reaches its caller; the thread then stays to
-refuse what still comes in, so that nobody waits for ever.
+Other threads post messages; results leave through `publish`, once per iteration that has any. If
+the engine fails, every sequence ends with an error that reaches its caller, and the thread goes on
+to refuse new requests, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Message = Callable[[], None]
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What one turn of the thread has to tell, and what its step cost (for the time model).
+    """The result of one iteration of the thread.
 
-    features, seconds: of the step; features is None when there was none to time.
-    failure: the engine is broken; whatever waits for it, also outside of it, has to end.
+    features, seconds: of its step, for the time model; features is None without a step.
+    failure: the engine is broken; everything that waits for it, also outside of it, must end.
     """
 
     events: tuple[TokenEvent, ...]
@@ -50,8 +50,8 @@ class EngineThread:
         publish: takes each result, in the engine's thread; it must not block.
         clock: Unix seconds, for deadlines.
         timer: monotonic seconds, for durations.
-        between_steps: the worker's one job between steps, given the time of the clock; tells
-            whether it has work in flight that deserves another look soon.
+        between_steps: called between steps with the time of the clock; returns whether it has work
+            in progress and wants to be called again soon.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class EngineThread:
             self._wait_s = STALLED_WAIT_S if engine.has_work else IDLE_WAIT_S
 
     def _take_messages(self, wait_s: float) -> None:
-        """Call every message that is there; wait up to `wait_s` for the first."""
+        """Run all posted messages; wait up to `wait_s` for the first."""
         while True:
             try:
                 message = self._messages.get(block=wait_s > 0, timeout=wait_s)
@@ -151,7 +151,7 @@ class EngineThread:
         self._publish(result)
 
     def _refuse_all(self, cause: Exception) -> None:
-        """The engine is broken: answer everything, now and until `stop`, with the cause."""
+        """After a failure: answer every request with its cause, until `stop`."""
         error = EngineFailed(f"The engine failed and its worker must restart: {cause!r}")
         error.__cause__ = cause
         while True:

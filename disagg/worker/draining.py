@@ -1,8 +1,8 @@
-"""What becomes of the sequences of a worker that is to stop, between any two steps.
+"""Draining: empties a worker that is to stop, without computing any token twice.
 
-Those that have not begun are refused, and their requests go elsewhere. Those that will end by
-themselves in time may; the others leave after one more token, by the same door as from a prefill
-worker, and go on where their KV is fetched to. Owned by the engine's thread.
+Sequences that have not begun are refused, and rerouted by their ingress. Sequences that are
+predicted to finish in time may finish. The others are handed over after one more token, with a
+ticket for their KV, as after a prefill. Owned by the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker is made of: engine, KV memory, transport, store. Built once, at start."""
+"""The parts of a worker: engine, KV memory, transport, store. Built once, at start."""
 
 from __future__ import annotations
 

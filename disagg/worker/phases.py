@@ -20,7 +20,7 @@ Stage = Literal["prefill.queue", "prefill.compute", "decode.queue", "decode"]
 
 
 class Phases:
-    """When one request was where. Times are Unix seconds; free unless tracing is on."""
+    """The spans of one request on this worker, in Unix seconds. Free unless tracing is on."""
 
     __slots__ = ("_num_tokens", "_since_s", "_stage", "traceparent")
 

@@ -1,7 +1,6 @@
-"""Which sequence answers which stream, and what a step's events become on the links.
+"""The streams of a worker: a `Start` becomes a sequence, the events of a step become deltas.
 
-Decides how a `Start` becomes a sequence and an event becomes a delta. Owned by the engine's
-thread. Knows nothing of sockets, transports or models.
+Owned by the engine's thread. Knows nothing of sockets, transports or models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU that an engine opens, and how much of its memory it claims."""
+"""The GPU of an engine, and the share of its memory that the engine may use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What goes into a GPU's memory, counted before anything does: weights, the largest step, KV.
+"""Plans a GPU's memory before anything is loaded: weights, the largest step, KV.
 
-How large steps are follows from what the weights leave. On a CPU memory is not what limits them.
+The step sizes follow from the memory that the weights leave. On a CPU memory does not limit them.
 """
 
 from __future__ import annotations

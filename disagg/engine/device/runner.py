@@ -1,4 +1,4 @@
-"""Carries out plans with a model, and puts an engine together on this machine.
+"""The model runner: executes step plans with a model; `build_engine` assembles an engine.
 
 Knows devices, dtypes and weights. Must not know why a plan is what it is.
 """

@@ -1,10 +1,10 @@
-"""What sampling needs of running sequences, kept on their device in tensors by slot.
+"""Sampling parameters and token counts of running sequences, kept on the device by slot.
 
-Parameters go up once, when a sequence is first sampled. The tokens that penalties look at follow
-from step to step: the device counts what it has just chosen, so that the next step can be launched
-before anybody knows the token. Where it has not seen a sequence's last tokens (it entered, a draft
-came true), they are counted first; so its counts are always those of `tokens`, as a moved or
-recomputed sequence needs. Decides nothing about tokens.
+Parameters are uploaded once, when a sequence is first sampled. The token counts for penalties are
+updated on the device after each step, so that the next step can be launched before the host has
+read the token. Tokens that the device has not counted (of a new sequence, or an accepted draft) are
+counted first, so the counts always equal those of `tokens`, also for a rerouted or recomputed
+sequence. Chooses no tokens itself: that is `kernels/torch_sampling.py` and `triton_sampling.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_narrowed(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Whose rows a step's logits are. The same for all steps of the same sequences.
+    """The rows of a step's logits and their sequences. Reused while the sequences are the same.
 
     slots: the same as `rows.slots`, on the host.
     penalised: rows whose tokens are counted.
@@ -83,7 +83,7 @@ class Step:
 
 
 class SamplingState:
-    """Tables of the sequences in `slots`, and what of them the device knows."""
+    """The tables of the sequences in `slots`, and how many tokens of each are counted there."""
 
     def __init__(
         self, ops: SamplingOps, slots: Slots, vocab_size: int, device: torch.device
@@ -103,7 +103,7 @@ class SamplingState:
         self._last: Step | None = None
 
     def enter(self, entered: SequenceOf[int]) -> None:
-        """These slots were others' before."""
+        """These slots have new owners."""
         if entered:
             self._last = None
             self._num_known += [_UNKNOWN] * (self._slots.num_slots - len(self._num_known))
@@ -111,12 +111,12 @@ class SamplingState:
             self._num_known[slot] = _UNKNOWN
 
     def step(self, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]) -> Step:
-        """Bring the tables up to date for a step, and say whose rows it has.
+        """Bring the tables up to date for a step; returns how its rows are sampled.
 
         Args:
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
-            nums_unread: 1 where the device alone knows the last token, and has counted it; or
-                empty, where there is no such row.
+            nums_unread: 1 for rows whose last token only the device knows, and has counted; empty
+                if there is no such row.
         """
         slots = [sequence.slot for sequence in sequences]
         step = self._last
@@ -129,7 +129,7 @@ class SamplingState:
         return step
 
     def remember(self, step: Step, token_ids: Tensor) -> None:
-        """Count what was chosen, [num_rows]; nothing of drafts, which may not come true."""
+        """Count the chosen tokens, [num_rows]; not for drafts, which may be rejected."""
         if step.has_drafts or not step.penalised:
             return
         rows = step.rows

@@ -1,13 +1,13 @@
-"""A place for each sequence in the tensors that a runner keeps of running sequences.
+"""Slots: for each running sequence, its row in the tensors that stay on the device.
 
-A slot is a row of every such tensor. A sequence has the same one from the first step that it is
-part of until others need it, so that a step writes only what it changes. Nobody says that a
-sequence has ended: when a slot is wanted and none is free, those of sequences that are gone come
-back, and if there are none, those of sequences that this step leaves out, which get another one
-with their next step. Whoever keeps tensors by slot writes all of a row for those who entered.
+A sequence keeps its slot from its first step until other sequences need it, so that a step writes
+only what changes. The end of a sequence is not announced: when a slot is needed and none is free,
+slots of ended sequences are reclaimed; if there are none, slots of sequences that are not in this
+step, which get new ones with their next step. `enter` returns the sequences whose rows must be
+written completely.
 
-Knows no device. A device that computes launched steps in order has read a row for its last owner
-before it is written for the next.
+Knows no device. A device that executes launched steps in order has read a row for its previous
+owner before it is written for the next one.
 """
 
 from __future__ import annotations

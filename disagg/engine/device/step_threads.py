@@ -1,8 +1,8 @@
-"""How many threads of a CPU compute a step: few for a small one, measured at start.
+"""The number of CPU threads for a step: few for a small step, measured at start.
 
-Each of a step's hundreds of parallel regions wakes all threads and waits for the last. A small
-model's products of a few rows are over before that pays, and whoever reads and writes the sockets
-has use for the core. Knows of a step only its features; must not know what computes it.
+Each of a step's hundreds of parallel regions wakes all threads and waits for the last. For a small
+model's products of a few rows that costs more than it gains, and the other core is free for the
+ingress. Knows only the features of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepThreads:
     def measure(
         self, compute: Callable[[int], object], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Choose by the clock.
+        """Choose by measurement.
 
         Args:
             compute: runs a step of so many decodes with `CONTEXT` tokens each.
@@ -53,7 +53,7 @@ class StepThreads:
         self.limits = limits  # not before, since the measured steps ask for them
 
     def use_for(self, features: StepFeatures) -> None:
-        """Give torch the threads for a step, which the calling thread then computes."""
+        """Set torch's number of threads for the next step of the calling thread."""
         if not self.limits:
             return
         num_tokens = features.num_decoding + features.num_new_tokens

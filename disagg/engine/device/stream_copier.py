@@ -1,7 +1,7 @@
-"""Copies blocks between a GPU's cache and pinned host memory, beside the kernels.
+"""Copies blocks between a GPU's cache and pinned host memory, concurrently with the kernels.
 
-A stream for each way, since PCIe is as fast in both at once. A copy waits on the device for the
-work that was launched before it, and the host waits for nothing: it asks which copies have ended.
+One CUDA stream per direction, since PCIe is full duplex. On the device a copy waits for the work
+that was launched before it; the host never waits, but polls which copies have ended.
 """
 
 from __future__ import annotations

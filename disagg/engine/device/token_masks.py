@@ -1,7 +1,7 @@
-"""Rules tokens out that a grammar does not allow, in the rows of the sequences that have one.
+"""Masks out the tokens that a sequence's grammar does not allow.
 
-Masks of a step are filled side by side while a GPU computes the logits, and go to it in one copy.
-Must not know what a grammar is.
+The masks of a step are filled in parallel while a GPU computes the logits, and uploaded in one
+copy. Must not know what a grammar is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _biases_of_bytes(device: torch.device) -> Tensor:
 
 
 class TokenMasks:
-    """What may come next in some rows of a step.
+    """The allowed next tokens in some rows of a step.
 
     Args:
         rows: of the logits.

@@ -1,4 +1,4 @@
-"""What steps need on a device besides weights and KV, in bytes; arithmetic that needs no device."""
+"""The device memory that steps need besides weights and KV, in bytes. Needs no device."""
 
 from __future__ import annotations
 

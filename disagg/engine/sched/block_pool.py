@@ -1,8 +1,8 @@
-"""The one owner of block state: who holds a block, under which name it can be found, what is free.
+"""The owner of all block state: reference counts, block hashes and the free list.
 
-A block is *held* (somebody reads or writes it), *idle* (nobody holds it, but its content has a
-name and can be taken back) or *free*. Decides which block to hand out and which idle one to give
-up. Must not know sequences, steps, tensors or workers.
+A block is *held* (reference count above 0), *idle* (not held, but cached under its hash) or *free*.
+Decides which block to allocate and which idle block to evict. Must not know sequences, steps,
+tensors or workers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BlockPool:
     Args:
         num_blocks: blocks of the slab.
         block_size: token positions in one block.
-        generations: one number for each block, shared with the transport's stamp table. It grows
-            before a block may be written for another use, which is how a remote reader finds out
-            that what it copied was no longer what its ticket promised.
+        generations: one counter per block, shared with the transport's stamp table. It is
+            incremented before a block may be written for another use, so that a remote reader can
+            tell that its copy is not what its ticket promised.
     """
 
     def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int]) -> None:
@@ -65,7 +65,7 @@ class BlockPool:
         return found
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One holder more for each block; idle blocks are taken back with their content.
+        """Add one holder to each block; idle blocks become held with their content.
 
         Raises:
             ValueError: a block is free, so it has no content to acquire.
@@ -98,10 +98,10 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int], *, is_spent: bool = False) -> None:
-        """One holder less for each block. The last one leaves a findable block idle.
+        """Remove one holder from each block. A cached block without holders becomes idle.
 
         Args:
-            is_spent: idle blocks are the first to give up and not the last.
+            is_spent: the idle blocks are evicted first instead of last.
 
         Raises:
             ValueError: a block has no holder.
@@ -120,7 +120,7 @@ class BlockPool:
                         self._idle.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """A held block is full: make it findable. If the name is taken, the first one keeps it.
+        """Cache a held, full block under its hash. If the hash is taken, the first block keeps it.
 
         Raises:
             ValueError: nobody holds the block, or it has another name.
@@ -137,15 +137,15 @@ class BlockPool:
         self._record("stored", block_hash)
 
     def take_events(self) -> tuple[KVEvent, ...]:
-        """What became findable, or stopped being so, since the last call, in order."""
+        """KV events since the last call, in order: blocks cached and evicted."""
         events = tuple(KVEvent(kind, tuple(hashes)) for kind, hashes in self._events)
         self._events.clear()
         return events
 
     def take_evicted(self) -> list[tuple[int, BlockHash]]:
-        """Findable blocks that were handed out for other use since the last call.
+        """Cached blocks that were evicted since the last call.
 
-        Their bytes are intact until somebody writes the block: save them before that.
+        Their bytes are intact until the next step writes them: save them before that.
         """
         evicted = self._evicted
         if evicted:
@@ -186,10 +186,10 @@ class BlockPool:
         require(num_named == len(self._block_of), "names without a block")
 
     def _evict_oldest(self, num_missing: int) -> None:
-        """One block; or, where an extent of neighbours is missing, all idle ones of its extent.
+        """Evict the oldest idle block; if many are needed, all idle blocks of its extent.
 
-        By age alone blocks would be taken and given back one by one, in an order that soon has
-        nothing to do with their places, and each prompt would be scattered all over the slab.
+        By age alone, blocks would be evicted one by one in an order unrelated to their addresses,
+        and every prompt would soon be scattered all over the slab.
         """
         oldest = next(iter(self._idle))
         if num_missing < self._extent:

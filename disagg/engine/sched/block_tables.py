@@ -1,7 +1,7 @@
-"""What a sequence owns of a pool: taking, giving back and naming its blocks.
+"""The block table of a sequence: allocating, releasing and caching its blocks.
 
-A sequence's `num_computed` follows its blocks here: found blocks raise it, losing them sets it to
-0. Only `Scheduler.apply` advances it by computing.
+`num_computed` follows the blocks here: a prefix hit raises it, losing the blocks sets it to 0. Only
+`Scheduler.apply` advances it by computing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fills a step with what is not a plain decode: chunks of prompts, and drafts to verify.
+"""Fills a step's token budget with chunks of prompts and with drafts to verify.
 
-Decides how many tokens each sequence gets of a budget, in the order in which they are added.
+Decides how many tokens each sequence gets, in the order in which they are added.
 """
 
 from __future__ import annotations

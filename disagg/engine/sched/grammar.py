@@ -1,12 +1,12 @@
-"""Which tokens may come next in an answer that must follow a grammar.
+"""Structured output: which tokens a grammar allows next.
 
-Where an answer is in its grammar is a function of its tokens so far: a sequence that moves, or is
-computed again, replays its answer and goes on. Grammars come from strangers. Their size is bounded
-before llguidance sees them, what they may use is bounded while it works, and they are compiled in
-a thread of its own: with a deep stack, since nesting is recursion there, and away from whoever
-must not wait. Ingresses refuse with the same code with which workers compile.
+The state of a grammar is a function of the answer's tokens, so a sequence that is rerouted or
+recomputed replays its answer and goes on. Grammars come from clients: their size is bounded before
+llguidance sees them, their memory and time while it works. They are compiled in a thread of their
+own, with a deep stack because llguidance recurses on nesting. Ingresses check grammars with the
+same code with which workers compile them.
 
-llguidance is imported when the first grammar comes: a machine without it serves everything else.
+llguidance is imported with the first grammar: a machine without it serves everything else.
 Must not know logits, devices or requests.
 """
 
@@ -192,7 +192,7 @@ class Grammars:
 
 
 class GrammarState:
-    """Where one answer is in its grammar. Belongs to the engine's thread.
+    """The grammar state of one answer. Belongs to the engine's thread.
 
     Args:
         compiled: of these grammars; see `Grammars.follow`.

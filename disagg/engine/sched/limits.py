@@ -1,4 +1,4 @@
-"""Whether settings and sequences can work at all; if not, the reason in numbers."""
+"""Checks that settings and sequences can work at all; errors have the numbers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def check_step_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
 
 
 def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
-    """Name its full blocks anew if they were named by blocks of another size.
+    """Hash the full blocks again if they were hashed for another block size.
 
-    That happens while an update changes the size. The names are then found nowhere else, but they
-    are sound: a name is a digest of all tokens up to its block's end, whatever its root is.
+    That happens while an update changes the block size. The new hashes match nothing elsewhere, but
+    they are valid: a hash covers all tokens up to the end of its block.
 
     Args:
         named_by: the size that the names were made for; 0: `block_size`.

@@ -1,4 +1,4 @@
-"""What an engine has to do, for routers to predict seconds from."""
+"""An engine's load as `WorkerStatus`, from which routers predict seconds."""
 
 from __future__ import annotations
 

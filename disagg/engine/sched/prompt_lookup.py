@@ -1,8 +1,8 @@
-"""Drafts out of a sequence's own tokens: what came after its last few tokens the last time.
+"""Prompt-lookup drafts: propose the tokens that followed the last n-gram before.
 
-Answers that repeat their prompt or themselves (quotations, edits, code, lists) are foreseen so for
-the price of a look into a dict, and without a second model (prompt lookup decoding, Saxena 2023;
-vLLM's method "ngram"). Proposes, and no more: `speculation` verifies. Knows no device.
+Good for answers that repeat their prompt or themselves (quotations, edits, code, lists); costs a
+dict look-up and needs no draft model (prompt lookup decoding, Saxena 2023; vLLM's method "ngram").
+Only proposes: `speculation` verifies. Knows no device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where an engine's sequences are: running, arrived with their KV, or waiting without any.
+"""The queues of an engine: running sequences, those that arrived with KV, and waiting ones.
 
 Keeps order and counts; decides nothing.
 """

@@ -1,15 +1,14 @@
-"""Verifying a draft: several tokens of a sequence in one forward pass, and never another token.
+"""Speculative decoding: verifies a draft of several tokens in one forward pass.
 
-A draft is a continuation that somebody else proposes. It is computed along with the sequence's
-last tokens, and at each position the token is chosen as it would be without a draft, provided
-that the draft is right up to there. So the tokens up to and including the first one that the draft
-did not foresee are what the engine would have generated anyway, one step at a time (for greedy and
-for sampling, since the noise is a function of seed and position); what comes after is ignored, and
-its KV lies beyond `num_computed`, where the next step writes (Leviathan et al., 2023, in the
-special case of a draft without probabilities).
+A draft (from prompt lookup, or a smaller model of a cascade) is computed along with the sequence's
+last tokens. At each position the token is sampled as without a draft, given that the draft is right
+up to there. So all tokens up to the first one that differs from the draft are those that the engine
+would have generated step by step, with greedy decoding and with sampling (the noise depends only on
+seed and position). The rest is ignored; its KV is beyond `num_computed` and is overwritten by the
+next step (Leviathan et al., 2023, for a draft without probabilities).
 
-Decides how much of a draft is computed, and what a sequence gains by it. A draft only takes what
-is left of a step's tokens and of free blocks: nobody is preempted for one. Knows no device.
+Decides how much of a draft is computed, and how far the sequence advances. A draft uses only what
+is left of a step's tokens and of free blocks: no sequence is preempted for one. Knows no device.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_AHEAD = 128
 
 
 def usable(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
-    """The part of a draft that can come true: known tokens, and one place left after them."""
+    """The part of a draft that can be accepted: valid token ids, with room for one token after."""
     num_places = max(0, sequence.max_num_tokens - 1 - len(sequence.tokens))
     draft = sequence.draft[:num_places]
     unknown = (i for i, token_id in enumerate(draft) if not 0 <= token_id < vocab_size)
@@ -36,10 +35,9 @@ def usable(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
 
 
 def claim(pool: BlockPool, sequence: Sequence, limit: int, num_spare_blocks: int) -> int:
-    """How many tokens of its draft a sequence computes along with its last ones in this step.
+    """How many tokens of its draft a sequence computes with its last tokens in this step.
 
-    Takes the blocks for them, of which `num_spare_blocks` may be had. A draft that finds no room
-    when its time has come is dropped: it would cost others more than it saves.
+    Allocates blocks for them, at most `num_spare_blocks`. A draft without room is dropped.
     """
     num_tokens, draft = len(sequence.tokens), sequence.draft
     num_ahead = min(len(draft), limit)
@@ -56,7 +54,7 @@ def claim(pool: BlockPool, sequence: Sequence, limit: int, num_spare_blocks: int
 def gain(
     pool: BlockPool, sequence: Sequence, verified: tuple[SampledToken, ...]
 ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
-    """Advance a sequence by what a verification says, as far as its draft is right.
+    """Advance a sequence by the verified tokens, as far as its draft is right.
 
     Args:
         verified: the token after the sequence's last one, and those after each of the first
