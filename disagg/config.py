@@ -25,17 +25,17 @@ Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_PRIORITY = 1000
-DEFAULT_TENANT = "default"  # settings of whoever has none, and the name for all of them in metrics
+DEFAULT_TENANT = "default"  # settings and metrics label of all tenants without their own settings
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafts that an engine makes for itself, and verifies. Names follow vLLM's.
+    """Speculative decoding with drafts from the sequence itself. Names follow vLLM's.
 
     Attributes:
-        method: "ngram" proposes what came after a sequence's last tokens the last time.
-        num_speculative_tokens: of a draft, at most; more than 7 are no decode step for kernels.
-        prompt_lookup_max: how many last tokens must have been there before.
+        method: "ngram" (prompt lookup) proposes the tokens that followed the last n-gram before.
+        num_speculative_tokens: most tokens of a draft; the kernels' decode steps allow up to 7.
+        prompt_lookup_max: length of the n-gram.
     """
 
     method: Literal["ngram"]
@@ -65,9 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Between which bounds a pool follows the load, and how (`router/autoscale.py`)."""
+    """Autoscaling of one pool (`router/autoscale.py`, docs/autoscaling.md)."""
 
-    min_replicas: Annotated[int, Meta(ge=0)] = 1  # 0: none while nobody asks
+    min_replicas: Annotated[int, Meta(ge=0)] = 1  # 0: scale to zero without requests
     max_replicas: Positive
     slo_fraction: Fraction = 1.0  # of the SLO that is predicted to be used; less leaves room
     start_s: Annotated[float, Meta(gt=0)] = 30.0  # until a new worker serves, about
@@ -96,7 +96,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decode: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     chat_template: str | None = None  # a path; the model's own when absent
-    ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # who would wait longer is refused
+    ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # requests that would wait longer are refused
     tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.2  # between tokens; what decode pools are sized by
 
     @property
@@ -129,11 +129,11 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TransferPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What KV transfers are believed to take before a worker has pulled; `disagg doctor` measures.
+    """The assumed speed of KV transfers before a worker has pulled; `disagg doctor` measures it.
 
     Attributes:
-        latency_s: of a transfer of next to nothing.
-        bytes_per_s: of a long one.
+        latency_s: of a very small transfer.
+        bytes_per_s: of a large one.
     """
 
     latency_s: Annotated[float, Meta(gt=0)]
@@ -144,11 +144,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: str = "127.0.0.1"
     port: Port = 8000
     api_key: str | None = None
-    api_keys: dict[str, str] = {}  # tenant -> key; whoever has `api_key` is the default tenant
+    api_keys: dict[
+        str, str
+    ] = {}  # tenant -> key; `api_key` is the key of the tenant without a name
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
     max_requests_nbytes: Positive = 256 << 20  # their bodies
-    max_queue_nbytes: Positive = 64 << 20  # requests in one ingress that wait for their turn
+    max_queue_nbytes: Positive = 64 << 20  # waiting requests in one ingress
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
 
@@ -159,12 +161,12 @@ def url_of(http: HttpConfig) -> str:
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may use, in all ingresses together (docs/admission.md).
+    """The limits of one tenant, over all ingresses (docs/admission.md).
 
     Attributes:
-        weight: of its share where requests wait: 2 is served twice as much as 1.
+        weight: its share while requests wait: 2 gets twice the service of 1.
         max_num_requests: in flight at once.
-        min_priority: the lowest number, that is the most urgent one, its requests may ask for.
+        min_priority: the lowest (most urgent) priority that its requests may ask for.
     """
 
     weight: Annotated[float, Meta(gt=0)] = 1.0

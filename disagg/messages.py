@@ -80,7 +80,7 @@ class GenerateRequest(
     block_hashes: tuple[BlockHash, ...]  # of the full blocks of `token_ids`
     sampling: SamplingParams
     deadline_unix_s: float
-    block_size: int = 0  # by which `block_hashes` were made; 0: that of whoever gets the request
+    block_size: int = 0  # of `block_hashes`; 0: the receiving worker's
     tenant: str = ""
     traceparent: str = ""
     draft_token_ids: tuple[int, ...] = ()
@@ -132,9 +132,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks became findable on a worker, or stopped being so.
+    """Blocks were cached on a worker, or evicted.
 
-    tier: where: in the cache that its engine computes with, or in the host memory behind it.
+    tier: the engine's KV cache, or the host memory behind it.
     """
 
     kind: Literal["stored", "removed"]
@@ -267,9 +267,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     """Run a request on this worker.
 
-    hand_over: leave after one token, with a ticket (the prefill door). A request without tokens is
-        a loan: nothing is computed, and the ticket is for what is cached under its block hashes.
-    ticket: the KV of the first tokens lies on another worker (the decode door).
+    hand_over: stop after one token and return a ticket for the KV (prefill). A request without
+        tokens is a loan: nothing is computed; the ticket is for what is cached under its hashes.
+    ticket: another worker has the KV of the first tokens (decode).
     """
 
     stream_id: int  # chosen by the ingress, from 1 and growing on its link
@@ -283,9 +283,9 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", array_like=True):
-    """Pull what an early ticket names into the cache, if there is room: its request will come.
+    """Pull the blocks of an early ticket into the cache, if there is room: the request will follow.
 
-    block_hashes: names of the ticket's blocks, and perhaps of more after them.
+    block_hashes: of the ticket's blocks, possibly followed by more.
     """
 
     ticket: KVTicket

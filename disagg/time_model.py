@@ -1,4 +1,4 @@
-"""How long engine steps and KV transfers take: small linear models, fitted while serving.
+"""The time model: predicts seconds of engine steps and KV transfers; fitted while serving.
 
 A step's seconds are a non-negative linear combination of features whose shape comes from the
 roofline: something per step (launches, reading the weights), per new token (matrix products), per

@@ -163,10 +163,10 @@ class IngressCore:
         self.links.update(records)
 
     def readiness(self) -> Readiness:
-        """Ready while every tier has a worker that takes requests: any of them can do it all; or
-        may have none until somebody asks.
+        """Ready while every tier has a worker that accepts requests (any worker can prefill and
+        decode), or may be scaled to zero.
 
-        Not at first: before a worker of each pool was there once, requests are not let in.
+        After a start, not before each pool has had a worker once.
         """
         workers = self.fleet.view().workers.values()
         pools = {}

@@ -60,7 +60,7 @@ class Standby:
             self._look_at((record.model, record.role))
 
     def _look_at(self, pool: Pool) -> None:
-        """Decide anew who serves, and tell the fleet of everybody for whom that is news."""
+        """Decide which workers serve, and tell the fleet about each worker for which it changed."""
         able = [
             record
             for record, status in self._known.values()

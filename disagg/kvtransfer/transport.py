@@ -1,4 +1,4 @@
-"""The seam between workers: register a slab, pull blocks into it, hear that a ticket was used."""
+"""The transport interface: register a slab, pull blocks into it, learn that a ticket was used."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Transport(Protocol):
         """Start copying `ticket.block_ids[first_block:]` into the local blocks `into`.
 
         Returns a pull id that a later `poll` reports exactly once. Until then the blocks `into`
-        belong to the transport, however long a hanging source takes: who cannot wait computes
-        into other blocks. The end of a pull, whatever it is, releases the ticket at the source.
+        belong to the transport, even if the source hangs; to compute meanwhile, use other blocks.
+        The end of a pull, successful or not, releases the ticket at the source.
 
         Raises:
             TransferFailed: unknown peer, wrong epoch, layout or block id; nothing was started.

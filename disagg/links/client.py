@@ -136,7 +136,7 @@ class Link:
             self._connection.send(Peers(tuple(peers), tuple(gone)))
 
     def release(self, ticket: KVTicket) -> None:
-        """Tell the worker that nobody comes for its ticket. Lost messages cost memory only."""
+        """Tell the worker that its ticket will not be used. A lost message costs only memory."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Release(ticket.ticket_id))
 
@@ -351,7 +351,7 @@ class _WorkerConnection(Connection):
     def _look(self) -> None:
         """Hang up on a worker that has been silent for the whole of `silence_s`.
 
-        Counted in looks, so that a loop that stood still itself blames nobody for it.
+        Counted in looks, not seconds: a stalled event loop of our own must not blame the worker.
         """
         self._num_silent_looks = 0 if self._was_heard else self._num_silent_looks + 1
         if self._num_silent_looks == NUM_LOOKS:

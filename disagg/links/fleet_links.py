@@ -119,7 +119,7 @@ class FleetLinks:
         )
 
     def release(self, ticket: KVTicket) -> None:
-        """Nobody will use `ticket`: its source may have its blocks back."""
+        """Tell the ticket's source that it will not be used, so that it frees the blocks."""
         link = self._links.get(ticket.source_id)
         if link is not None and link.record.epoch == ticket.epoch:
             link.release(ticket)

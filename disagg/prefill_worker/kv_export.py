@@ -20,7 +20,7 @@ from disagg.messages import GenerateRequest
 # A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
 # fails its stamp check and the prompt is computed where it is.
 HOLD_TTL_S = 60.0
-# Whoever was to bring the ticket to its reader may be dead. A reader that has it comes by then.
+# The ingress that had the ticket may be dead. A reader that has the ticket pulls within this time.
 LOST_TTL_S = 1.0
 
 

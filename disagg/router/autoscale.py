@@ -155,7 +155,7 @@ class Autoscaler:
         alone = role == "decode" and not _has_workers(tier.prefill)
         goal = _goal(tier, role, slices, state, alone, limits.slo_fraction)
         need = max(goal.need(limits.max_replicas), goal.at_least(limits))
-        # Whoever is there when this begins was needed until then.
+        # Workers that exist when the autoscaler starts count as needed.
         begun = deque([(now, state.num_workers)])
         needs = self._needs.setdefault((tier.name, role), begun)
         needs.append((now, need))
@@ -235,7 +235,7 @@ def _goal(
         step_s = _step_s(state, times, batch, state.num_context_tokens / number)
         return step_s <= tpot_slo_s
 
-    if state.times is None:  # nobody knows how fast they are: one shows it
+    if state.times is None:  # step times unknown: one worker will show them
         return _Goal(state, ttft_slo_s, lambda number: 0.0, is_asked, 0.0, keeps_up)
     if role == "prefill":
         return _Goal(

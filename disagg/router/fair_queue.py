@@ -77,9 +77,9 @@ class FairQueue(Generic[Item]):
         self._weight = weight
         self._tenants: dict[
             str, _TenantQueue[Item]
-        ] = {}  # whoever was served: as many as have keys
-        self._active: dict[str, _TenantQueue[Item]] = {}  # of these, those who wait
-        self._reached_s = 0.0  # `served_s` of whom it was whose turn came last
+        ] = {}  # every tenant that was served: bounded by the number of keys
+        self._active: dict[str, _TenantQueue[Item]] = {}  # tenants with waiting requests
+        self._reached_s = 0.0  # `served_s` of the tenant that was served last
         self._num = 0
         self.nbytes = 0
 

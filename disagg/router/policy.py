@@ -195,8 +195,8 @@ def eligible(
 def _lender(
     workers: Sequence[WorkerView], num_held: Sequence[int], num_tokens: int
 ) -> tuple[WorkerView | None, int]:
-    """Who has most of a prompt in its cache, and how much of that others may pull: the last token
-    is computed in any case, since its logits are wanted."""
+    """The worker with the longest cached prefix, and its usable length: the last token is always
+    computed, since its logits are needed."""
     most = max(num_held)
     lender = workers[num_held.index(most)]
     block_size = lender.record.block_size

@@ -1,4 +1,4 @@
-"""What workers say about themselves, summed up by pool: how fast, how busy, how much room."""
+"""The state of each pool from its workers' reports: step times, load, free blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 def states_of(reports: Iterable[tuple[WorkerRecord, WorkerStatus]]) -> dict[Pool, PoolState]:
-    """Of the workers that report. Step times are those of whoever has learned from most steps."""
+    """By pool. Its step times are those of the worker that has learned from most steps."""
     states: dict[Pool, PoolState] = {}
     num_learned: dict[Pool, int] = {}
     for record, status in reports:

@@ -1,2 +1,2 @@
-"""The product's own router, scheduler, block pool and doors on a virtual clock; engines and
+"""The real router, scheduler, block pool, KV export and import on a virtual clock; engines and
 networks are simulated: they take the time that a time model says."""

@@ -58,13 +58,13 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: of each worker; each holds `block_size` tokens.
     speed: how much faster than in the trace requests come.
     bytes_per_s, latency_s: of a transfer between two workers.
-    fair_queue: whether requests wait in the ingress for their tenants' turns, as they do when
-        serving; without, policies are compared by what they do themselves.
-    ttft_slo_s, tpot_slo_s: what requests are to get, and what pools are scaled by; with
-        `fair_queue`, who would wait longer is refused.
-    scale_prefill, scale_decode: let that pool follow the load, beginning with the number above.
-    max_num_workers: of all pools together, if they do.
-    smaller: models that are asked before the one above, from the smallest on.
+    fair_queue: whether the ingress has its admission queue, as in production; without it, policies
+        are compared by their own effect.
+    ttft_slo_s, tpot_slo_s: the SLOs, by which pools are scaled; with `fair_queue`, requests that
+        would wait longer are refused.
+    scale_prefill, scale_decode: autoscale that pool, starting with the number above.
+    max_num_workers: of all autoscaled pools together.
+    smaller: smaller models of a cascade, smallest first.
     num_judged_tokens, max_shift: as in `config.CascadeConfig`, where there are smaller models.
     """
 

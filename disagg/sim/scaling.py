@@ -95,14 +95,14 @@ class Scaling:
         return {model: paid_s / 3600.0 for model, paid_s in self._paid_s.items()}
 
     def begin(self, serving: Iterable[tuple[Pool, str]]) -> None:
-        """With those who serve from the beginning, oldest first."""
+        """Start with these workers, oldest first."""
         for pool, worker_id in serving:
             self._serving[pool].append(worker_id)
         if any(each.autoscaling is not None for each in self._pools.values()):
             self._call_at(PERIOD_S, self._look, PERIOD_S)
 
     def pay(self, now: float) -> None:
-        """Everybody costs: who starts, who serves, who drains."""
+        """Count worker-hours: of starting, serving and draining workers."""
         for pool in self._pools:
             number = self._num(pool) + len(self._draining[pool])
             self._paid_s[pool[0]] += number * (now - self._looked_s)
@@ -133,7 +133,7 @@ class Scaling:
         return len(self._serving[pool]) + len(self._starting[pool])
 
     def _finish(self, now: float) -> None:
-        """Who has started serves, and who has drained is gone."""
+        """Let started workers serve, and remove drained ones."""
         for pool, ready in self._starting.items():
             while ready and ready[0] <= now:
                 ready.pop(0)

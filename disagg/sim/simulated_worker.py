@@ -162,7 +162,7 @@ class SimulatedWorker:
         self._hand_over(self._doors.lend(LINK, start, now), now)
 
     def release(self, ticket_id: str) -> None:
-        """Nobody will use a ticket of this worker."""
+        """Free the blocks of a ticket of this worker: it will not be used."""
         self._post(lambda now: self._doors.release(ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
@@ -171,11 +171,11 @@ class SimulatedWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs here, and nobody may still come for blocks."""
+        """No stream is open, and no hold either."""
         return self._run is None and self._doors.is_idle
 
     def drain(self, leave_by_s: float) -> None:
-        """Take in nothing new; who will not have ended by then leaves."""
+        """Refuse new requests; hand over those that will not have finished by then."""
         self._post(lambda now: self._begin_drain(leave_by_s, now))
 
     def _begin_drain(self, leave_by_s: float, now: float) -> None:

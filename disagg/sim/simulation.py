@@ -268,7 +268,7 @@ class _Simulation:
             self._past.append(worker)
 
     def _work(self) -> list[WorkDone]:
-        """Of everybody, those who died too."""
+        """Of all workers, including those that died."""
         return [
             WorkDone(worker.spec.model, worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
             for worker in [*self._workers.values(), *self._past]
@@ -276,7 +276,7 @@ class _Simulation:
 
 
 def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequest:
-    """A request as the router gets it. Its tokens are all the same and nobody else's."""
+    """A trace's request as a `GenerateRequest`; all its tokens are one id that no other has."""
     num_full = each.num_prompt_tokens // block_size
     per_name = TRACE_BLOCK_TOKENS // block_size
     if each.block_names:

@@ -51,7 +51,7 @@ class _BlockCopy(NamedTuple):
 class ThreadCopier:
     """Between two slabs in host memory, by a thread of its own.
 
-    Loads go before saves: a request may wait for a load, nobody waits for a save.
+    Loads go before saves: a request may wait for a load, but never for a save.
     """
 
     def __init__(self, cache: Slab, host: Slab, timer: Callable[[], float]) -> None:

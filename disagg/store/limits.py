@@ -39,7 +39,7 @@ class LimitBoard(Protocol):
     def exchange(
         self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
     ) -> Mapping[str, bytes]:
-        """Write `entry`, wipe off those who are `gone`, and read everybody's.
+        """Write `entry`, delete the entries of `gone` ingresses, and read all entries.
 
         Raises:
             Unavailable: within the board's own time limit.
@@ -224,10 +224,9 @@ class Limits:
         return msgspec.msgpack.encode(Entry(self._beat, used))
 
     def hear(self, entries: Mapping[str, bytes]) -> list[str]:
-        """What the others wrote. Returns those of them who are gone.
+        """Take in the entries of the other ingresses. Returns the ids of those that are gone.
 
-        What was used before this ingress came is nobody's business any more: a minute later it
-        would not matter.
+        What they used before this ingress started is ignored: a minute later it does not matter.
         """
         now = self._heard_s = self._clock()
         peers: dict[str, _Peer] = {}

@@ -114,7 +114,7 @@ class ChatTemplate:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Looks at the time in every turn of every loop, which is where a template's time goes."""
+    """Checks the time in every iteration of every loop, where a template spends its time."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
