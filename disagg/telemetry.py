@@ -3,8 +3,8 @@
 Tracing is off, and then nearly free, unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT or
 OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set when `setup` runs; the SDK reads the other OTEL_*
 variables itself. A span's parent is a W3C `traceparent` that travels in our messages, because
-requests cross threads and processes that share no context variable. Nothing here blocks a caller or ends a
-request: a bad header starts a new trace, a collector that is away costs spans, never time.
+requests cross threads and processes that share no context variable. Nothing here blocks a caller or
+fails a request: a bad header starts a new trace, an unreachable collector loses spans.
 """
 
 from __future__ import annotations
