@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from disagg.api.auto_model import auto_model, check_one_language
-from disagg.api.http.app import HttpApp, Readiness, build_app
+from disagg.api.choices import named
+from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Service, named
+from disagg.api.service import Service
 from disagg.config import AUTO, DEFAULT_TENANT, ServeConfig, TierConfig
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
@@ -140,7 +141,7 @@ class IngressCore:
             default_timeout_s=config.http.default_timeout_s,
             clock=now,
         )
-        self.app: HttpApp = build_app(
+        self.app = HttpApp(
             self.service,
             config.http,
             readiness=self.readiness,

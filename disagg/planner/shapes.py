@@ -76,20 +76,8 @@ def read_shape(name_or_directory: str) -> ModelShape:
 
 
 def shape_of(model: ModelDescription) -> ModelShape:
-    config = model.config
-    return ModelShape(
-        name=model.name,
-        source=model.source,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
+    numbers = {name: getattr(model.config, name) for name in ModelShape.__struct_fields__[2:]}
+    return ModelShape(model.name, model.source, **numbers)
 
 
 Numbers = tuple[int, int, int, int, int, int, int, int]

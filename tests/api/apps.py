@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import openai
 
-from disagg.api.http.app import AsgiApp, HttpApp, Readiness, build_app
+from disagg.api.http.app import AsgiApp, HttpApp, Readiness
 from disagg.api.openai.answers import Generate
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
@@ -42,7 +42,7 @@ def make_app(
     )
     ids = itertools.count(1)
     options.setdefault("readiness", lambda: READY)
-    return build_app(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
+    return HttpApp(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
 
 
 @asynccontextmanager

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from disagg.api import prompts
+from disagg.api import apis, prompts
+from disagg.api.choices import Caller
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
-from disagg.api.openai.requests import ChatRequest, parse_request
-from disagg.api.service import Caller
 from disagg.config import HttpConfig
 from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
@@ -42,8 +41,8 @@ async def test_the_clock_runs_from_arrival_and_clients_may_ask_for_less_time(
     fields: dict[str, Any], deadline_unix_s: float
 ) -> None:
     """The clock of this service says 1000, its limit is 60 s, and the body took 2 s."""
-    request = parse_request(json.dumps(CHAT | fields).encode(), ChatRequest)
-    run = await service().chat(request, Caller("id", waited_s=2.0))
+    body = json.dumps(CHAT | fields).encode()
+    run = await service().prepare(apis.CHAT, body, Caller("id", waited_s=2.0))
     assert run.job.choices[0].request.deadline_unix_s == deadline_unix_s
 
 

@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.api import apis
+from disagg.api.apis import Api
 from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse_request,
+    read_request,
 )
+from disagg.api.openai.understand import understand_tokenize
 from disagg.errors import RequestError
 from tests.api.apps import http_client, make_app
-from tests.api.fakes import FakeGenerate
+from tests.api.fakes import FakeGenerate, served_model
 from tests.api.hostile_requests import (
     ABSENT,
     BODIES,
@@ -114,10 +117,19 @@ FIELDS = sorted(
     st.sampled_from([CHAT, TEXT]),
 )
 def test_any_json_is_taken_or_refused(change: dict[str, Any], base: dict[str, Any]) -> None:
-    body = json.dumps(base | change).encode()
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+    body, model = json.dumps(base | change).encode(), served_model()
+
+    def step_by_step(api: Api[Any]) -> None:
+        api.understand(api.read(body), model, 0)
+
+    for steps in (
+        lambda: step_by_step(apis.CHAT),
+        lambda: step_by_step(apis.COMPLETIONS),
+        lambda: understand_tokenize(read_request(body, TokenizeRequest)),
+        lambda: read_request(body, DetokenizeRequest),
+    ):
         try:
-            parse_request(body, kind)  # type: ignore[type-var]
+            steps()
         except RequestError as error:
             assert error.http_status == 400
             assert error.code != "internal_error"
@@ -126,4 +138,4 @@ def test_any_json_is_taken_or_refused(change: dict[str, Any], base: dict[str, An
 @given(st.binary(max_size=64))
 def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        parse_request(body, ChatRequest)
+        read_request(body, ChatRequest)

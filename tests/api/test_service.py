@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import prompts
-from disagg.api.openai.requests import ChatRequest, CompletionRequest, parse_request
+from disagg.api.apis import CHAT, COMPLETIONS
+from disagg.api.choices import Caller
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Caller, Service
+from disagg.api.service import Service
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, ModelError, RequestError
 from disagg.messages import GenerateRequest, SamplingParams
@@ -34,16 +35,15 @@ def service(*models: ServedModel, seed: int = 0) -> Service:
     )
 
 
-async def chat_request(chat: Any, **fields: Any) -> GenerateRequest:
+async def chat_request(chat: Service, **fields: Any) -> GenerateRequest:
     raw = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    run = await chat.chat(parse_request(raw, ChatRequest), CALLER)
-    request: GenerateRequest = run.job.choices[0].request
-    return request
+    run = await chat.prepare(CHAT, raw, CALLER)
+    return run.job.choices[0].request
 
 
 async def text_request(text: Service, **fields: Any) -> GenerateRequest:
     raw = json.dumps({"prompt": "a", **fields}).encode()
-    run = await text.complete(parse_request(raw, CompletionRequest), CALLER)
+    run = await text.prepare(COMPLETIONS, raw, CALLER)
     return run.job.choices[0].request
 
 

@@ -12,32 +12,25 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from disagg import logs, telemetry
+from disagg.api.apis import CHAT, COMPLETIONS, Api, Asked
+from disagg.api.choices import Caller
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Reply, Send, Writer, watch
 from disagg.api.http.request import Bodies, HttpRequest, KeyCheck
-from disagg.api.openai import responses as responses
+from disagg.api.openai import responses
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
-from disagg.api.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    parse_request,
-)
-from disagg.api.refusals import (
-    MethodNotAllowed,
-    UnknownUrl,
-    as_disagg_error,
-)
+from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
+from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Caller, Service
+from disagg.api.service import Service
 from disagg.config import AUTO, HttpConfig
 from disagg.errors import Overloaded, Unavailable
 
@@ -78,17 +71,7 @@ class _Version(msgspec.Struct):
 Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | AsyncGenerator[bytes, None]]]
 
 
-def build_app(
-    service: Service,
-    config: HttpConfig,
-    *,
-    readiness: Callable[[], Readiness],
-    metrics: ApiMetrics | None = None,
-    explain: Callable[[str], bytes | None] | None = None,
-    refresh: Callable[[], None] = lambda: None,
-    new_id: Callable[[], str] = lambda: secrets.token_hex(16),
-    quota: Quota | None = None,
-) -> HttpApp:
+class HttpApp:
     """The ASGI application.
 
     Args:
@@ -99,25 +82,20 @@ def build_app(
         new_id: random text for ids that clients do not choose.
         quota: what tenants may do; None: whatever they like.
     """
-    metrics = metrics or ApiMetrics()
-    quota = quota or Quota.unlimited(metrics.clock)
-    return HttpApp(service, config, readiness, metrics, explain, refresh, new_id, quota)
-
-
-class HttpApp:
-    """An ASGI application; made by `build_app`."""
 
     def __init__(
         self,
         service: Service,
         config: HttpConfig,
+        *,
         readiness: Callable[[], Readiness],
-        metrics: ApiMetrics,
-        explain: Callable[[str], bytes | None] | None,
-        refresh: Callable[[], None],
-        new_id: Callable[[], str],
-        quota: Quota,
+        metrics: ApiMetrics | None = None,
+        explain: Callable[[str], bytes | None] = lambda request_id: None,
+        refresh: Callable[[], None] = lambda: None,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+        quota: Quota | None = None,
     ) -> None:
+        metrics = metrics or ApiMetrics()
         self._service = service
         self._config = config
         self._readiness = readiness
@@ -126,7 +104,7 @@ class HttpApp:
         self._refresh = refresh
         self._new_id = new_id
         self._key_check = KeyCheck(config.api_key, config.api_keys)
-        self._quota = quota
+        self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # not those of open paths
         self._stopping: Unavailable | None = None  # what new requests are told
         self._is_cutting = False
@@ -135,8 +113,8 @@ class HttpApp:
         metrics.num_running.set_function(lambda: len(self._running))
         metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._routes: dict[str, tuple[str, Endpoint]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", partial(self._generate, CHAT)),
+            "/v1/completions": ("POST", partial(self._generate, COMPLETIONS)),
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
@@ -271,23 +249,23 @@ class HttpApp:
 
     # Completions
 
-    async def _chat(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+    async def _generate(
+        self, api: Api[Asked], request: HttpRequest
+    ) -> Reply | AsyncGenerator[bytes, None]:
         arrived_s = self._metrics.clock()
-        asked = parse_request(await self._read_json(request), ChatRequest)
-        run = await self._service.chat(asked, self._caller(request, "chatcmpl-", arrived_s))
+        body = await self._read_json(request)
+        caller = Caller(
+            api.id_prefix + request.own_id,
+            request.tenant,
+            request.traceparent,
+            waited_s=self._metrics.clock() - arrived_s,
+            min_priority=self._quota.min_priority(request.tenant),
+        )
+        run = await self._service.prepare(api, body, caller)
         self._quota.take_prompt(request, run)
-        if asked.stream:
-            return self._events(request, run, responses.ChatFrames(run.job), arrived_s)
-        return Reply(responses.chat_body(run, await self._collect(request, run, arrived_s)))
-
-    async def _completions(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
-        arrived_s = self._metrics.clock()
-        asked = parse_request(await self._read_json(request), CompletionRequest)
-        run = await self._service.complete(asked, self._caller(request, "cmpl-", arrived_s))
-        self._quota.take_prompt(request, run)
-        if asked.stream:
-            return self._events(request, run, responses.CompletionFrames(run.job), arrived_s)
-        return Reply(responses.completion_body(run, await self._collect(request, run, arrived_s)))
+        if run.job.stream:
+            return self._events(request, run, api.frames(run.job), arrived_s)
+        return Reply(api.body(run, await self._collect(request, run, arrived_s)))
 
     async def _collect(
         self, request: HttpRequest, run: RunningJob, arrived_s: float
@@ -323,16 +301,6 @@ class HttpApp:
                         yield events
         yield frames.closing(run)
 
-    def _caller(self, request: HttpRequest, prefix: str, arrived_s: float) -> Caller:
-        waited_s = self._metrics.clock() - arrived_s
-        return Caller(
-            prefix + request.own_id,
-            request.tenant,
-            request.traceparent,
-            waited_s,
-            self._quota.min_priority(request.tenant),
-        )
-
     # The rest
 
     async def _models(self, request: HttpRequest) -> Reply:
@@ -343,7 +311,7 @@ class HttpApp:
         return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
 
     async def _tokenize(self, request: HttpRequest) -> Reply:
-        asked = parse_request(await self._read_json(request), TokenizeRequest)
+        asked = read_request(await self._read_json(request), TokenizeRequest)
         model, token_ids = await self._service.tokenize(asked)
         texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
         body = responses.Tokenized(
@@ -355,7 +323,7 @@ class HttpApp:
         return Reply(msgspec.json.encode(body))
 
     async def _detokenize(self, request: HttpRequest) -> Reply:
-        asked = parse_request(await self._read_json(request), DetokenizeRequest)
+        asked = read_request(await self._read_json(request), DetokenizeRequest)
         text = self._service.detokenize(asked)
         return Reply(msgspec.json.encode(responses.Detokenized(text)))
 
@@ -376,7 +344,7 @@ class HttpApp:
         return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
-        found = self._explain(request.rest) if self._explain is not None else None
+        found = self._explain(request.rest)
         if found is None:
             raise UnknownUrl("No decision is kept for a request of this id.")
         return Reply(found)

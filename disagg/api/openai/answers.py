@@ -73,6 +73,7 @@ class Job:
     choices: tuple[Choice, ...]
     num_choices: int
     num_logprobs: int | None = None
+    stream: bool = False
     include_usage: bool = False
     echoes: tuple[str, ...] = ()  # the prompts' texts, when they are to be repeated
 

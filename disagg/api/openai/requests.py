@@ -1,27 +1,22 @@
-"""OpenAI requests: what a client may send, decoded and checked before anything else happens.
+"""The first step of a request: bytes to one of OpenAI's requests, of the right shape.
 
 Types are strict (no `"5"` for 5, no 1 for true) and every number, string and list has a bound.
 Unknown fields are ignored because clients send extras; fields that would change the answer's
-meaning and are not supported are refused by name. Knows no model: what depends on the vocabulary
-or the context length is checked in `service`.
+meaning and are not supported are refused by name. What fields mean together is `understand`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from disagg.api.json_body import invalid_field, load_object
 from disagg.api.openai.structured_output import Choices, ResponseFormat, Schema, StructuredOutputs
-from disagg.api.openai.tools import ToolChoice, Tools, check_tools
-from disagg.api.refusals import invalid_value, missing_parameter, unsupported
+from disagg.api.openai.tools import ToolChoice, Tools
+from disagg.api.refusals import unsupported
 from disagg.config import MAX_PRIORITY
-from disagg.errors import InvalidRequest
-
-MAX_NUM_CHOICES = 128  # prompts * n of one request
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -34,7 +29,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Sampled(msgspec.Struct, kw_only=True):
+class Sampled(msgspec.Struct, kw_only=True):
     """What chat and text completions have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -70,20 +65,6 @@ class _Sampled(msgspec.Struct, kw_only=True):
         Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)] | None
     ) = None
 
-    @property
-    def stop_strings(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
-
 
 class ContentPart(msgspec.Struct):
     type: str
@@ -111,7 +92,10 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class ChatRequest(_Sampled, kw_only=True):
+class ChatRequest(Sampled, kw_only=True):
+    prompt_field: ClassVar = "messages"
+    default_token_limit: ClassVar[int | None] = None  # as many as fit
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -132,12 +116,19 @@ class ChatRequest(_Sampled, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(_Sampled, kw_only=True):
-    prompt: str | list[Any]  # text, texts, token ids or lists of token ids: see `prompts`
+class CompletionRequest(Sampled, kw_only=True):
+    prompt_field: ClassVar = "prompt"
+    default_token_limit: ClassVar = 16  # OpenAI's
+
+    prompt: str | list[Any]  # text, texts, token ids or lists of token ids: see `understand`
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -189,11 +180,10 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-_TEMPLATE_ARGUMENTS = ("enable_thinking", "reasoning_effort", "thinking")
 
 
-def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Decode and check `body` as far as that needs no model.
+def read_request(body: bytes, kind: type[Request]) -> Request:
+    """Decode `body` and check its shape: the first step of a request.
 
     Raises:
         InvalidRequest: with the JSON path of the first offence as `param`.
@@ -203,112 +193,9 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
     if kind is CompletionRequest and raw.get("tools"):
         raise unsupported("tools", "Only /v1/chat/completions has them.")
     try:
-        request = msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error)) from None
-    if isinstance(request, ChatRequest | CompletionRequest):
-        _check_sampled(request)
-    if isinstance(request, CompletionRequest):
-        _check_completion(request)
-    if isinstance(request, ChatRequest):
-        check_tools(request)
-    if isinstance(request, ChatRequest | TokenizeRequest):
-        check_messages(request.messages or [])
-        _check_template_arguments(request.chat_template_kwargs or {})
-    if isinstance(request, TokenizeRequest) and (request.prompt is None) == (
-        request.messages is None
-    ):
-        raise invalid_value("prompt", "Give either prompt or messages.")
-    return request
-
-
-def prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a completion request, texts or token ids, at least one.
-
-    Raises:
-        InvalidRequest: mixed kinds, an empty list or too many prompts.
-    """
-    raw = request.prompt
-    if isinstance(raw, str):
-        return [raw]
-    if not raw:
-        raise InvalidRequest("Invalid prompt: it is empty.", code="empty_array", param="prompt")
-    kind: Any = list[str]
-    if isinstance(raw[0], int):
-        kind = list[TokenId]
-    elif isinstance(raw[0], list):
-        kind = list[Annotated[list[TokenId], Meta(min_length=1)]]
-    try:
-        checked: list[Any] = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error), parent="prompt") from None
-    found: list[str | list[int]] = [checked] if isinstance(raw[0], int) else checked
-    if len(found) * (request.n or 1) > MAX_NUM_CHOICES:
-        raise InvalidRequest(
-            f"Invalid prompt: {len(found)} prompts with n={request.n or 1} ask for more than"
-            f" {MAX_NUM_CHOICES} choices in one request; send several requests.",
-            code="array_above_max_length",
-            param="prompt",
-        )
-    return found
-
-
-def check_messages(messages: Sequence[ChatMessage]) -> None:
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise InvalidRequest(
-                f"Invalid {path}.content: a {message.role} message needs content.",
-                code="invalid_type",
-                param=f"{path}.content",
-            )
-        if message.role == "tool" and message.tool_call_id is None:
-            raise missing_parameter(f"{path}.tool_call_id")
-        if isinstance(message.content, list):
-            for number, part in enumerate(message.content):
-                _check_part(part, f"{path}.content[{number}]")
-
-
-def _check_part(part: ContentPart, path: str) -> None:
-    if part.type not in ("text", "refusal"):
-        raise InvalidRequest(
-            f"Invalid {path}.type: only text is supported, not {part.type[:64]!r}.",
-            code="unsupported_content",
-            param=f"{path}.type",
-        )
-    if (part.text if part.type == "text" else part.refusal) is None:
-        raise missing_parameter(f"{path}.{part.type}")
-
-
-def _check_sampled(request: ChatRequest | CompletionRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise invalid_value("stream_options", "It needs stream: true.")
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise invalid_value("top_logprobs", "It needs logprobs: true.")
-    limit = request.token_limit
-    if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
-        raise invalid_value("min_tokens", f"{request.min_tokens} is above max_tokens, {limit}.")
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    prompts(request)
-    num = request.n or 1
-    if request.best_of is not None and request.best_of != num:
-        raise invalid_value(
-            "best_of", f"Only best_of = n ({num}) is supported: nothing is discarded."
-        )
-    if request.echo and request.logprobs is not None:
-        raise invalid_value(
-            "echo", "With logprobs it needs the prompt's log-probabilities, which are not kept."
-        )
-
-
-def _check_template_arguments(arguments: dict[str, Any]) -> None:
-    for name in arguments:
-        if name not in _TEMPLATE_ARGUMENTS:
-            raise unsupported(
-                f"chat_template_kwargs.{name[:64]}", f"Allowed: {', '.join(_TEMPLATE_ARGUMENTS)}."
-            )
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:

@@ -1,0 +1,117 @@
+"""The last step of a request: the requests of its choices, as workers get them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from disagg.api.openai.answers import Choice, Job
+from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Text, Wanted
+from disagg.blocks import hash_blocks, hash_root
+from disagg.messages import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What the HTTP side knows about a request besides its body."""
+
+    request_id: str
+    tenant: str = ""
+    traceparent: str = ""
+    waited_s: float = 0.0  # from its arrival until now
+    min_priority: int = 0  # the lowest number it may ask for
+
+
+def name_choices(
+    wanted: Wanted,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    caller: Caller,
+    *,
+    created_unix_s: float,
+    deadline_unix_s: float,
+) -> Job:
+    """Give each choice an id and a seed, and each prompt's blocks their names.
+
+    Args:
+        prompts: in token ids.
+        sampling: of the first choice; others have seeds derived from its.
+    """
+    choices: list[Choice] = []
+    for token_ids in prompts:
+        unnamed = GenerateRequest(
+            request_id=caller.request_id,
+            model=wanted.model.name,
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(token_ids),
+            hash_root=b"",
+            block_hashes=(),
+            sampling=sampling,
+            deadline_unix_s=deadline_unix_s,
+            tenant=caller.tenant,
+            priority=wanted.priority,
+            traceparent=caller.traceparent,
+            cache_salt=wanted.cache_salt,
+        )
+        request, first = named(unnamed, wanted.model), len(choices)
+        indices = range(first, first + wanted.num_choices)
+        choices += [_choice(wanted, request, index) for index in indices]
+    return Job(
+        id=caller.request_id,
+        created_unix_s=int(created_unix_s),
+        model=wanted.model,
+        choices=tuple(choices),
+        num_choices=wanted.num_choices,
+        num_logprobs=sampling.logprobs,
+        stream=wanted.stream,
+        include_usage=wanted.include_usage,
+        echoes=_texts(wanted, prompts) if wanted.echo else (),
+    )
+
+
+def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
+    """`request` for `model`, by which the names of its blocks are known there."""
+    cache_tenant = f"{request.tenant}/{request.cache_salt}"
+    root = hash_root(model.fingerprint, model.block_size, cache_tenant)
+    hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
+    return replace(
+        request,
+        model=model.name,
+        hash_root=root,
+        block_hashes=hashes,
+        block_size=model.block_size,
+    )
+
+
+def _choice(wanted: Wanted, request: GenerateRequest, index: int) -> Choice:
+    """Choice `index` of all: the first has the request's id and seed, the others derived ones."""
+    if index > 0:
+        seed = _derived_seed(request.sampling.seed, index)
+        request = replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            sampling=replace(request.sampling, seed=seed),
+        )
+    return Choice(
+        index,
+        request,
+        stops=wanted.stops,
+        include_stop=wanted.include_stop,
+        skip_special_tokens=wanted.skip_special_tokens,
+        calls=wanted.calls,
+    )
+
+
+def _derived_seed(seed: int, index: int) -> int:
+    raw = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+
+
+def _texts(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    decode = wanted.model.tokenizer.decode
+    pairs = zip(wanted.prompts, prompts, strict=True)
+    return tuple(asked.text if isinstance(asked, Text) else decode(ids) for asked, ids in pairs)

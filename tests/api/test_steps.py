@@ -1,0 +1,143 @@
+"""The five steps of a request, each by itself; `test_service` has them in a row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from disagg.api.choices import Caller, name_choices
+from disagg.api.fit import fit
+from disagg.api.openai.requests import ChatRequest, CompletionRequest, Sampled, read_request
+from disagg.api.openai.structured_output import GrammarChecks
+from disagg.api.openai.understand import understand_chat, understand_completion
+from disagg.api.prompts import tokenise
+from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Conversation, Text, Wanted
+from disagg.blocks import hash_blocks
+from disagg.errors import ContextLengthExceeded, InvalidRequest
+from disagg.messages import Grammar, SamplingParams
+from tests.api.fakes import END, TOKENIZER, served_model
+from tests.api.openai.test_tools import HERMES, LOOK
+
+HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
+
+
+def chat(model: ServedModel | None = None, **fields: Any) -> Wanted:
+    request = read_request(json.dumps(HI | fields).encode(), ChatRequest)
+    return understand_chat(request, model or served_model(), min_priority=0)
+
+
+def completion(**fields: Any) -> Wanted:
+    request = read_request(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
+    return understand_completion(request, served_model(), min_priority=0)
+
+
+def test_understanding_needs_no_tokenizer() -> None:
+    """Whatever it would ask of one fails here."""
+    model = replace(served_model(template=HERMES), tokenizer=None)  # type: ignore[arg-type]
+    wanted = chat(model, tools=[LOOK], response_format=None, temperature=0.5, timeout=3, n=2)
+    assert wanted.prompts == [Conversation([{"role": "system", "content": "hi"}], [LOOK])]
+    assert wanted.sampling == SamplingParams(max_tokens=0, temperature=0.5, stop_token_ids=(END,))
+    assert (wanted.timeout_s, wanted.num_choices, wanted.calls is not None) == (3.0, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"tools": [LOOK]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"priority": -1}, "priority"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ],
+)
+def test_what_needs_no_tokenizer_is_refused_without(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(replace(served_model(), tokenizer=None), **fields)  # type: ignore[arg-type]
+    assert refused.value.param == param
+
+
+def test_a_parameter_of_one_name_is_handed_on() -> None:
+    """So a new one is a field of the request, one of `SamplingParams`, and what it does."""
+    named_alike = set(Sampled.__struct_fields__) & set(SamplingParams.__struct_fields__)
+    assert {"min_p", "top_k", "presence_penalty"} < named_alike
+    values = {name: 0.5 for name in named_alike if name.endswith(("_p", "_penalty"))}
+    sampling = completion(**values, top_k=5, min_tokens=2).sampling
+    assert {name: getattr(sampling, name) for name in values} == values
+    assert (sampling.top_k, sampling.min_tokens) == (5, 2)
+
+
+async def test_prompts_of_every_kind_become_ids() -> None:
+    model = served_model()
+    token_lists = await tokenise([Text("the fox"), [5, 6]], model)
+    assert token_lists == [TOKENIZER.encode("the fox", add_special_tokens=True), [5, 6]]
+    forged = Conversation([{"role": "user", "content": "<|im_end|>"}])
+    (token_ids,) = await tokenise([forged], model)
+    assert list(token_ids).count(END) == 1
+
+
+async def test_fitting_completes_what_is_left_open() -> None:
+    wanted, checks = completion(top_k=10**9, guided_regex="a+"), GrammarChecks()
+    sampling = await fit(wanted, [[5] * 500, [5]], checks)
+    assert sampling.max_tokens == 512 - 500
+    assert sampling.top_k == TOKENIZER.num_ids
+    assert sampling.grammar == Grammar("regex", "a+")
+    assert (await fit(wanted, [[5]], checks)).max_tokens == 16
+    assert (await fit(replace(wanted, max_tokens=40), [[5]], checks)).max_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "error", "param"),
+    [
+        ({}, [TOKENIZER.num_ids], InvalidRequest, "prompt"),
+        ({}, [], InvalidRequest, "prompt"),
+        ({}, [5] * 512, ContextLengthExceeded, "prompt"),
+        ({"max_tokens": 512}, [5], ContextLengthExceeded, "max_tokens"),
+        ({"min_tokens": 17}, [5], InvalidRequest, "min_tokens"),
+        ({"stop_token_ids": [10**6]}, [5], InvalidRequest, "stop_token_ids"),
+        ({"guided_regex": "("}, [5], InvalidRequest, "guided_regex"),
+    ],
+)
+async def test_what_does_not_fit_is_refused(
+    fields: dict[str, Any], prompt: list[int], error: type[InvalidRequest], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await fit(completion(**fields), [prompt], GrammarChecks())
+    assert refused.value.param == param
+
+
+async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> None:
+    model = replace(served_model(), eos_token_ids=(10**6,))
+    wanted = replace(chat(model), prompts=[[5]])
+    assert (await fit(wanted, [[5]], GrammarChecks())).stop_token_ids == (10**6,)
+
+
+def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> None:
+    wanted = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
+    sampling = SamplingParams(max_tokens=3, seed=7)
+    job = name_choices(
+        wanted,
+        [[5] * 9, [6] * 4],
+        sampling,
+        Caller("id", "t", "trace"),
+        created_unix_s=8.5,
+        deadline_unix_s=20.0,
+    )
+    requests = [choice.request for choice in job.choices]
+    assert [request.request_id for request in requests] == ["id", "id-1", "id-2", "id-3"]
+    assert len({request.sampling.seed for request in requests}) == 4
+    assert requests[0].sampling == sampling
+    assert [len(request.block_hashes) for request in requests] == [2, 2, 1, 1]
+    root = requests[0].hash_root
+    assert list(requests[1].block_hashes) == hash_blocks(root, [5] * 9, 4)
+    assert {(r.tenant, r.traceparent, r.deadline_unix_s) for r in requests} == {
+        ("t", "trace", 20.0)
+    }
+    assert job.echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
