@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -104,10 +105,19 @@ def test_all_graphs_write_the_same_logits() -> None:
 LONG = 700  # cut along its keys
 
 
-def _mixed_step(
-    work: list[tuple[int, int]], graphs: bool, *, every_row: bool
-) -> tuple[Tensor, KVPages]:
-    """Logits of one step over three sequences, after a larger one in the same graphs."""
+class _Mixed(NamedTuple):
+    """Three sequences, some of whose KV is there, a decoder, and its captured graphs."""
+
+    decoder: Decoder
+    graphs: MixedGraphs
+    slab: KVPages
+    sequences: list[Tokens]
+    values: Tensor  # of the slab before any step
+
+
+@pytest.fixture(scope="module")
+def mixed() -> _Mixed:
+    """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     config = dataclasses.replace(SMALL, max_model_len=1024)
     decoder, prefiller = Decoder(config, weights, TritonOps(6, 4)), Decoder(config, weights)
@@ -121,19 +131,28 @@ def _mixed_step(
         if context:
             prefiller.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
             sequences[-1].num_computed = context
+    values = slab.values.clone()
+    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(64, 32)]
+    graphs = MixedGraphs(decoder, slab, sizes, 4, 256, fake_record, new_logits(decoder, 32))
+    return _Mixed(decoder, graphs, slab, sequences, values)
+
+
+def _mixed_step(
+    mixed: _Mixed, work: list[tuple[int, int]], graphs: bool, *, every_row: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits and KV of one step, after a larger one in the same graphs."""
+    sequences, slab = mixed.sequences, mixed.slab
+    slab.values.copy_(mixed.values)
     batch = make_batch([(sequences[i], n) for i, n in work], BLOCK_SIZE, every_row=every_row)
     if not graphs:
-        return decoder.forward(batch, slab), slab
-    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(64, 32)]
-    captured = MixedGraphs(decoder, slab, sizes, 4, 256, fake_record, new_logits(decoder, 32))
-    before = slab.values.clone()
+        return mixed.decoder.forward(batch, slab).clone(), slab.values.clone()
     # Its wanted rows lie beyond the tokens of a smaller graph, which must not look there.
     larger = [(sequences[2], 1), (sequences[3], 17), (sequences[0], 9), (sequences[1], 4)]
-    assert captured.forward(make_batch(larger, BLOCK_SIZE)) is not None
-    slab.values.copy_(before)
-    logits = captured.forward(batch)
+    assert mixed.graphs.forward(make_batch(larger, BLOCK_SIZE)) is not None
+    slab.values.copy_(mixed.values)
+    logits = mixed.graphs.forward(batch)
     assert logits is not None
-    return logits.clone(), slab
+    return logits.clone(), slab.values.clone()
 
 
 @pytest.mark.parametrize(
@@ -144,13 +163,13 @@ def _mixed_step(
         pytest.param([(0, 9)], False, id="the rest of a long prompt"),
     ],
 )
-def test_prompts_and_drafts_equal_plain_steps(work: list[tuple[int, int]], every_row: bool) -> None:
-    plain, plain_slab = _mixed_step(work, graphs=False, every_row=every_row)
-    captured, captured_slab = _mixed_step(work, graphs=True, every_row=every_row)
+def test_prompts_and_drafts_equal_plain_steps(
+    mixed: _Mixed, work: list[tuple[int, int]], every_row: bool
+) -> None:
+    plain, plain_values = _mixed_step(mixed, work, graphs=False, every_row=every_row)
+    captured, captured_values = _mixed_step(mixed, work, graphs=True, every_row=every_row)
     torch.testing.assert_close(captured, plain, rtol=ROUNDING, atol=ROUNDING)
-    torch.testing.assert_close(
-        captured_slab.values, plain_slab.values, rtol=ROUNDING, atol=ROUNDING
-    )
+    torch.testing.assert_close(captured_values, plain_values, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
