@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,33 @@ def test_serve_reads_the_same_settings_on_nodes_and_on_pods() -> None:
         start = nodes[commands][-1]
         for name, value in of_pods.items():
             assert f"{name}={value}" in start
+
+
+def test_the_cluster_file_is_valid() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = _load(DEPLOY / "ray" / "cluster.yaml")
+    validate_config(prepare_config(config))
+    node_types = config["available_node_types"]
+    assert node_types["head"]["resources"] == {"CPU": 0}
+    assert all(node_types[role]["resources"]["GPU"] for role in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize("kind", ["head", "worker"])
+def test_commands_of_the_cluster_file_start_ray(kind: str) -> None:
+    """Ray's own parser takes them, and the head keeps its tables where its successor finds them."""
+    from ray.scripts.scripts import start
+
+    config = _load(DEPLOY / "ray" / "cluster.yaml")
+    exports, _, command = config[f"{kind}_start_ray_commands"][-1].partition(";")
+    variables = dict(each.split("=") for each in shlex.split(exports)[1:])
+    assert ("RAY_REDIS_ADDRESS" in variables) == (kind == "head")  # workers ask the head
+    assert float(variables["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 60
+    arguments = shlex.split(command)
+    assert arguments[:2] == ["ray", "start"]
+    parsed = start.make_context("start", arguments[2:]).params
+    assert parsed["head"] == (kind == "head")
+    assert bool(parsed["redis_password"]) == (kind == "head")
 
 
 def test_a_variable_that_is_not_set_is_named() -> None:

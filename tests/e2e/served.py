@@ -53,6 +53,7 @@ def served(
     directory: Path,
     environment: Mapping[str, str] | None = None,
     python: Path = Path(sys.executable),
+    port: int | None = None,
 ) -> Iterator[Served]:
     """Start `disagg serve` with `arguments`, wait for its ready line, stop it with SIGINT.
 
@@ -62,7 +63,7 @@ def served(
         directory: for its log, and where it runs if it is another Python's.
         python: in whose environment disagg is installed.
     """
-    port = free_port()
+    port = free_port() if port is None else port
     log = directory / "serve.log"
     own = f"--port {port} --log-format text --log-dir {directory}/logs".split()
     with log.open("w") as out:

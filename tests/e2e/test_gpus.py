@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.ray_nodes import ray_nodes
 from tests.e2e.served import Served, served
 from tests.e2e.test_bad_start import refusal
-from tests.e2e.test_deploy import ray_nodes
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -12,6 +12,7 @@ import errno
 import resource
 import signal
 import socket
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -103,6 +104,35 @@ class Frozen(Fault):
     def heal(self) -> None:
         with suppress(psutil.NoSuchProcess):
             self._victim.send_signal(signal.SIGCONT)
+
+
+class HeadDown(Fault):
+    """The GCS is killed; healed by another one on the same address and the same Redis."""
+
+    def __init__(self, head: psutil.Process) -> None:
+        self._head = head
+        self._command, self._environment = head.cmdline(), head.environ()
+        self._successor: subprocess.Popen[bytes] | None = None
+
+    def inject(self) -> None:
+        self._head.kill()
+
+    def is_in_effect(self) -> bool:
+        return Killed(self._head).is_in_effect()
+
+    def heal(self) -> None:
+        if self._successor is None:
+            self._successor = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def end(self) -> None:
+        if self._successor is not None:
+            self._successor.kill()
+            self._successor.wait()
 
 
 class RedisDown(Fault):

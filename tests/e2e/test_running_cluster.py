@@ -1,4 +1,7 @@
-"""Scaling down and updating the running application at constant load: nobody notices."""
+"""On a running cluster: `disagg serve --ray-address` is a guest that lets go of it and cleans up.
+
+`serve deploy` scales down and updates the application at constant load, and nobody notices.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import copy
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ import yaml
 
 from disagg.cli.ports import free_port
 from disagg.config import EngineConfig
+from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
+from tests.e2e.served import Served, served
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.test_deploy import RayNodes, ray_nodes, wait_until_ready
+from tests.faults.system import until
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -29,6 +34,71 @@ PROMPTS = [
     f"{i}: a prompt of several blocks that are pulled, whoever computes them " for i in "abc"
 ]
 CHANGE_TIMEOUT_S = 240.0
+GUEST_PROMPT = "a prompt for a guest: "
+GUEST_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> SingleEngine:
+    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="module")
+def nodes(directory: Path) -> Iterator[RayNodes]:
+    with ray_nodes(directory, ()) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Of the API: what Serve was started with holds for all that comes later."""
+    return free_port()
+
+
+def is_guest(server: Served, nodes: RayNodes) -> bool:
+    """Whether the cluster counts the command itself among those that use it."""
+    jobs = httpx.get(f"http://127.0.0.1:{nodes.dashboard_port}/api/jobs/", timeout=10).json()
+    return any(
+        job["status"] == "RUNNING" and str(server.process.pid) == str(job["driver_info"]["pid"])
+        for job in jobs
+        if job["driver_info"] is not None
+    )
+
+
+def applications(nodes: RayNodes) -> dict[str, object]:
+    url = f"http://127.0.0.1:{nodes.dashboard_port}/api/serve/applications/"
+    found: dict[str, object] = httpx.get(url, timeout=10).json()["applications"]
+    return found
+
+
+def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
+    nodes: RayNodes, model: Path, reference: SingleEngine, directory: Path, port: int
+) -> None:
+    flags = ["--prefill", "1", "--decode", "1", "--dtype", "float32", "--num-threads", "1"]
+    address = ["--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
+    environment = {"RAY_AUTH_MODE": "disabled"}
+    with served([str(model), *flags, *address], directory, environment, port=port) as server:
+        until(lambda: not is_guest(server, nodes), 30, lambda: "it holds on to the cluster")
+        assert list(applications(nodes)) == ["disagg"]
+        body = {
+            "messages": [{"role": "user", "content": GUEST_PROMPT}],
+            "temperature": 0,
+            "max_tokens": GUEST_TOKENS,
+        }
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert text == reference.chat(GUEST_PROMPT, GUEST_TOKENS)
+    until(lambda: not applications(nodes), 60, lambda: "it left its application behind")
 
 
 def application(model: Path, port: int) -> dict[str, Any]:
@@ -149,28 +219,23 @@ def with_decodes(config: dict[str, Any], num_replicas: int) -> dict[str, Any]:
     return scaled
 
 
-async def test_no_request_notices(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
+async def test_no_request_notices_a_change(
+    nodes: RayNodes, model: Path, reference: SingleEngine, directory: Path, port: int
+) -> None:
     expected = {prompt: reference.chat(prompt, MAX_TOKENS) for prompt in PROMPTS}
-    directory = tmp_path_factory.mktemp("ray")
-    port = free_port()
     url = f"http://127.0.0.1:{port}"
     path = directory / "serve.yaml"
     config = application(model, port)
     path.write_text(yaml.safe_dump(config))
-    with ray_nodes(directory, ()) as nodes:
-        nodes.deploy(path)
-        wait_until_ready(url, nodes)
-        old = await changed(nodes, path, config, url, lambda now: len(now) == 3)
-        async with Load(url, expected) as load:
-            fewer = await changed(
-                nodes, path, with_decodes(config, 1), url, lambda now: len(now) == 2
-            )
-            assert fewer < old, "scaling down restarted workers"
-            num_before = load.num_answers
-            updated = with_decodes(config, 1)
-            updated["applications"][0]["args"]["tiers"][0]["engine"]["max_num_seqs"] = 8
-            await changed(nodes, path, updated, url, lambda now: len(now) == 2 and not now & old)
-            assert load.num_answers > num_before
-        assert load.failures == []
+    nodes.deploy(path)
+    wait_until_ready(url, nodes)
+    old = await changed(nodes, path, config, url, lambda now: len(now) == 3)
+    async with Load(url, expected) as load:
+        fewer = await changed(nodes, path, with_decodes(config, 1), url, lambda now: len(now) == 2)
+        assert fewer < old, "scaling down restarted workers"
+        num_before = load.num_answers
+        updated = with_decodes(config, 1)
+        updated["applications"][0]["args"]["tiers"][0]["engine"]["max_num_seqs"] = 8
+        await changed(nodes, path, updated, url, lambda now: len(now) == 2 and not now & old)
+        assert load.num_answers > num_before
+    assert load.failures == []

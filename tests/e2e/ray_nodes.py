@@ -1,10 +1,9 @@
-"""`serve deploy` of the YAML in deploy/ on a Ray cluster of three nodes."""
+"""Ray nodes on this machine, as `ray start` makes them, and what is deployed to them."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -12,22 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import httpx
-import openai
 import psutil
-import pytest
-import yaml
 
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig, parse_config
-from tests.e2e.single_engine import SingleEngine
-from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-
-DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 BIN = Path(sys.executable).parent
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 2.0  # Ray's own processes wait for each other, some of them for ever
@@ -141,23 +130,6 @@ def ray_nodes(
         nodes.stop()
 
 
-def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
-    """A file of deploy/serve for this machine: a tiny model, no GPUs, no Redis, its own port."""
-    config: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())
-    config["http_options"] = {"host": "127.0.0.1", "port": port}
-    config["proxy_location"] = "HeadOnly"  # three nodes share one address here
-    arguments = config["applications"][0]["args"]
-    arguments.update(redis_url=None, link_host="127.0.0.1", drain_s=1)
-    del arguments["tenants"]  # limits over several ingresses need Redis
-    del arguments["http"]["api_keys"]
-    for tier in arguments["tiers"]:
-        tier["model"] = str(model)
-        tier["engine"] = {"dtype": "float32", "num_threads": 1}
-        for pool in ("prefill", "decode"):
-            tier[pool].update(num_gpus=0, num_replicas=1)
-    return config
-
-
 def wait_until_ready(url: str, nodes: RayNodes) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     last = ""
@@ -172,72 +144,3 @@ def wait_until_ready(url: str, nodes: RayNodes) -> None:
             last = str(error)
         time.sleep(0.5)
     raise AssertionError(f"not ready: {last}\n{nodes.logs()}")
-
-
-def decision_of(url: str, request_id: str) -> str:
-    """How a request was routed: known to the one of several ingresses that served it."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:  # until the proxy happens to ask that one
-        answer = httpx.get(f"{url}/debug/requests/{request_id}", timeout=30)
-        if answer.status_code == 200:
-            return answer.text
-        time.sleep(0.05)
-    raise AssertionError(answer.text)
-
-
-@pytest.mark.parametrize("name", ["laptop.yaml", "npmd.yaml"])
-def test_files_in_deploy_are_valid(name: str) -> None:
-    config = yaml.safe_load((DEPLOY / name).read_text())
-    parse_config(config["applications"][0]["args"])
-
-
-def test_the_cluster_file_is_valid() -> None:
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    config = yaml.safe_load((DEPLOY.parent / "ray" / "cluster.yaml").read_text())
-    validate_config(prepare_config(config))
-    node_types = config["available_node_types"]
-    assert node_types["head"]["resources"] == {"CPU": 0}
-    assert all(node_types[role]["resources"]["GPU"] for role in ("prefill", "decode"))
-
-
-@pytest.mark.parametrize("kind", ["head", "worker"])
-def test_commands_of_the_cluster_file_start_ray(kind: str) -> None:
-    """Ray's own parser takes them, and the head keeps its tables where its successor finds them."""
-    from ray.scripts.scripts import start
-
-    config = yaml.safe_load((DEPLOY.parent / "ray" / "cluster.yaml").read_text())
-    exports, _, command = config[f"{kind}_start_ray_commands"][-1].partition(";")
-    variables = dict(each.split("=") for each in shlex.split(exports)[1:])
-    assert ("RAY_REDIS_ADDRESS" in variables) == (kind == "head")  # workers ask the head
-    assert float(variables["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 60
-    arguments = shlex.split(command)
-    assert arguments[:2] == ["ray", "start"]
-    parsed = start.make_context("start", arguments[2:]).params
-    assert parsed["head"] == (kind == "head")
-    assert bool(parsed["redis_password"]) == (kind == "head")
-
-
-def test_tiers_on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
-    directory = tmp_path_factory.mktemp("ray")
-    port = free_port()
-    config = directory / "serve.yaml"
-    config.write_text(yaml.safe_dump(adapted("npmd.yaml", model, port)))
-    with ray_nodes(directory, ("prefill", "decode")) as nodes:
-        nodes.deploy(config)
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, nodes)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            assert {model.id for model in client.models.list()} == {"small", "large", "auto"}
-            for tier in ("small", "large"):
-                prompt = f"a long prompt for {tier}, so that it is handed over: " * 5
-                answer = client.chat.completions.create(
-                    model=tier,
-                    messages=[{"role": "user", "content": prompt}],
-                    temperature=0,
-                    max_tokens=16,
-                )
-                assert answer.choices[0].message.content == reference.chat(prompt, 16)
-                assert f'"prefill":"{tier}-prefill' in decision_of(url, answer.id)

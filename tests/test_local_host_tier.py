@@ -13,7 +13,7 @@ from disagg.config import EngineConfig, parse_config
 from disagg.local import LocalCluster, running
 from disagg.router.fleet import host_id
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.test_cold_tier import NUM_OTHERS, PROMPT, chat, prefix_of
+from tests.test_local_cold_tier import NUM_OTHERS, PROMPT, chat, prefix_of
 from tests.tiny_model import write_tiny_model
 
 OTHERS = [f"{number}: something else, as long as it; " * 11 for number in range(NUM_OTHERS)]

@@ -1,0 +1,117 @@
+"""A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+import yaml
+
+from disagg.cli.main import main
+from disagg.cli.ports import free_port
+from disagg.config import EngineConfig
+from disagg.doctor.findings import DoctorReport
+from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
+from tests.e2e.single_engine import SingleEngine
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="module")
+def nodes(directory: Path) -> Iterator[RayNodes]:
+    with ray_nodes(directory, ("prefill", "decode")) as nodes:
+        yield nodes
+
+
+def test_the_doctor_sees_every_node_and_every_pair(nodes: RayNodes) -> None:
+    words = ["doctor", "--json", "--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "disagg.cli.main", *words],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+    )
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
+    wrong = [each for each in report.findings() if each.status == "wrong"]
+    assert done.returncode == 0, (wrong, done.stderr)
+    assert len({node.name for node in report.nodes}) == 3
+    for node in report.nodes:
+        assert {"open files", "clock", "software"} <= {each.check for each in node.findings}
+    between = [each for each in report.transfers if each.is_between_nodes]
+    assert len({(each.source, each.reader) for each in between}) == 6
+    assert len(report.transfers) == 6 + 2 * 3
+    assert all(each.lane and each.bytes_per_s for each in report.transfers)
+
+
+def test_the_doctor_finds_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--ray-address", "127.0.0.1:1"]) == 2
+    assert "No Ray cluster answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
+    """A file of deploy/serve for this machine: a tiny model, no GPUs, no Redis, its own port."""
+    config: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
+    config["proxy_location"] = "HeadOnly"  # three nodes share one address here
+    arguments = config["applications"][0]["args"]
+    arguments.update(redis_url=None, link_host="127.0.0.1", drain_s=1)
+    del arguments["tenants"]  # limits over several ingresses need Redis
+    del arguments["http"]["api_keys"]
+    for tier in arguments["tiers"]:
+        tier["model"] = str(model)
+        tier["engine"] = {"dtype": "float32", "num_threads": 1}
+        for pool in ("prefill", "decode"):
+            tier[pool].update(num_gpus=0, num_replicas=1)
+    return config
+
+
+def decision_of(url: str, request_id: str) -> str:
+    """How a request was routed: known to the one of several ingresses that served it."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:  # until the proxy happens to ask that one
+        answer = httpx.get(f"{url}/debug/requests/{request_id}", timeout=30)
+        if answer.status_code == 200:
+            return answer.text
+        time.sleep(0.05)
+    raise AssertionError(answer.text)
+
+
+def test_tiers_on_three_nodes(
+    nodes: RayNodes, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
+    port = free_port()
+    config = directory / "serve.yaml"
+    config.write_text(yaml.safe_dump(adapted("npmd.yaml", model, port)))
+    nodes.deploy(config)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_ready(url, nodes)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        assert {model.id for model in client.models.list()} == {"small", "large", "auto"}
+        for tier in ("small", "large"):
+            prompt = f"a long prompt for {tier}, so that it is handed over: " * 5
+            answer = client.chat.completions.create(
+                model=tier,
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0,
+                max_tokens=16,
+            )
+            assert answer.choices[0].message.content == reference.chat(prompt, 16)
+            assert f'"prefill":"{tier}-prefill' in decision_of(url, answer.id)
