@@ -348,7 +348,9 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
 def _reason(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     local = chosen.prefill is None
     others = [c.total_s for c in candidates if (c.prefill is None) != local]
-    kind = "local prefill" if local else "remote prefill"
+    kind, other = "local prefill", "remote prefill"
+    if not local:
+        kind, other = other, kind
     if not others:
-        return f"{kind}: the only kind available"
-    return f"{kind}: {min(others) - chosen.total_s:.4f} s cheaper than the other kind"
+        return f"{kind}: {other} is not available"
+    return f"{kind}: {min(others) - chosen.total_s:.4f} s cheaper than {other}"

@@ -187,7 +187,7 @@ def test_without_decode_workers_prefill_workers_decode() -> None:
     route = choose(fleet, make_request())
     assert route.prefill is None
     assert route.decode in ("p0", "p1")
-    assert route.reason == "local prefill: the only kind available"
+    assert route.reason == "local prefill: remote prefill is not available"
 
 
 def test_where_everybody_prefills_streams_do_not_make_queues_uneven() -> None:
