@@ -31,7 +31,7 @@ from bench.gpu_device import eager_seconds, synchronize
 from bench.gpu_models import new_engine, new_sequence
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.shapes import model_config
-from disagg.decode_worker.arrivals import Arrivals
+from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.sched.sequence import Sequence
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps, first_generation
@@ -266,7 +266,7 @@ class HandOvers:
     def __init__(self, side: Side, process: subprocess.Popen[str]) -> None:
         self._side = side
         self._process = process
-        self._arrivals = Arrivals(side.engine, side.transport, lambda source_id, num_blocks: 1.0)
+        self._kv_import = KVImport(side.engine, side.transport, lambda source_id, num_blocks: 1.0)
 
     def row(self, num_tokens: int, num_rounds: int = NUM_REPEATS) -> dict[str, Any]:
         rounds = [self._one(f"{num_tokens}-{turn}", num_tokens) for turn in range(num_rounds)]
@@ -282,7 +282,7 @@ class HandOvers:
         grown = [*tokens, prefilled.first_token]
         sequence = side.sequence(name, grown, num_tokens, NUM_OUTPUT)
         begin_s = time.perf_counter()
-        self._arrivals.admit(sequence, prefilled.ticket)
+        self._kv_import.admit(sequence, prefilled.ticket, time.time())
         pull_s = self._arrive(sequence)
         token_s = time.perf_counter() - begin_s
         while side.engine.has_work:
@@ -310,8 +310,8 @@ class HandOvers:
                     if event.error is not None:
                         raise RuntimeError(f"a pull failed: {event.error}")
                     pull_s = event.seconds
-                    self._arrivals.finish(event)
-            self._arrivals.advance(time.time())
+                    self._kv_import.pull_ended(event, time.time())
+            self._kv_import.advance(time.time())
             if not side.engine.step():
                 time.sleep(POLL_S)
         return pull_s

@@ -131,18 +131,23 @@ class HostTier:
         self._copier.load(list(zip(slots, block_ids, strict=True)))
         return load
 
-    def poll(self) -> None:
-        """Take note of the copies that have ended."""
+    def poll(self) -> list[HostLoad]:
+        """Take note of the copies that have ended. Returns the loads among them."""
+        if not self.num_under_way:
+            return []
         for _ in range(self._copier.take_saved()):
             for save in reversed(self._saves.popleft()):  # so that the beginning goes last
                 self._finish(save)
+        loaded: list[HostLoad] = []
         for seconds in self._copier.take_loaded():
             load = self._loads.popleft()
+            loaded.append(load)
             load.done = True
             self._num_readers -= Counter(load.slots)
             self._num_loaded += len(load.slots)
             self._load_s += seconds
             self._times.observe(HOST_ID, len(load.slots) * self._block_nbytes, seconds)
+        return loaded
 
     def hashes(self) -> tuple[BlockHash, ...]:
         """All findable names."""

@@ -13,20 +13,18 @@ from contextlib import contextmanager
 import msgspec
 
 from disagg.blocks import BlockHash
-from disagg.decode_worker.arrivals import Arrivals
-from disagg.decode_worker.cold_prefix import ColdPrefixes
-from disagg.decode_worker.host_prefix import HostPrefixes
-from disagg.decode_worker.prefetches import Prefetches
+from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.sched.limits import check_room, rename_blocks
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
-from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
 from disagg.prefill_worker.kv_export import KVExport
 from disagg.time_model import StepTimeFit, TransferTimeModel
-from disagg.worker.draining import Draining, Lobby, refusal
+from disagg.worker.draining import Draining, refusal
+from disagg.worker.offload import KVOffload
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
@@ -54,32 +52,17 @@ class Doors:
         )
         self._streams = Streams()
         self._kv_export = KVExport(parts.engine, parts.transport.peer, parts.stamps.generations)
-        self._arrivals = Arrivals(parts.engine, parts.transport, self._transfer_s)
-        self._prefetches = Prefetches(parts.engine, parts.transport, self._transfer_s)
-        self._cold: ColdPrefixes | None = None
-        self._host: HostPrefixes | None = None
-        if parts.cold_tier is not None:
-            self._cold = ColdPrefixes(
-                parts.engine,
-                parts.cold_tier,
-                parts.read_blocks,
-                parts.write_block,
-                lambda: self._step_times.model.prefill_s,
-            )
-        if parts.host_tier is not None:
-            self._host = HostPrefixes(
-                parts.engine,
-                parts.host_tier,
-                lambda: self._step_times.model.prefill_s,
-                self._enter_behind_host,
-            )
-        if self._cold is not None or self._host is not None:
-            parts.engine.save_evicted = self._save_evicted
-        lobbies: tuple[Lobby | None, ...] = (self._arrivals, self._host, self._cold)
-        self._lobbies = [lobby for lobby in lobbies if lobby is not None]
+        self._kv_import = KVImport(
+            parts.engine,
+            parts.transport,
+            self._transfer_s,
+            parts.tiers(),
+            lambda: self._step_times.model.prefill_s,
+        )
+        self._host, self._cold = parts.host_tier, parts.cold_tier
+        self._offload = KVOffload(parts.engine, self._host, self._cold, parts.read_blocks)
         self._block_nbytes = parts.transport.peer.block_nbytes
         self._draining: Draining | None = None
-        self._unready: dict[str, tuple[Sequence, KVTicket | None]] = {}  # by the sequence's name
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +77,8 @@ class Doors:
                 raise refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
             rename_blocks(sequence, start.request.block_size, self._engine.pool.block_size)
-            self._enter(sequence, start.ticket, now)
+            traceparent = start.request.traceparent
+            self._kv_import.admit(sequence, start.ticket, now, traceparent)
 
     def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
         """The answer to a request for a loan, at once: the only delta of its stream."""
@@ -110,14 +94,14 @@ class Doors:
     def prefetch(self, asked: Prefetch, now: float) -> None:
         """Pull what is ready of a prompt that is half computed elsewhere, and will come here."""
         if self.accepting:
-            self._prefetches.begin(asked, now)
+            self._kv_import.prefetch(asked, now)
 
     def drain(self, leave_by_s: float) -> None:
         """Take in nothing new, and give everything up that will not have ended by then."""
         self.accepting = False
         self._draining = Draining(
             self._engine,
-            self._lobbies,
+            self._kv_import.take_waiting,
             lambda: self._step_times.model,
             leave_by_s,
         )
@@ -152,8 +136,6 @@ class Doors:
 
     def advance(self, now: float) -> bool:
         """Between two steps: move what is on its way in or out. True: look again soon."""
-        if self._unready:
-            self._enter_ready(now)
         for event in self._transport.poll():
             match event:
                 case PullDone():
@@ -161,26 +143,20 @@ class Doors:
                 case TicketReleased(ticket_id=ticket_id):
                     self._kv_export.release(ticket_id)
         has_freed = self._kv_export.advance(now)
-        is_loading = self._host is not None and self._host.advance(now)
-        is_loading |= self._cold is not None and self._cold.advance(now)
-        is_moving = self._arrivals.advance(now)
-        is_stuck = self._arrivals.is_stuck and not self._engine.last_plan.work
+        is_busy = self._kv_import.advance(now)
+        is_stuck = self._kv_import.is_stuck and not self._engine.last_plan.work
         if (self._engine.is_stuck or is_stuck) and not has_freed:
             self._kv_export.break_oldest()  # two workers must not wait for each other's blocks
         if self._draining is not None:
             self._draining.advance(now)
-        is_moving |= self._prefetches.is_pulling
-        return is_moving or is_loading or bool(self._unready)
+        return is_busy
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
         """What a step means for each link. Learns from its time."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
-        if self._host is not None:
-            self._host.save(result.kv_events)
-            for event in result.events:
-                if event.is_last:
-                    self._host.used(event.sequence)
+        ended = (event.sequence for event in result.events if event.is_last)
+        self._offload.save(result.kv_events, ended)
         deltas = self._streams.deltas(
             result.events,
             lambda sequence: self._kv_export.leave(sequence, now),
@@ -206,10 +182,9 @@ class Doors:
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
         """The load of the engine, as of now if not given, plus what only the worker knows."""
         status = status or self._engine.status()
-        num_arriving = sum(lobby.num_arriving for lobby in self._lobbies) + len(self._unready)
         return msgspec.structs.replace(
             status,
-            num_waiting=status.num_waiting + num_arriving,
+            num_waiting=status.num_waiting + self._kv_import.num_arriving,
             num_holds=self._kv_export.num_holds,
             requests_nbytes=self._streams.nbytes,
             accepting=self.accepting,
@@ -221,12 +196,9 @@ class Doors:
 
     def check(self) -> None:
         """Recount every block and hold. Raises `AssertionError`."""
-        holders = [*self._kv_export.holders(), *self._arrivals.holders()]
-        holders += self._prefetches.holders()
         if self._host is not None:
             self._host.check()
-            holders += self._host.holders()
-        self._engine.check(holders)
+        self._engine.check([*self._kv_export.holders(), *self._kv_import.holders()])
 
     def close(self) -> None:
         """Give back what the doors hold outside of the engine, which has stopped."""
@@ -238,38 +210,6 @@ class Doors:
 
     def _transfer_s(self, source_id: str, num_blocks: int) -> float:
         return self._transfer_times.transfer_s(source_id, num_blocks * self._block_nbytes)
-
-    def _enter(self, sequence: Sequence, ticket: KVTicket | None, now: float) -> None:
-        """Let a sequence in by its door, once no step would wait for its grammar, and an early
-        pull of its blocks is over: else they would be pulled twice."""
-        is_coming = ticket is not None and self._prefetches.is_coming(sequence.block_hashes, now)
-        if is_coming or not self._engine.is_ready(sequence):
-            self._unready[sequence.request_id] = (sequence, ticket)
-        elif ticket is not None:
-            self._arrivals.admit(sequence, ticket)
-        elif self._host is not None:
-            self._host.admit(sequence, now)
-        else:
-            self._enter_behind_host(sequence, now)
-
-    def _enter_behind_host(self, sequence: Sequence, now: float) -> None:
-        if self._cold is not None:
-            self._cold.admit(sequence, now)
-        else:
-            self._engine.submit(sequence)
-
-    def _save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
-        """To the store goes what is not in host memory, from where it would go there later."""
-        if self._host is not None:
-            evicted = self._host.leave(evicted)
-        if self._cold is not None:
-            self._cold.save(evicted)
-
-    def _enter_ready(self, now: float) -> None:
-        unready, self._unready = self._unready, {}
-        for sequence, ticket in unready.values():
-            with self._ending(sequence):
-                self._enter(sequence, ticket, now)
 
     @contextmanager
     def _ending(self, sequence: Sequence) -> Iterator[None]:
@@ -285,10 +225,7 @@ class Doors:
 
     def _cancel(self, name: str) -> None:
         self._streams.close(name)
-        if self._unready.pop(name, None) is not None:
-            return
-        is_arriving = any(lobby.cancel(name) for lobby in self._lobbies)
-        if not is_arriving and self._engine.abort(name) is None:
+        if not self._kv_import.cancel(name) and self._engine.abort(name) is None:
             self._kv_export.release(name)  # it has left: the ticket will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
@@ -307,14 +244,11 @@ class Doors:
                 deltas.setdefault(link_id, []).append(delta)
 
     def _pull_ended(self, done: PullDone, now: float) -> None:
-        early = self._prefetches.finish(done)
-        if early is not None:
-            ticket, traceparent, then = early.ticket, early.traceparent, "pulled later"
-        else:
-            sequence, ticket = self._arrivals.finish(done)
-            traceparent, then = self._streams.traceparent(sequence), "computed here"
-        record_pull(traceparent, done, now)
+        pulled = self._kv_import.pull_ended(done, now)
+        record_pull(pulled.traceparent, done, now)
         if done.error is None:
-            self._transfer_times.observe(ticket.source_id, done.nbytes, done.seconds, done.lane)
+            source_id = pulled.ticket.source_id
+            self._transfer_times.observe(source_id, done.nbytes, done.seconds, done.lane)
         else:
-            log.warning("KV of %s is %s: %s", ticket.ticket_id, then, done.error)
+            then = "pulled later" if pulled.is_early else "computed here"
+            log.warning("KV of %s is %s: %s", pulled.ticket.ticket_id, then, done.error)

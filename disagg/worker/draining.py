@@ -8,8 +8,6 @@ ticket for their KV, as after a prefill. Owned by the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
@@ -21,26 +19,11 @@ def refusal() -> Unavailable:
     return Unavailable("This worker is stopping and takes no new requests.")
 
 
-class Lobby(Protocol):
-    """Where sequences wait before they enter the engine."""
-
-    @property
-    def num_arriving(self) -> int: ...
-
-    def cancel(self, request_id: str) -> bool:
-        """Whether it was here, and is forgotten."""
-        ...
-
-    def take_waiting(self) -> list[Sequence]:
-        """Give up those that can as well begin elsewhere."""
-        ...
-
-
 class Draining:
     """Empties an engine.
 
     Args:
-        lobbies: before it.
+        take_waiting: those before it that can as well begin elsewhere.
         step_times: the model as of now.
         leave_by_s: Unix seconds; what will not have ended by then goes at once.
     """
@@ -48,21 +31,18 @@ class Draining:
     def __init__(
         self,
         engine: Engine,
-        lobbies: SequenceOf[Lobby],
+        take_waiting: Callable[[], list[Sequence]],
         step_times: Callable[[], StepTimeModel],
         leave_by_s: float,
     ) -> None:
         self._engine = engine
-        self._lobbies = lobbies
+        self._take_waiting = take_waiting
         self._step_times = step_times
         self._leave_by_s = leave_by_s
 
     def advance(self, now: float) -> None:
         """Refuse who waits, and ask those to leave who would not end in time."""
-        refused = [*self._engine.scheduler.waiting]
-        for lobby in self._lobbies:
-            refused += lobby.take_waiting()
-        for sequence in refused:
+        for sequence in [*self._engine.scheduler.waiting, *self._take_waiting()]:
             self._engine.end(sequence, refusal())
         scheduler = self._engine.scheduler
         left_s = self._leave_by_s - now

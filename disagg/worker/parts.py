@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
+from disagg.decode_worker.kv_source import KVTier
+from disagg.decode_worker.store_source import HostLookup, StoreLookup
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
@@ -58,6 +60,15 @@ class Parts:
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
     host_tier: HostTier | None = None
     transfer_prior: TransferPrior | None = None
+
+    def tiers(self) -> list[KVTier]:
+        """Where KV of a prompt may be that is in no worker's cache, the quickest first."""
+        tiers: list[KVTier] = []
+        if self.host_tier is not None:
+            tiers.append(HostLookup(self.host_tier))
+        if self.cold_tier is not None:
+            tiers.append(StoreLookup(self.cold_tier, self.write_block))
+        return tiers
 
 
 def build_parts(

@@ -90,10 +90,6 @@ class Streams:
     def of_link(self, link_id: LinkId) -> list[str]:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
-    def traceparent(self, sequence: Sequence) -> str:
-        stream = self._by_sequence.get(sequence.request_id)
-        return "" if stream is None else stream.phases.traceparent
-
     def deltas(
         self,
         events: tuple[TokenEvent, ...],

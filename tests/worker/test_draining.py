@@ -111,14 +111,14 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
         await r.start("decode")
         await r.start("decode", worker_id="other")
         r.transports["decode"].hangs = True
-        arrivals = r.workers["decode"]._doors._arrivals
+        kv_import = r.workers["decode"]._doors._kv_import
         visits, firsts = [], []
         for start in (30, 31):
             request = make_request(60, prompt=tuple(range(start, 200)))
             moved, first = await prefilled(r, request)
             firsts.append((moved, first))
             visits.append(asyncio.create_task(follow(r, "decode", moved, first.ticket)))
-            await until(lambda: arrivals.num_arriving == len(visits))
+            await until(lambda: kv_import.num_arriving == len(visits))
         draining = asyncio.create_task(r.workers["decode"].drain(60.0))
         had, last = await visits[1]
         assert not had and last.error is not None and last.error.code == "unavailable"

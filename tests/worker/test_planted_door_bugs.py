@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from disagg.blocks import BlockHash, hash_block
-from disagg.decode_worker import arrivals, cold_prefix, entering
-from disagg.decode_worker.arrivals import Arrivals
-from disagg.decode_worker.cold_prefix import ColdPrefixes
-from disagg.decode_worker.prefetches import Prefetches
+from disagg.decode_worker.kv_import import KVImport
+from disagg.decode_worker.kv_source import TicketSource
+from disagg.decode_worker.store_source import StoreSource
 from disagg.engine.engine import Engine
 from disagg.engine.sched import block_tables, scheduler
 from disagg.engine.sched.block_pool import BlockPool
@@ -25,7 +24,7 @@ from disagg.kvtransfer import pulls
 from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch
+from disagg.messages import GenerateRequest
 from disagg.prefill_worker.kv_export import KVExport
 from disagg.store.memory_store import MemoryStore
 from disagg.worker.doors import Doors
@@ -49,12 +48,17 @@ _begin = PullBook.begin
 _leave = KVExport.leave
 _lend = KVExport.lend
 _early_ticket = KVExport.early_ticket
-_finish_early = Prefetches.finish
 _collect = Holds.collect
-_join = Arrivals._join
-_finish = Arrivals.finish
-_cancel = Arrivals.cancel
+_accept = KVImport._accept
+_finish = KVImport._finish
+_cancel = KVImport.cancel
+_pass_on = KVImport._pass_on
+_take_waiting = KVImport.take_waiting
 _get_many = MemoryStore.get_many
+
+
+def _is_early(door: KVImport, move: Any) -> bool:
+    return getattr(door._moving[move].source, "is_early", False)
 
 
 def _the_last_block_is_not_pulled(patch: pytest.MonkeyPatch) -> None:
@@ -98,10 +102,10 @@ def _stamps_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _errors_of_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: Arrivals, done: Any) -> Any:
-        return _finish(door, replace(done, error=None))
+    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
+        return _finish(door, move, error if _is_early(door, move) else None, now)
 
-    patch.setattr(Arrivals, "finish", finish)
+    patch.setattr(KVImport, "_finish", finish)
 
 
 def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -129,11 +133,11 @@ def _published_before_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_arrival_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    def join(door: Arrivals, arrival: Any) -> None:
-        arrival.ticket = replace(arrival.ticket, num_tokens=arrival.ticket.num_tokens + 1)
-        _join(door, arrival)
+    def accept(door: KVImport, each: Any, now: float) -> None:
+        each.source.num_tokens += bool(each.source.num_tokens)
+        _accept(door, each, now)
 
-    patch.setattr(Arrivals, "_join", join)
+    patch.setattr(KVImport, "_accept", accept)
 
 
 def _an_arrival_counts_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
@@ -175,7 +179,7 @@ def _holds_break_whenever_a_request_comes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _two_workers_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Arrivals, "is_stuck", False)
+    patch.setattr(KVImport, "is_stuck", False)
 
 
 def _tickets_of_two_workers_are_taken_for_one(patch: pytest.MonkeyPatch) -> None:
@@ -183,26 +187,26 @@ def _tickets_of_two_workers_are_taken_for_one(patch: pytest.MonkeyPatch) -> None
 
 
 def _blocks_of_a_failed_pull_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: Arrivals, done: Any) -> Any:
-        if done.error is not None:
-            arrival = door._pulling[done.pull_id]
-            arrival.held, arrival.pulled = [], []
-        return _finish(door, done)
+    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if error is not None and not _is_early(door, move):
+            each = door._moving[move]
+            each.held, each.reserved = [], []
+        return _finish(door, move, error, now)
 
-    patch.setattr(Arrivals, "finish", finish)
+    patch.setattr(KVImport, "_finish", finish)
 
 
 def _blocks_of_a_cancelled_pull_come_back_too_early(patch: pytest.MonkeyPatch) -> None:
     """While the transport may still write them."""
 
-    def cancel(door: Arrivals, request_id: str) -> bool:
-        for arrival in door._pulling.values():
-            if arrival.sequence.request_id == request_id:
-                door._engine.pool.release([*arrival.held, *arrival.pulled])
-                arrival.held, arrival.pulled = [], []
+    def cancel(door: KVImport, request_id: str) -> bool:
+        for each in door._moving.values():
+            if each.is_of(request_id):
+                door._engine.pool.release([*each.held, *each.reserved])
+                each.held, each.reserved = [], []
         return _cancel(door, request_id)
 
-    patch.setattr(Arrivals, "cancel", cancel)
+    patch.setattr(KVImport, "cancel", cancel)
 
 
 def _skipped_blocks_are_not_acquired(patch: pytest.MonkeyPatch) -> None:
@@ -230,34 +234,48 @@ def _evicted_blocks_are_saved_too_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_give_up_evicted", give_up)
 
 
-def _a_cold_prefix_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    def enter(engine: Engine, sequence: EngineSequence, how: Any) -> None:
-        sequence.num_computed += how == engine.join
-        enter_or_end(engine, sequence, how)
+def _a_cold_prefix_counts_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    """One that nothing was written to."""
+    find = StoreSource.find
 
-    enter_or_end = entering.enter_or_end
-    patch.setattr(cold_prefix, "enter_or_end", enter)
+    def find_more(source: StoreSource, first_block: int) -> int | None:
+        num_found = find(source, first_block)
+        return num_found and min(num_found + 1, len(source.names) - first_block)
+
+    def begin(source: StoreSource, first_block: int, into: list[int]) -> None:
+        blocks = source.fetch.blocks[first_block - source.num_here :]
+        for block_id, block in zip(into, blocks, strict=False):
+            source.write_block(block_id, block)
+
+    patch.setattr(StoreSource, "find", find_more)
+    patch.setattr(StoreSource, "begin", begin)
 
 
 def _a_refused_arrival_says_nothing(patch: pytest.MonkeyPatch) -> None:
     """Such as one whose deadline passed: it is dropped, and its caller waits for ever."""
-    enter_or_end = entering.enter_or_end
 
-    def enter(engine: Engine, sequence: EngineSequence, how: Any) -> None:
-        if how != engine.submit:
-            enter_or_end(engine, sequence, how)
+    def pass_on(door: KVImport, each: Any, now: float) -> None:
+        if isinstance(each.source, TicketSource):
+            each.sequence = None
+        _pass_on(door, each, now)
 
-    patch.setattr(arrivals, "enter_or_end", enter)
+    patch.setattr(KVImport, "_pass_on", pass_on)
 
 
 def _a_drain_forgets_who_waits_for_blocks(patch: pytest.MonkeyPatch) -> None:
-    take_waiting = Arrivals.take_waiting
-    patch.setattr(Arrivals, "take_waiting", lambda door: take_waiting(door)[:0])
+    _take_none(patch, lambda source: bool(source.num_tokens))
 
 
 def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
-    take_waiting = ColdPrefixes.take_waiting
-    patch.setattr(ColdPrefixes, "take_waiting", lambda door: take_waiting(door)[:0])
+    _take_none(patch, lambda source: isinstance(source, StoreSource))
+
+
+def _take_none(patch: pytest.MonkeyPatch, is_forgotten: Callable[[Any], bool]) -> None:
+    def take_waiting(door: KVImport) -> list[EngineSequence]:
+        forgotten = [each.sequence for each in door._wanted if is_forgotten(each.source)]
+        return [sequence for sequence in _take_waiting(door) if sequence not in forgotten]
+
+    patch.setattr(KVImport, "take_waiting", take_waiting)
 
 
 def _other_blocks_are_lent(patch: pytest.MonkeyPatch) -> None:
@@ -298,28 +316,28 @@ def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None
 
 
 def _errors_of_early_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> Prefetch | None:
-        return _finish_early(early, replace(done, error=None))
+    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
+        return _finish(door, move, None if _is_early(door, move) else error, now)
 
-    patch.setattr(Prefetches, "finish", finish)
+    patch.setattr(KVImport, "_finish", finish)
 
 
 def _early_blocks_are_named_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> Prefetch | None:
-        if done.pull_id in early._pulling:
-            early._pulling[done.pull_id].pulled.reverse()
-        return _finish_early(early, done)
+    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if _is_early(door, move):
+            door._moving[move].reserved.reverse()
+        return _finish(door, move, error, now)
 
-    patch.setattr(Prefetches, "finish", finish)
+    patch.setattr(KVImport, "_finish", finish)
 
 
 def _blocks_of_an_early_pull_that_failed_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def finish(early: Prefetches, done: Any) -> Prefetch | None:
-        if done.error is not None and done.pull_id in early._pulling:
-            return early._pulling.pop(done.pull_id).asked
-        return _finish_early(early, done)
+    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if error is not None and _is_early(door, move):
+            return door._moving.pop(move).source
+        return _finish(door, move, error, now)
 
-    patch.setattr(Prefetches, "finish", finish)
+    patch.setattr(KVImport, "_finish", finish)
 
 
 IN_TROUBLE: list[Plant] = [
@@ -347,7 +365,7 @@ IN_TROUBLE: list[Plant] = [
     _a_closed_link_leaves_its_streams,
     _the_store_mixes_up_blocks,
     _evicted_blocks_are_saved_too_late,
-    _a_cold_prefix_counts_one_token_too_many,
+    _a_cold_prefix_counts_one_block_too_many,
     _a_refused_arrival_says_nothing,
     _a_drain_forgets_who_waits_for_blocks,
     _a_drain_forgets_who_waits_for_the_store,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.decode_worker.arrivals import Arrivals
+from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
@@ -134,14 +134,14 @@ async def test_a_pull_that_came_and_cannot_enter(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_ticket_that_breaks_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(self: Arrivals, sequence: Sequence, ticket: object) -> None:
+    def breaks(self: KVImport, ticket: object, sequence: Sequence, traceparent: str) -> None:
         raise RuntimeError("planted")
 
     async with rig() as r:
         await r.start("prefill")
         await r.start("decode")
         moved, first = await prefilled(r, make_request(prompt=UNLUCKY))
-        monkeypatch.setattr(Arrivals, "admit", breaks)
+        monkeypatch.setattr(KVImport, "_source_of", breaks)
         unlucky = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
         await others_go_on(r, unlucky)
         assert first.ticket is not None

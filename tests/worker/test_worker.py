@@ -113,10 +113,10 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         transport, doors = r.transports["decode"], r.workers["decode"]._doors
         transport.hangs = True
         r.links["decode"].prefetch(Prefetch(early, request.block_hashes[:4]))
-        await until(lambda: doors._prefetches.is_pulling)
+        await until(lambda: bool(doors._kv_import._moving))
         moved = grown(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
-        await until(lambda: bool(doors._unready))
+        await until(lambda: bool(doors._kv_import._wanted))
         transport.hangs = False
         assert [*last.token_ids, *tokens(await answer)] == answer_to(request)
         assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
@@ -132,7 +132,7 @@ async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
         doors = r.workers["leaver"]._doors
         doors.accepting = False
         doors.prefetch(Prefetch(early, request.block_hashes[:4]), 0.0)
-        assert not doors._prefetches.is_pulling
+        assert not doors._kv_import._moving
 
 
 async def test_a_prefix_is_lent_and_only_the_rest_is_computed() -> None:
@@ -229,16 +229,16 @@ async def _while_pulling(r: Rig) -> None:
 async def _while_waiting_for_blocks(r: Rig) -> None:
     """Another arrival has them, and its pull takes long."""
     r.transports["decode"].hangs = True
-    arrivals = r.workers["decode"]._doors._arrivals
+    kv_import = r.workers["decode"]._doors._kv_import
     tasks = []
     for start in (30, 31):
         moved, first = await prefilled(r, make_request(prompt=tuple(range(start, 200))))
         tasks.append(asyncio.create_task(r.all("decode", moved, ticket=first.ticket)))
-        await until(lambda: arrivals.num_arriving == len(tasks))
+        await until(lambda: kv_import.num_arriving == len(tasks))
     assert len(r.transports["decode"]._pulls) == 1
     while tasks:
         tasks.pop().cancel()
-        await until(lambda: arrivals.num_arriving == len(tasks))
+        await until(lambda: kv_import.num_arriving == len(tasks))
     r.transports["decode"].hangs = False
 
 

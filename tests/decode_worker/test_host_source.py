@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
 import pytest
 
-from disagg.decode_worker.host_prefix import HostPrefixes
+from disagg.decode_worker.kv_import import KVImport
+from disagg.decode_worker.store_source import HostLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded
+from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
+from disagg.worker.offload import KVOffload
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
+from tests.decode_worker.test_kv_import import FakeTransport
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
 from tests.worker.fates import SteppedCopier
+
+
+class NextTier(ColdTier):
+    """Takes nothing, and notes what it was offered."""
+
+    def __init__(self) -> None:
+        self.offered: list[bytes] = []
+
+    def offer_all(
+        self,
+        block_hashes: SequenceOf[bytes],
+        read: Callable[[list[int]], SequenceOf[bytes]],
+    ) -> int:
+        self.offered += block_hashes
+        return 0
 
 
 class Door(Rig):
@@ -23,41 +45,41 @@ class Door(Rig):
         generations = self.engine.pool.generations
         self.tier = HostTier(copier, num_slots, self.kv.block_nbytes, generations)
         self.passed: list[Sequence] = []
-        self.host = HostPrefixes(
+        self.kv_import = KVImport(
             self.engine,
-            self.tier,
+            FakeTransport(),
+            lambda source_id, num_blocks: 0.0,
+            [HostLookup(self.tier)],
             lambda: lambda num_new, num_before: token_s * num_new,
-            self.next_door,
         )
-        self.gone: list[bytes] = []
-        self.engine.save_evicted = lambda evicted: self.gone.extend(
-            name for _, name in self.host.leave(evicted)
-        )
+        self.next_tier = NextTier()
+        self.offload = KVOffload(self.engine, self.tier, self.next_tier, self.kv.read_blocks)
+        self._submit = self.engine.submit
+        self.engine.submit = self.submit  # type: ignore[method-assign]
 
-    def next_door(self, sequence: Sequence, now: float) -> None:
-        assert now == self.now
+    def submit(self, sequence: Sequence) -> None:
         self.passed.append(sequence)
-        self.engine.submit(sequence)
+        self._submit(sequence)
 
     def admit(self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 5) -> Sequence:
         sequence = new_sequence(prompt, BLOCK_SIZE, max_tokens, stop_ids=frozenset())
-        self.host.admit(sequence, self.now)
+        self.kv_import.admit(sequence, None, self.now)
         self.check()
         return sequence
 
     def step(self) -> None:
-        self.host.advance(self.now)
+        self.kv_import.advance(self.now)
         self.engine.step()
-        self.host.save(self.engine.pool.take_events())
+        self.offload.save(self.engine.pool.take_events(), ())
         self.check()
 
     def run(self) -> None:
-        while self.host.num_arriving or self.engine.has_work or self.tier.num_under_way:
+        while self.kv_import.num_arriving or self.engine.has_work or self.tier.num_under_way:
             self.step()
 
     def check(self) -> None:
-        self.host.check()
-        self.engine.check(self.host.holders())
+        self.tier.check()
+        self.engine.check(self.kv_import.holders())
 
 
 def warm(door: Door) -> None:
@@ -66,7 +88,7 @@ def warm(door: Door) -> None:
     door.run()
     door.evict_all()
     assert len(door.tier.hashes()) == 5, "four of the prompt, one of the answer"
-    assert not door.gone, "all of it is in host memory"
+    assert not door.next_tier.offered, "all of it is in host memory"
     door.forget_num_computed()
 
 
@@ -74,7 +96,7 @@ def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
     door = Door()
     warm(door)
     sequence = door.admit()
-    assert door.host.num_arriving == 1 and not door.engine.has_work
+    assert door.kv_import.num_arriving == 1 and not door.engine.has_work
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
@@ -92,7 +114,7 @@ def test_others_step_while_blocks_are_on_their_way() -> None:
     for _ in range(5):
         door.step()
     assert len(other.tokens) > 14 and len(sequence.tokens) == len(PROMPT)
-    assert door.host.num_arriving == 1 and door.num_computed < 20
+    assert door.kv_import.num_arriving == 1 and door.num_computed < 20
     door.fates.calm = True
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -126,7 +148,7 @@ def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
     door = Door(token_s=1e-9)
     warm(door)
     door.admit()
-    assert door.engine.has_work and not door.host.num_arriving
+    assert door.engine.has_work and not door.kv_import.num_arriving
     door.run()
     assert not door.tier.counts().num_loaded
 
@@ -136,13 +158,13 @@ def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
     warm(door)
     door.fates.calm = False
     sequence = door.admit()
-    door.host.advance(door.now)
+    door.kv_import.advance(door.now)
     door.now = 16 * SLOW_S - 0.01
-    door.host.advance(door.now)
+    door.kv_import.advance(door.now)
     assert not door.engine.has_work
     door.now = 16 * SLOW_S
-    door.host.advance(door.now)
-    assert door.engine.has_work and not door.host.num_arriving
+    door.kv_import.advance(door.now)
+    assert door.engine.has_work and not door.kv_import.num_arriving
     while door.engine.has_work:
         door.step()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -158,11 +180,13 @@ def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
     warm(door)
     door.fates.calm = False
     sequence = door.admit()
-    assert door.host.cancel(sequence.request_id)
+    assert door.kv_import.cancel(sequence.request_id)
     sequence = door.admit()
-    door.host.advance(door.now)
-    assert door.host.cancel(sequence.request_id) and not door.host.cancel(sequence.request_id)
-    assert door.engine.pool.num_free == 12 and not door.host.num_arriving
+    door.kv_import.advance(door.now)
+    assert door.kv_import.cancel(sequence.request_id) and not door.kv_import.cancel(
+        sequence.request_id
+    )
+    assert door.engine.pool.num_free == 12 and not door.kv_import.num_arriving
     door.fates.calm = True
     door.run()
     assert not door.engine.has_work and door.engine.pool.num_free == 16
@@ -176,7 +200,7 @@ def test_who_finds_no_room_waits_for_who_runs() -> None:
     door.step()
     sequence = door.admit()
     door.step()
-    assert door.host.num_arriving == 1 and len(door.passed) == 2
+    assert door.kv_import.num_arriving == 1 and len(door.passed) == 2
     door.run()
     assert other.tokens[20:] == expected_tokens(tuple(range(50, 70)), 6)
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -193,8 +217,8 @@ def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
         taken: list[int] = []
     else:
         taken = door.engine.pool.allocate(14) or []
-    door.host.advance(door.now)
-    assert door.passed[-1] is sequence and not door.host.num_arriving
+    door.kv_import.advance(door.now)
+    assert door.passed[-1] is sequence and not door.kv_import.num_arriving
     door.engine.pool.release(taken)
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -209,9 +233,9 @@ def test_a_refusal_behind_it_is_raised_at_once_or_reported_later() -> None:
     warm(door)
     door.engine.scheduler.max_model_len = 10
     door.admit()
-    assert door.host.num_arriving == 1
-    door.host.advance(door.now)
-    door.host.advance(door.now)
+    assert door.kv_import.num_arriving == 1
+    door.kv_import.advance(door.now)
+    door.kv_import.advance(door.now)
     (event,) = door.engine.step()
     assert isinstance(event.error, ContextLengthExceeded)
     assert door.engine.pool.num_free == door.engine.pool.num_blocks
@@ -224,7 +248,7 @@ def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
     while door.engine.has_work:
         door.step()
     door.evict_all()
-    assert len(door.gone) == 5
+    assert len(door.next_tier.offered) == 5
     door.fates.calm = True
     door.run()
     assert door.tier.counts().num_torn == 5 and not door.tier.hashes()
@@ -236,10 +260,10 @@ def test_a_drain_takes_all_that_wait() -> None:
     warm(door)
     door.fates.calm = False
     both = {door.admit(), door.admit()}
-    door.host.advance(door.now)
-    assert door.tier.num_under_way == 1 and door.host.num_arriving == 2
-    assert set(door.host.take_waiting()) == both
-    assert not door.host.num_arriving and not door.host.take_waiting()
+    door.kv_import.advance(door.now)
+    assert door.tier.num_under_way == 1 and door.kv_import.num_arriving == 2
+    assert set(door.kv_import.take_waiting()) == both
+    assert not door.kv_import.num_arriving and not door.kv_import.take_waiting()
     door.fates.calm = True
     door.run()
     assert len(door.passed) == 1, "it was let in here all the same"

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from disagg.blocks import BlockHash
-from disagg.decode_worker.arrivals import PULL_PATIENCE_S
-from disagg.decode_worker.prefetches import Prefetches
+from disagg.decode_worker.kv_source import PULL_PATIENCE_S
 from disagg.engine.sched.sequence import Sequence
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import Prefetch
-from tests.decode_worker.test_arrivals import BLOCK_SIZE, PROMPT, Door
+from tests.decode_worker.test_kv_import import BLOCK_SIZE, PROMPT, Door
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
 
@@ -21,26 +20,20 @@ from tests.engine.workload import new_sequence
 class EarlyDoor(Door):
     """Of a worker that is told of blocks before their request comes."""
 
-    def __init__(self, num_blocks: int = 16) -> None:
-        super().__init__(num_blocks)
-        self.prefetches = Prefetches(
-            self.engine, self.transport, lambda source_id, num_blocks: self.predicted_s
-        )
-
     def tell(self, num_blocks: int, names: tuple[BlockHash, ...] | None = None) -> KVTicket:
         """So many blocks of `PROMPT` are ready."""
         sequence = new_sequence(PROMPT, BLOCK_SIZE)
         ticket = self.ticket(sequence, num_blocks * BLOCK_SIZE)
         if names is None:
             names = tuple(sequence.block_hashes)
-        self.prefetches.begin(Prefetch(ticket, names), self.now)
+        self.kv_import.prefetch(Prefetch(ticket, names), self.now)
         self.check()
         return ticket
 
     def end_early_pull(self, pull_id: int, error: str | None = None) -> None:
         self.fill(pull_id)
-        asked = self.prefetches.finish(PullDone(pull_id, error, 1, 32, 0.01))
-        assert asked is not None and asked.ticket is self.transport.pulls[pull_id][0]
+        pulled = self.kv_import.pull_ended(PullDone(pull_id, error, 1, 32, 0.01), self.now)
+        assert pulled.is_early and pulled.ticket is self.transport.pulls[pull_id][0]
         self.check()
 
     def fill(self, pull_id: int) -> None:
@@ -49,10 +42,14 @@ class EarlyDoor(Door):
             self.kv.write_block(here, self.source.read_block(source))
 
     def is_coming(self, sequence: Sequence) -> bool:
-        return self.prefetches.is_coming(sequence.block_hashes, self.now)
+        ticket = self.ticket(sequence, len(sequence.tokens) - 1)
+        source = self.kv_import._source_of(ticket, sequence, "")
+        assert source is not None
+        return self.kv_import._is_coming(source, self.now)
 
-    def check(self) -> None:
-        self.engine.check([*self.arrivals.holders(), *self.prefetches.holders()])
+    @property
+    def is_pulling(self) -> bool:
+        return any(True for _ in self.kv_import.holders())
 
 
 def assert_answers(door: EarlyDoor, sequence: Sequence) -> None:
@@ -97,13 +94,13 @@ def test_a_request_knows_that_its_blocks_are_coming() -> None:
     same, other = new_sequence(PROMPT, BLOCK_SIZE), new_sequence(PROMPT[1:], BLOCK_SIZE)
     assert not door.is_coming(same)
     door.tell(2)
-    assert door.prefetches.is_pulling
+    assert door.is_pulling
     assert door.is_coming(same) and not door.is_coming(other)
     assert not door.is_coming(new_sequence(PROMPT[: BLOCK_SIZE + 1], BLOCK_SIZE))
     door.now += PULL_PATIENCE_S
     assert not door.is_coming(same)  # a source that hangs delays nobody for ever
     door.end_early_pull(0)
-    assert not door.prefetches.is_pulling
+    assert not door.is_pulling
 
 
 def test_a_prediction_lengthens_patience() -> None:
@@ -131,7 +128,7 @@ def test_a_source_that_is_unknown_costs_nothing() -> None:
     door = EarlyDoor()
     door.transport.refuses = True
     door.tell(2)
-    assert door.is_empty and not door.prefetches.is_pulling
+    assert door.is_empty and not door.is_pulling
 
 
 def test_without_room_nothing_is_pulled() -> None:
@@ -156,7 +153,7 @@ def test_a_ticket_whose_last_block_is_not_full_is_ignored() -> None:
     door = EarlyDoor()
     sequence = new_sequence(PROMPT, BLOCK_SIZE)
     ticket = replace(door.ticket(sequence, 8), num_tokens=7)
-    door.prefetches.begin(Prefetch(ticket, tuple(sequence.block_hashes)), door.now)
+    door.kv_import.prefetch(Prefetch(ticket, tuple(sequence.block_hashes)), door.now)
     assert not door.transport.pulls and door.is_empty
 
 
@@ -169,4 +166,14 @@ def test_without_prefix_caching_nothing_is_pulled() -> None:
 
 def test_others_pulls_are_not_its_own() -> None:
     door = EarlyDoor()
-    assert door.prefetches.finish(PullDone(7, None, 1, 32, 0.01)) is None
+    door.tell(2)
+    other = tuple(range(30, 44))
+    sequence = door.arrive(other)
+    door.advance()
+    door.end_pull(1)
+    assert door.is_pulling and len(door.engine.pool.match(sequence.block_hashes)) == 3
+    assert not door.engine.pool.match(new_sequence(PROMPT, BLOCK_SIZE).block_hashes)
+    door.end_early_pull(0)
+    assert not door.is_pulling
+    door.run()
+    assert sequence.tokens[len(other) :] == expected_tokens(other, 5)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.decode_worker.cold_prefix import ColdPrefixes
+from disagg.decode_worker.kv_import import KVImport
+from disagg.decode_worker.store_source import StoreLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Unavailable
 from disagg.store.memory_store import MemoryStore
+from disagg.worker.offload import KVOffload
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
+from tests.decode_worker.test_kv_import import FakeTransport
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
 from tests.worker.members import new_tier
@@ -21,23 +24,23 @@ class Door(Rig):
         super().__init__(num_blocks)
         self.store = MemoryStore(1 << 20)
         self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
-        self.cold = ColdPrefixes(
+        self.kv_import = KVImport(
             self.engine,
-            self.tier,
-            self.kv.read_blocks,
-            self.kv.write_block,
+            FakeTransport(),
+            lambda source_id, num_blocks: 0.0,
+            [StoreLookup(self.tier, self.kv.write_block)],
             lambda: lambda num_new, num_before: token_s * num_new,
         )
-        self.engine.save_evicted = self.cold.save
+        self.offload = KVOffload(self.engine, None, self.tier, self.kv.read_blocks)
 
     def admit(self, prompt: tuple[int, ...] = PROMPT) -> Sequence:
         sequence = new_sequence(prompt, BLOCK_SIZE, 5, stop_ids=frozenset())
-        self.cold.admit(sequence, self.now)
+        self.kv_import.admit(sequence, None, self.now)
         self.engine.check()
         return sequence
 
     def run(self) -> None:
-        while self.cold.advance(self.now) or self.engine.has_work:
+        while self.kv_import.advance(self.now) or self.engine.has_work:
             self.engine.step()
             self.engine.check()
 
@@ -59,7 +62,7 @@ def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
     door = Door()
     warm(door)
     sequence = door.admit()
-    assert door.cold.num_arriving == 1 and not door.engine.has_work
+    assert door.kv_import.num_arriving == 1 and not door.engine.has_work
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
@@ -70,7 +73,9 @@ def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
 def test_only_what_is_not_here_is_loaded() -> None:
     door = Door()
     warm(door)
-    door.cold.admit(new_sequence(PROMPT[:9], BLOCK_SIZE, 1), door.now)  # brings two blocks back
+    door.kv_import.admit(
+        new_sequence(PROMPT[:9], BLOCK_SIZE, 1), None, door.now
+    )  # brings two blocks back
     door.run()
     num_hits = door.tier.stats.num_hits
     sequence = door.admit()
@@ -83,9 +88,9 @@ def test_the_store_is_left_alone_where_computing_is_quicker() -> None:
     door = Door(token_s=1e-9)
     warm(door)
     door.admit()
-    assert door.engine.has_work and not door.cold.num_arriving
+    assert door.engine.has_work and not door.kv_import.num_arriving
     door.run()
-    counts = door.cold.counts()
+    counts = door.tier.counts()
     assert counts.num_stored and not counts.num_hits + counts.num_misses
 
 
@@ -95,13 +100,13 @@ def test_a_silent_store_costs_no_more_than_computing() -> None:
     door.fates.calm = False
     sequence = door.admit()
     door.now = 16 * SLOW_S - 0.01
-    assert door.cold.advance(door.now)
+    assert door.kv_import.advance(door.now)
     door.now = 16 * SLOW_S
-    assert not door.cold.advance(door.now) and door.engine.has_work
+    assert not door.kv_import.advance(door.now) and door.engine.has_work
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     door.fates.calm = True  # the answer that comes now is nobody's
-    assert not door.cold.advance(door.now)
+    assert not door.kv_import.advance(door.now)
     assert door.engine.pool.num_free == door.engine.pool.num_blocks
 
 
@@ -114,13 +119,13 @@ def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(door.store, "contains_prefix", away)
-        patch.setattr(door.cold, "_read_blocks", away)  # blocks that nobody takes are not read
+        patch.setattr(door.offload, "_read_blocks", away)  # blocks that nobody takes are not read
         door.admit()
         door.run()
         for _ in range(3):
             door.evict_all()
             sequence = door.admit()
-            assert door.engine.has_work and not door.cold.num_arriving
+            assert door.engine.has_work and not door.kv_import.num_arriving
             door.run()
             assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
             assert sequence.num_cached_tokens == 0
@@ -129,7 +134,7 @@ def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) 
     door.run()
     door.evict_all()
     sequence = door.admit()
-    assert door.cold.num_arriving == 1
+    assert door.kv_import.num_arriving == 1
     door.run()
     assert sequence.num_cached_tokens == 16
 
@@ -139,16 +144,18 @@ def test_a_cancelled_lookup_is_forgotten() -> None:
     warm(door)
     door.fates.calm = False
     sequence = door.admit()
-    assert door.cold.cancel(sequence.request_id) and not door.cold.cancel(sequence.request_id)
+    assert door.kv_import.cancel(sequence.request_id) and not door.kv_import.cancel(
+        sequence.request_id
+    )
     door.fates.calm = True
-    assert not door.cold.advance(door.now) and not door.engine.has_work
+    assert not door.kv_import.advance(door.now) and not door.engine.has_work
 
 
 @pytest.mark.parametrize("change", ["prefix gone", "no room"])
 def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
     door = Door()
     warm(door)
-    door.cold.admit(new_sequence(PROMPT[:5], BLOCK_SIZE, 1), door.now)
+    door.kv_import.admit(new_sequence(PROMPT[:5], BLOCK_SIZE, 1), None, door.now)
     door.run()  # the first block is here again
     sequence = door.admit()
     if change == "prefix gone":
@@ -156,7 +163,7 @@ def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
         taken: list[int] = []
     else:
         taken = door.engine.pool.allocate(14) or []
-    assert not door.cold.advance(door.now), "it does not go on waiting"
+    assert not door.kv_import.advance(door.now), "it does not go on waiting"
     door.engine.pool.release(taken)
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -171,8 +178,8 @@ def test_a_refusal_is_raised_at_once_or_reported_later() -> None:
     warm(door)
     door.engine.scheduler.max_model_len = 10
     door.admit()
-    assert door.cold.num_arriving == 1
-    door.cold.advance(door.now)
+    assert door.kv_import.num_arriving == 1
+    door.kv_import.advance(door.now)
     (event,) = door.engine.step()
     assert isinstance(event.error, ContextLengthExceeded)
     assert door.engine.pool.num_free == door.engine.pool.num_blocks
@@ -182,7 +189,7 @@ def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
     door = Door()
     warm(door)
     moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
-    door.cold.admit(moved, door.now)
+    door.kv_import.admit(moved, None, door.now)
     door.run()
     assert moved.num_cached_tokens == 6
 
@@ -192,7 +199,7 @@ def test_blocks_of_another_name_never_come() -> None:
     warm(door)
     other = (99, *PROMPT[1:])
     sequence = door.admit(other)
-    assert door.cold.num_arriving == 1
+    assert door.kv_import.num_arriving == 1
     door.run()
     assert door.tier.stats.num_misses == 8 and door.tier.stats.num_hits == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(other, 5)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.decode_worker.arrivals import PULL_FACTOR, PULL_PATIENCE_S, Arrivals
+from disagg.decode_worker.kv_import import KVImport
+from disagg.decode_worker.kv_source import PULL_FACTOR, PULL_PATIENCE_S
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, TransferFailed
@@ -50,14 +51,14 @@ class FakeTransport:
 
 
 class Door:
-    """An arriving door of an engine with fake KV, and a source that has computed everything."""
+    """The import of an engine with fake KV, and a source that has computed everything."""
 
     def __init__(self, num_blocks: int = 16) -> None:
         self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
         self.source = FakeKV(64, BLOCK_SIZE)
         self.transport = FakeTransport()
         self.predicted_s = 0.0
-        self.arrivals = Arrivals(
+        self.kv_import = KVImport(
             self.engine, self.transport, lambda source_id, num_blocks: self.predicted_s
         )
         self.now = 0.0
@@ -81,7 +82,7 @@ class Door:
             deadline_unix_s=deadline_unix_s,
             priority=priority,
         )
-        self.arrivals.admit(sequence, self.ticket(sequence, len(prompt)))
+        self.kv_import.admit(sequence, self.ticket(sequence, len(prompt)), self.now)
         return sequence
 
     def ticket(self, sequence: Sequence, num_tokens: int) -> KVTicket:
@@ -100,11 +101,12 @@ class Door:
         if error is None:
             for source, here in zip(ticket.block_ids[first_block:], into, strict=True):
                 self.kv.write_block(here, self.source.read_block(source))
-        self.arrivals.finish(PullDone(pull_id, error, len(into), 32 * len(into), 0.01))
+        done = PullDone(pull_id, error, len(into), 32 * len(into), 0.01)
+        self.kv_import.pull_ended(done, self.now)
         self.check()
 
     def advance(self) -> bool:
-        soon = self.arrivals.advance(self.now)
+        soon = self.kv_import.advance(self.now)
         self.check()
         return soon
 
@@ -117,7 +119,7 @@ class Door:
         return events
 
     def check(self) -> None:
-        self.engine.check(self.arrivals.holders())
+        self.engine.check(self.kv_import.holders())
 
     @property
     def is_empty(self) -> bool:
@@ -127,7 +129,7 @@ class Door:
 def assert_answers(door: Door, sequence: Sequence) -> None:
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    assert door.is_empty and not door.arrivals.num_arriving
+    assert door.is_empty and not door.kv_import.num_arriving
 
 
 def num_computed(door: Door) -> int:
@@ -181,8 +183,8 @@ def test_who_waits_for_blocks_gets_them_by_priority_and_then_by_arrival() -> Non
     waiting = [door.arrive(priority=priority) for priority in (1, 0, -1, 0)]
     door.advance()
     assert len(door.transport.pulls) == 1, "one block is left, and each of them wants four"
-    door.arrivals.cancel(door.arrive(priority=-5).request_id)
-    assert door.arrivals.take_waiting() == [waiting[i] for i in (2, 1, 3, 0)]
+    door.kv_import.cancel(door.arrive(priority=-5).request_id)
+    assert door.kv_import.take_waiting() == [waiting[i] for i in (2, 1, 3, 0)]
 
 
 @pytest.mark.parametrize("moment", ["refused", "failed", "impatient"])
@@ -196,7 +198,7 @@ def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
     elif moment == "impatient":
         door.now = PULL_PATIENCE_S
         door.advance()
-        assert not door.arrivals.num_arriving and door.engine.has_work
+        assert not door.kv_import.num_arriving and door.engine.has_work
         door.run()
         assert not door.is_empty, "the transport may still write"
         door.end_pull(0)
@@ -212,7 +214,7 @@ def test_a_pull_that_should_take_long_may() -> None:
     door.advance()
     for door.now in (PULL_PATIENCE_S, PULL_PATIENCE_S + PULL_FACTOR * 5.0 - 0.1):
         door.advance()
-        assert door.arrivals.num_arriving and not door.engine.has_work
+        assert door.kv_import.num_arriving and not door.engine.has_work
     door.end_pull(0)
     assert_answers(door, sequence)
     assert num_computed(door) < len(PROMPT)
@@ -226,7 +228,7 @@ def test_a_ticket_that_cannot_be_is_not_pulled(num_tokens: int) -> None:
         PROMPT, BLOCK_SIZE, 5, output=tuple(expected_tokens(PROMPT, 1)), stop_ids=frozenset()
     )
     ticket = replace(door.ticket(sequence, 12), num_tokens=num_tokens)
-    door.arrivals.admit(sequence, ticket)
+    door.kv_import.admit(sequence, ticket, door.now)
     door.advance()
     assert not door.transport.pulls and door.transport.released == [ticket.ticket_id]
     assert_answers(door, sequence)
@@ -236,7 +238,7 @@ def test_what_never_fits_is_refused_and_blocks_nobody() -> None:
     door = Door(num_blocks=8)
     huge = new_sequence(tuple(range(4, 104)), BLOCK_SIZE, 5, output=(9,), stop_ids=frozenset())
     with pytest.raises(Exception, match="need"):
-        door.arrivals.admit(huge, door.ticket(huge, 100))
+        door.kv_import.admit(huge, door.ticket(huge, 100), door.now)
     sequence = door.arrive()
     door.advance()
     door.end_pull(0)
@@ -258,8 +260,8 @@ def test_one_waits_for_blocks_that_another_holds() -> None:
     door = Door(num_blocks=6)
     first, second = door.arrive(), door.arrive(tuple(range(30, 44)))
     door.advance()
-    assert len(door.transport.pulls) == 1 and door.arrivals.num_arriving == 2
-    assert not door.arrivals.is_stuck, "a pull is under way and will free them"
+    assert len(door.transport.pulls) == 1 and door.kv_import.num_arriving == 2
+    assert not door.kv_import.is_stuck, "a pull is under way and will free them"
     door.end_pull(0)
     door.run()
     door.advance()
@@ -275,10 +277,10 @@ def test_it_is_stuck_when_somebody_else_holds_the_blocks() -> None:
     held = door.engine.pool.allocate(5)
     assert held is not None
     door.arrive()
-    assert door.arrivals.advance(0.0) and door.arrivals.is_stuck
+    assert door.kv_import.advance(0.0) and door.kv_import.is_stuck
     door.engine.pool.release(held)
     door.advance()
-    assert not door.arrivals.is_stuck and len(door.transport.pulls) == 1
+    assert not door.kv_import.is_stuck and len(door.transport.pulls) == 1
 
 
 def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
@@ -293,7 +295,7 @@ def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
     (event,) = door.engine.step()
     assert event.sequence is late and event.error is not None
     assert event.error.code == "deadline_exceeded"
-    assert door.arrivals.num_arriving == 2 and door.transport.released == ["ticket-3"]
+    assert door.kv_import.num_arriving == 2 and door.transport.released == ["ticket-3"]
 
 
 def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
@@ -308,14 +310,53 @@ def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
     assert door.is_empty and not door.engine.has_work
 
 
+def test_two_with_the_same_prompt_pull_it_once() -> None:
+    """Such as two answers to one prompt. The second pulls the block that is not full."""
+    door = Door(num_blocks=24)
+    both = [door.arrive(), door.arrive()]
+    assert door.advance() and len(door.transport.pulls) == 1 and door.kv_import.num_arriving == 2
+    door.end_pull(0)
+    door.advance()
+    _, first_block, into = door.transport.pulls[1]
+    assert (first_block, len(into)) == (3, 1)
+    door.end_pull(1)
+    for sequence in both:
+        assert_answers(door, sequence)
+    assert num_computed(door) == 8
+
+
+def test_nobody_waits_for_a_pull_that_takes_too_long_and_is_for_another() -> None:
+    door = Door(num_blocks=24)
+    door.arrive()
+    door.advance()
+    second = door.arrive()
+    door.now = PULL_PATIENCE_S
+    door.advance()
+    assert len(door.transport.pulls) == 2
+    door.end_pull(1)
+    door.run()
+    assert second.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    door.end_pull(0)
+    assert door.is_empty
+
+
+def test_what_nobody_waits_for_any_more_is_found_by_the_next() -> None:
+    door = Door()
+    sequence = door.arrive()
+    door.advance()
+    door.kv_import.cancel(sequence.request_id)
+    door.end_pull(0)
+    assert len(door.engine.pool.match(sequence.block_hashes)) == 3
+
+
 @pytest.mark.parametrize("error", [None, "it failed too"])
 def test_a_cancelled_pull_keeps_its_blocks_until_it_ends(error: str | None) -> None:
     door = Door()
     sequence = door.arrive()
     door.advance()
-    assert door.arrivals.cancel(sequence.request_id)
-    assert not door.arrivals.cancel(sequence.request_id), "it is gone already"
-    assert not door.is_empty and not door.arrivals.num_arriving
+    assert door.kv_import.cancel(sequence.request_id)
+    assert not door.kv_import.cancel(sequence.request_id), "it is gone already"
+    assert not door.is_empty and not door.kv_import.num_arriving
     door.end_pull(0, error)
     assert door.is_empty and not door.engine.has_work
 
@@ -325,9 +366,9 @@ def test_a_cancelled_one_in_line_lets_the_source_go() -> None:
     door.arrive()
     second = door.arrive(tuple(range(30, 44)))
     door.advance()
-    assert door.arrivals.cancel(second.request_id)
-    assert door.transport.released == ["ticket-2"] and door.arrivals.num_arriving == 1
-    assert not door.arrivals.cancel("nobody")
+    assert door.kv_import.cancel(second.request_id)
+    assert door.transport.released == ["ticket-2"] and door.kv_import.num_arriving == 1
+    assert not door.kv_import.cancel("nobody")
 
 
 def test_without_prefix_caching_everything_is_pulled() -> None:

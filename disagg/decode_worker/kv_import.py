@@ -1,0 +1,361 @@
+"""KV that comes into a worker: one machine, wherever the KV is.
+
+    wanted ──> reserved ──> moving ──> accepted
+       └───────────┴───────────┴─────> computed
+
+Wanted: the sequence waits for blocks, for a source's answer, for its grammar, or for a move of the
+same blocks that is under way. Reserved: what is cached here is held, and there are blocks for the
+rest. Moving: the source writes them. Accepted: the KV is the sequence's, or findable by name.
+Computed: whatever went wrong or took too long; the next source is asked, or the engine computes.
+
+Where the KV comes from is a value, a `KVSource`: the ticket of a peer, which goes to this request
+alone; an early ticket, for which nobody waits; or what a `KVTier` has of a prompt, such as host
+memory or the store. Blocks that a source may still write come back when its move ends, whoever has
+given up on it before. Knows nothing of links or models. Owned by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from disagg.decode_worker.kv_source import KVSource, KVTier, TicketSource, TransferTimes
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.errors import DisaggError, EngineFailed, TransferFailed
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.kvtransfer.transport import PullDone, Transport
+from disagg.messages import Prefetch
+from disagg.time_model import StepTimeModel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PrefillTimes = Callable[[int, int], float]  # (new tokens, tokens before them) -> seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Import:
+    sequence: Sequence | None  # None: nobody waits for it, or nobody does any more
+    source: KVSource | None  # None: no tier was asked yet
+    tiers: tuple[KVTier, ...]  # to ask after this source
+    until_s: float  # Unix seconds; from then on its sequence goes on without it
+    held: list[int] = field(default_factory=list)  # leading blocks that were here already
+    reserved: list[int] = field(default_factory=list)  # blocks that the source writes
+
+    def is_of(self, request_id: str) -> bool:
+        return self.sequence is not None and self.sequence.request_id == request_id
+
+    @property
+    def has_ticket(self) -> bool:
+        """What it wants is kept for its sequence alone."""
+        return self.source is not None and self.source.num_tokens > 0
+
+    def drop(self) -> None:
+        if self.source is not None:
+            self.source.drop()
+
+
+def _place(each: _Import) -> tuple[int, int]:
+    return each.sequence.arrival if each.sequence is not None else (0, 0)
+
+
+class KVImport:
+    """Sequences on their way into the engine, and KV that comes before its sequence.
+
+    Args:
+        transfer_times: predictions as of now.
+        tiers: asked in this order for prompts that come without a ticket.
+        prefill_times: the step model as of now, for what computing would take instead.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        transfer_times: TransferTimes,
+        tiers: SequenceOf[KVTier] = (),
+        prefill_times: Callable[[], PrefillTimes] = lambda: StepTimeModel().prefill_s,
+    ) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._transfer_times = transfer_times
+        self._tiers = tuple(tiers)
+        self._prefill_times = prefill_times
+        self._wanted: list[_Import] = []  # by priority, then by arrival
+        self._moving: dict[Hashable, _Import] = {}
+        self._is_full = False  # one found no room in the last look, and waits for it
+
+    @property
+    def num_arriving(self) -> int:
+        return len(self._wanted) + sum(each.sequence is not None for each in self._moving.values())
+
+    @property
+    def is_stuck(self) -> bool:
+        """Some wait for blocks, and no move under way will lead to any."""
+        return bool(self._wanted) and self._is_full and not self._is_awaited
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Somebody waits for a move that is under way."""
+        return any(each.sequence is not None for each in self._moving.values())
+
+    def admit(
+        self, sequence: Sequence, ticket: KVTicket | None, now: float, traceparent: str = ""
+    ) -> None:
+        """Take in a sequence.
+
+        Args:
+            ticket: for the KV of its first `ticket.num_tokens` tokens, if that is elsewhere.
+
+        Raises:
+            RequestError: it is to be computed here at once, and `Engine.submit` refuses it.
+        """
+        self._engine.scheduler.number(sequence)
+        source = None if ticket is None else self._source_of(ticket, sequence, traceparent)
+        tiers = self._tiers if ticket is None else ()
+        if source is None and self._engine.is_ready(sequence):
+            self._next(sequence, tiers, now)
+        else:
+            self._want(_Import(sequence, source, tiers, sequence.deadline_unix_s))
+
+    def prefetch(self, asked: Prefetch, now: float) -> None:
+        """Pull what is not here of an early ticket's blocks, which are full, if there is room.
+
+        Tickets of a prompt name all of its blocks so far: one that comes while the pull of an
+        earlier one is under way can be left out.
+        """
+        ticket, scheduler = asked.ticket, self._engine.scheduler
+        num_blocks = len(ticket.block_ids)
+        names = asked.block_hashes[:num_blocks]
+        is_sound = 0 < num_blocks == len(names)
+        is_sound &= ticket.num_tokens == num_blocks * scheduler.pool.block_size
+        if is_sound and scheduler.enable_prefix_caching:
+            source = TicketSource(
+                ticket,
+                names,
+                self._transport,
+                self._transfer_times,
+                asked.traceparent,
+                is_early=True,
+            )
+            self._start(_Import(None, source, (), math.inf), now)
+
+    def advance(self, now: float) -> bool:
+        """Take every import as far as it goes. True while another look soon is worth it."""
+        is_busy = False
+        for tier in self._tiers:
+            for move, error in tier.poll():
+                self._finish(move, error, now)
+            is_busy |= tier.num_under_way > 0
+        for each in self._moving.values():
+            if now >= each.until_s:
+                self._pass_on(each, now)
+        self._is_full = False
+        if self._wanted:
+            wanted, self._wanted = self._wanted, []
+            for each in wanted:
+                if not self._start(each, now):
+                    self._wanted.append(each)
+            is_busy |= bool(self._wanted) and not self._engine.has_work
+        return is_busy or bool(self._moving)
+
+    def pull_ended(self, done: PullDone, now: float) -> TicketSource:
+        """Returns what was pulled."""
+        source = self._finish(done.pull_id, done.error, now)
+        assert isinstance(source, TicketSource)
+        return source
+
+    def cancel(self, request_id: str) -> bool:
+        """Whether the sequence was here, and is forgotten."""
+        for each in self._moving.values():
+            if each.is_of(request_id):
+                each.sequence = None
+                return True
+        for each in self._wanted:
+            if each.is_of(request_id):
+                self._wanted.remove(each)
+                each.drop()
+                return True
+        return False
+
+    def take_waiting(self) -> list[Sequence]:
+        """Give up those that can as well begin elsewhere, with their tickets: all whose pull has
+        not begun."""
+        wanted, self._wanted = self._wanted, []
+        for each in wanted:
+            if not each.has_ticket:
+                each.drop()
+        moving = [each for each in self._moving.values() if not each.has_ticket]
+        given_up = [each.sequence for each in [*wanted, *moving] if each.sequence is not None]
+        for each in moving:
+            each.sequence = None
+        return given_up
+
+    def holders(self) -> Iterable[list[int]]:
+        """Blocks held for imports, for `Engine.check`."""
+        return ([*each.held, *each.reserved] for each in self._moving.values())
+
+    def _source_of(
+        self, ticket: KVTicket, sequence: Sequence, traceparent: str
+    ) -> TicketSource | None:
+        """None: the ticket cannot be, and is given back."""
+        pool, num_blocks = self._engine.pool, len(ticket.block_ids)
+        is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
+        if not is_sound or not 0 < ticket.num_tokens < len(sequence.tokens):
+            self._transport.release(ticket)
+            return None
+        num_full = ticket.num_tokens // pool.block_size
+        caches = self._engine.scheduler.enable_prefix_caching
+        names = sequence.block_hashes[:num_full] if caches else []
+        return TicketSource(ticket, names, self._transport, self._transfer_times, traceparent)
+
+    def _want(self, each: _Import) -> None:
+        insort(self._wanted, each, key=_place)
+
+    def _start(self, each: _Import, now: float) -> bool:
+        """Take an import that is wanted as far as it goes. False: it still is."""
+        engine, sequence, source = self._engine, each.sequence, each.source
+        if now >= each.until_s:
+            each.drop()
+            self._pass_on(each, now)
+            return True
+        if self._is_full:
+            return False  # who is behind somebody else waits with him
+        if sequence is not None:
+            is_ready = enter_or_end(engine, sequence, engine.is_ready)
+            if not is_ready:
+                return is_ready is None  # refused, and ended
+        if source is None:
+            self._pass_on(each, now)
+            return True
+        if self._is_coming(source, now):
+            return False
+        return self._reserve(each, source, now)
+
+    def _reserve(self, each: _Import, source: KVSource, now: float) -> bool:
+        """Hold what is here, and take blocks for the rest. False: not yet."""
+        pool, sequence = self._engine.pool, each.sequence
+        found = pool.match(source.names)
+        num_missing = source.find(len(found))
+        if num_missing is None:
+            return False
+        pool.acquire(found)  # before reserving, which might evict them
+        if not num_missing:
+            source.drop()
+            each.held = found
+            self._accept(each, now)
+            return True
+        place = None if sequence is None else sequence.arrival
+        reserved = self._engine.reserve(num_missing, place)
+        if reserved is None:
+            pool.release(found)
+            # A ticket's source is the buffer meanwhile; others wait if somebody may make room.
+            waits = each.has_ticket or self._engine.scheduler.running or self._is_awaited
+            if sequence is not None and waits:
+                self._is_full = True
+                return False
+            self._pass_on(each, now)
+            return True
+        each.held, each.reserved = found, reserved
+        self._begin(each, source, now)
+        return True
+
+    def _begin(self, each: _Import, source: KVSource, now: float) -> None:
+        deadline_s = math.inf if each.sequence is None else each.sequence.deadline_unix_s
+        each.until_s = min(deadline_s, now + source.patience_s(len(each.reserved)))
+        try:
+            move = source.begin(len(each.held), each.reserved)
+        except Exception as error:  # whatever a ticket says harms nobody else
+            if not isinstance(error, TransferFailed):
+                log.exception("KV could not begin to move.")
+            source.drop()
+            self._engine.pool.release([*each.held, *each.reserved])
+            self._pass_on(each, now)
+        else:
+            if move is None:
+                self._accept(each, now)
+            else:
+                self._moving[move] = each
+
+    def _is_coming(self, source: KVSource, now: float) -> bool:
+        """Whether blocks of the same prompt are moving here from the like, and soon here."""
+        names = source.names
+        for each in self._moving.values():
+            if now < each.until_s and type(each.source) is type(source):
+                coming = each.source.names
+                last = len(coming) - 1  # whose name stands for all before it
+                if 0 <= last < len(names) and names[last] == coming[last]:
+                    return True
+        return False
+
+    def _finish(self, move: Hashable, error: str | None, now: float) -> KVSource | None:
+        """A move ended: its blocks count, or the sequence goes on without them."""
+        each = self._moving.pop(move)
+        if error is None:
+            self._accept(each, now)
+        else:
+            self._engine.pool.release([*each.held, *each.reserved])
+            self._pass_on(each, now)
+        return each.source
+
+    def _accept(self, each: _Import, now: float) -> None:
+        """The sequence joins with its blocks; or they are findable from now on, by all."""
+        sequence, source, pool = each.sequence, each.source, self._engine.pool
+        assert source is not None
+        if sequence is not None and source.num_tokens:
+            sequence.block_ids = [*each.held, *each.reserved]
+            sequence.num_computed = source.num_tokens
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            enter_or_end(self._engine, sequence, self._engine.join)
+            return
+        for block_id, name in zip(each.reserved, source.names[len(each.held) :], strict=False):
+            pool.publish(block_id, name)
+        pool.release([*each.held, *each.reserved])
+        self._pass_on(each, now)
+
+    def _pass_on(self, each: _Import, now: float) -> None:
+        """Whoever waits for it goes on: the one move for all that is over, well or not."""
+        sequence, each.sequence = each.sequence, None
+        if sequence is not None:
+            enter_or_end(self._engine, sequence, lambda it: self._next(it, each.tiers, now))
+
+    def _next(self, sequence: Sequence, tiers: tuple[KVTier, ...], now: float) -> None:
+        """Ask the next tier for what is not here of a prompt; or have it computed."""
+        if tiers:
+            size = self._engine.pool.block_size
+            # The last token is computed in any case: its logits are wanted.
+            names = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
+            num_here = len(self._engine.pool.match(names))
+            times = self._prefill_times()
+        for place, tier in enumerate(tiers, start=1):
+            source = tier.ask(names, num_here, lambda num: times(num * size, num_here * size))
+            if source is not None:
+                until_s = min(now + source.answer_s, sequence.deadline_unix_s)
+                self._want(_Import(sequence, source, tiers[place:], until_s))
+                return
+        self._engine.submit(sequence)
+
+
+def enter_or_end(engine: Engine, sequence: Sequence, enter: Callable[[Sequence], T]) -> T | None:
+    """Let a sequence on, mostly by `engine.submit` or `engine.join`; a refusal is its only event.
+
+    So is any other failure, unless it left the sequence half inside: then the engine is broken.
+    """
+    try:
+        return enter(sequence)
+    except Exception as error:
+        if sequence in engine.scheduler:
+            raise
+        if not isinstance(error, DisaggError):
+            log.exception("A sequence could not enter the engine.")
+            error = EngineFailed(f"The worker failed on this request: {error}.")
+        engine.pool.release(sequence.block_ids)
+        sequence.block_ids, sequence.num_computed = [], 0
+        engine.end(sequence, error)
+        return None

@@ -1,0 +1,125 @@
+"""What host memory and the store have of a prompt, as sources of `kv_import`, where loading beats
+computing.
+
+A source that is slower than predicted costs at most what computing would have cost. Knows nothing
+of devices or of Redis. Owned by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from disagg.blocks import BlockHash
+from disagg.store.cold_tier import ColdTier, Fetch
+from disagg.store.host_tier import HostLoad, HostTier
+
+WriteBlock = Callable[[int, bytes], None]
+
+
+@dataclass(slots=True, eq=False)
+class HostSource:
+    """Blocks in the worker's own host memory, as long as they are there."""
+
+    tier: HostTier
+    names: SequenceOf[BlockHash]
+    may_take_s: float
+    num_tokens: int = 0
+    answer_s: float = math.inf
+
+    def find(self, first_block: int) -> int:
+        return self.tier.match(self.names[first_block:])
+
+    def patience_s(self, num_blocks: int) -> float:
+        return self.may_take_s
+
+    def begin(self, first_block: int, into: list[int]) -> HostLoad:
+        return self.tier.load(self.names[first_block : first_block + len(into)], into)
+
+    def drop(self) -> None: ...
+
+
+class HostLookup:
+    """Host memory, asked for the blocks of a prompt."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+
+    @property
+    def num_under_way(self) -> int:
+        return self._tier.num_under_way
+
+    def ask(
+        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
+    ) -> HostSource | None:
+        self._tier.touch(names)
+        num_found = self._tier.match(names[num_here:])
+        may_take_s = compute_s(num_found) if num_found else 0.0
+        if self._tier.predicted_s(num_found) >= may_take_s:
+            return None
+        return HostSource(self._tier, names[: num_here + num_found], may_take_s)
+
+    def poll(self) -> list[tuple[HostLoad, None]]:
+        return [(load, None) for load in self._tier.poll()]
+
+
+@dataclass(slots=True, eq=False)
+class StoreSource:
+    """What the store answers to a lookup of the blocks from `num_here` on."""
+
+    tier: ColdTier
+    write_block: WriteBlock
+    names: SequenceOf[BlockHash]
+    num_here: int
+    fetch: Fetch
+    answer_s: float
+    num_tokens: int = 0
+
+    def find(self, first_block: int) -> int | None:
+        if not self.fetch.done:
+            return None
+        end = self.num_here + len(self.fetch.blocks)
+        return max(0, end - first_block) if first_block >= self.num_here else 0
+
+    def patience_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def begin(self, first_block: int, into: list[int]) -> None:
+        for block_id, block in zip(
+            into, self.fetch.blocks[first_block - self.num_here :], strict=True
+        ):
+            self.write_block(block_id, block)
+
+    def drop(self) -> None:
+        self.tier.cancel(self.fetch)
+
+
+class StoreLookup:
+    """The store, asked for the blocks of a prompt, unless it is away."""
+
+    num_under_way = 0  # who waits for an answer is `wanted`
+
+    def __init__(self, tier: ColdTier, write_block: WriteBlock) -> None:
+        self._tier = tier
+        self._write_block = write_block
+
+    def ask(
+        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
+    ) -> StoreSource | None:
+        missing = names[num_here:]
+        if not missing:
+            return None
+        if self._tier.is_away:
+            self._tier.probe(missing[0])
+            return None
+        may_take_s = compute_s(len(missing))
+        if self._tier.predicted_s(len(missing)) >= may_take_s:
+            return None
+        fetch = self._tier.lookup(missing, compute_s)
+        return StoreSource(self._tier, self._write_block, names, num_here, fetch, may_take_s)
+
+    def poll(self) -> tuple[()]:
+        self._tier.poll()
+        return ()

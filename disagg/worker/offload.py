@@ -1,0 +1,65 @@
+"""KV on its way out of a worker's cache: to host memory as blocks fill, to the store as they go.
+
+Owned by the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+
+from disagg.blocks import BlockHash
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.messages import KVEvent
+from disagg.store.cold_tier import ColdTier
+from disagg.store.host_tier import HostTier
+
+
+class KVOffload:
+    """Saves what an engine's cache has.
+
+    Args:
+        read_blocks: bytes of blocks, by block id.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: HostTier | None,
+        cold: ColdTier | None,
+        read_blocks: Callable[[SequenceOf[int]], SequenceOf[bytes]],
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._cold = cold
+        self._read_blocks = read_blocks
+        if host is not None or cold is not None:
+            engine.save_evicted = self.save_evicted
+
+    def save(self, events: Iterable[KVEvent], ended: Iterable[Sequence]) -> None:
+        """Copy what a step has made findable in the cache.
+
+        Args:
+            ended: sequences whose blocks go last now, and their beginning last of all.
+        """
+        if self._host is None:
+            return
+        stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
+        match = self._engine.pool.match
+        self._host.save([(block_id, name) for name in stored for block_id in match((name,))])
+        for sequence in ended:
+            self._host.touch(sequence.block_hashes)
+
+    def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
+        """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`.
+
+        To the store goes what is not in host memory, from where it would go there later.
+        """
+        if self._host is not None:
+            evicted = [each for each in evicted if each[1] not in self._host]
+        if self._cold is not None:
+            names = [name for _, name in evicted]
+            self._cold.offer_all(
+                names, lambda kept: self._read_blocks([evicted[i][0] for i in kept])
+            )
