@@ -1,1 +1,1 @@
-"""The door by which sequences arrive with KV that was computed elsewhere."""
+"""KV import: sequences come in with KV that was computed, or kept, elsewhere."""

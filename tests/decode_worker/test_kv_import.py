@@ -10,7 +10,7 @@ from disagg.decode_worker.kv_import import KVImport
 from disagg.decode_worker.kv_source import PULL_FACTOR, PULL_PATIENCE_S
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.errors import ContextLengthExceeded, TransferFailed
+from disagg.errors import ContextLengthExceeded, GrammarError, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from tests.engine.fake_runner import FakeKV, expected_tokens
@@ -338,6 +338,52 @@ def test_nobody_waits_for_a_pull_that_takes_too_long_and_is_for_another() -> Non
     assert second.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     door.end_pull(0)
     assert door.is_empty
+
+
+def test_a_request_that_finds_no_blocks_holds_back_later_ones_that_need_fewer() -> None:
+    door = Door(num_blocks=8)
+    held = door.engine.pool.allocate(5)
+    assert held is not None
+    first, second = door.arrive(), door.arrive(tuple(range(30, 35)))
+    assert door.kv_import.advance(0.0) and door.kv_import.is_stuck and not door.transport.pulls
+    door.engine.pool.release(held)
+    door.advance()
+    assert [len(into) for _, _, into in door.transport.pulls.values()] == [4, 2]
+    for pull_id in (0, 1):
+        door.end_pull(pull_id)
+    door.run()
+    assert len(first.tokens) == len(PROMPT) + 5 and len(second.tokens) == 10
+
+
+@pytest.mark.parametrize("end", ["ready", "refused", "cancelled", "drained"])
+def test_a_request_waits_for_its_grammar_before_its_kv_is_pulled(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = Door()
+    is_ready = False
+
+    def ask(sequence: Sequence) -> bool:
+        if end == "refused" and is_ready:
+            raise GrammarError("too many states")
+        return is_ready
+
+    monkeypatch.setattr(door.engine, "is_ready", ask)
+    sequence = door.arrive()
+    assert door.advance() and door.kv_import.num_arriving == 1 and not door.transport.pulls
+    assert not door.kv_import.is_stuck, "room is not what it waits for"
+    if end == "cancelled":
+        assert door.kv_import.cancel(sequence.request_id)
+    elif end == "drained":
+        assert door.kv_import.take_waiting() == [sequence]
+    is_ready = True
+    door.advance()
+    if end == "ready":
+        door.end_pull(0)
+        assert_answers(door, sequence)
+    else:
+        assert not door.transport.pulls and not door.kv_import.num_arriving
+        assert [event.error is not None for event in door.run()] == [True] * (end == "refused")
+    assert door.transport.released == ["ticket-1"] * (end == "cancelled"), "else it is of use"
 
 
 def test_what_nobody_waits_for_any_more_is_found_by_the_next() -> None:
