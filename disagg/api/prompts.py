@@ -57,8 +57,8 @@ async def _conversation(asked: Conversation, model: ServedModel) -> list[int]:
             param="messages",
         )
     num_messages = len(asked.messages)
-    num_chars = sum(len(message["content"] or "") for message in asked.messages)
-    num_chars += len(msgspec.json.encode(asked.tools)) if asked.tools else 0
+    num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
+    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
     _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
 
     def encode(limit_s: float) -> list[int]:
@@ -75,7 +75,9 @@ async def _conversation(asked: Conversation, model: ServedModel) -> list[int]:
         _check_fits(_fewest_tokens(len(rendered), model), model, "messages")
         return model.tokenizer.encode_chat(rendered)
 
-    return await _maybe_in_thread(num_chars + num_messages * MESSAGE_COST_NUM_CHARS, encode)
+    # Earlier calls as well, which a template may leave out.
+    cost = num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
+    return await _maybe_in_thread(cost, encode)
 
 
 def _shielded_message(message: dict[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
@@ -106,6 +108,14 @@ async def _maybe_in_thread(num_chars: int, encode: Callable[[float], list[int]])
         with suppress(TemplateTooSlow):
             return encode(INLINE_S)
     return await asyncio.to_thread(encode, RENDER_LIMIT_S)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
 
 
 def _fewest_tokens(num_chars: int, model: ServedModel) -> int:

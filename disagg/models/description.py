@@ -116,7 +116,7 @@ class ModelDescription:
         digest = hashlib.blake2b(digest_size=16, person=b"disagg-model")
         for name in ("config.json", "tokenizer.json"):
             file = self._directory / name
-            raw = file.read_bytes() if file.is_file() else b""
+            raw = read_text(file).encode() if file.is_file() else b""
             digest.update(len(raw).to_bytes(8, "little") + raw)
         for file, header in self._headers.items() if has_weights(self._directory) else ():
             digest.update(file.name.encode() + header.raw)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import fit
+from disagg.api.openai import responses
+from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, Sampled, read_request
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.prompts import tokenise
 from disagg.api.served_model import ServedModel
+from disagg.api.service import Service
 from disagg.api.wanted import Conversation, Text, Wanted
 from disagg.blocks import hash_blocks
 from disagg.errors import ContextLengthExceeded, InvalidRequest
 from disagg.messages import Grammar, SamplingParams
-from tests.api.fakes import END, TOKENIZER, served_model
+from disagg.text.chat_template import ChatTemplate
+from tests.api.fakes import END, TOKENIZER, FakeGenerate, served_model
 from tests.api.openai.test_tools import HERMES, LOOK
 
 HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
@@ -83,6 +91,25 @@ async def test_prompts_of_every_kind_become_ids() -> None:
     assert list(token_ids).count(END) == 1
 
 
+async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
+    threads = []
+
+    class Seen(ChatTemplate):
+        def render(self, *args: Any, **options: Any) -> str:
+            threads.append(threading.current_thread())
+            return super().render(*args, **options)
+
+    model = replace(served_model(), template=Seen("{{ messages[0].tool_calls[0].id }}", {}))
+    for num_chars in (10, 10_000):
+        call = {
+            "id": "c",
+            "function": {"name": "f", "arguments": json.dumps({"a": "b" * num_chars})},
+        }
+        wanted = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+        await tokenise(wanted.prompts, model)
+    assert [each is threading.current_thread() for each in threads] == [True, False]
+
+
 async def test_fitting_completes_what_is_left_open() -> None:
     wanted, checks = completion(top_k=10**9, guided_regex="a+"), GrammarChecks()
     sampling = await fit(wanted, [[5] * 500, [5]], checks)
@@ -141,3 +168,37 @@ def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> No
         ("t", "trace", 20.0)
     }
     assert job.echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
+
+
+class Message(msgspec.Struct):
+    """A request of an API with words of its own."""
+
+    system: str
+    ask: str
+    model: str | None = None
+
+
+async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
+    def understand(request: Message, model: ServedModel, min_priority: int) -> Wanted:
+        messages = [("system", request.system), ("user", request.ask)]
+        return Wanted(
+            model=model,
+            prompts=[Conversation([{"role": role, "content": text} for role, text in messages])],
+            prompt_param="ask",
+            sampling=SamplingParams(max_tokens=0, stop_token_ids=model.eos_token_ids),
+            max_tokens=30,
+        )
+
+    def body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
+        return json.dumps({"said": answers[0].text, "of": run.job.id}).encode()
+
+    read = msgspec.json.Decoder(Message).decode
+    api = Api("msg_", read, understand, responses.ChatFrames, body)
+    service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
+    run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
+    prompt = TOKENIZER.decode(run.job.choices[0].request.token_ids, skip_special_tokens=False)
+    assert "system\nbe kind" in prompt and "user\nhi" in prompt
+    answer = ChoiceDelta(0)
+    async for batch in run.batches():
+        answer.extend(batch[0])
+    assert json.loads(api.body(run, [answer])) == {"said": "the quick fox", "of": "msg_1"}
