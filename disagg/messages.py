@@ -19,6 +19,13 @@ import msgspec
 from disagg.blocks import BlockHash
 from disagg.errors import DisaggError, error_from_code
 from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.worker_status import HoldCounts as HoldCounts
+from disagg.worker_status import HostCounts as HostCounts
+from disagg.worker_status import PullCounts as PullCounts
+from disagg.worker_status import StepCosts as StepCosts
+from disagg.worker_status import StoreCounts as StoreCounts
+from disagg.worker_status import TransferFigure as TransferFigure
+from disagg.worker_status import WorkerStatus as WorkerStatus
 
 T = TypeVar("T")
 
@@ -110,6 +117,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """How long a worker took to the first token that a request got from it, by stage, in seconds.
+
+    is_prefill: computed from its first uncached token on; else all its KV came from elsewhere.
+    queue_s: from its coming to the first step that it was part of, less the pull.
+    pull_s: of KV from another worker; 0 if there was nothing to pull.
+    compute_s: from that step's beginning to the token.
+    """
+
+    is_prefill: bool
+    queue_s: float
+    pull_s: float
+    compute_s: float
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One item of an answer: what a sequence gained in one engine step.
 
@@ -125,6 +147,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     ticket: KVTicket | None = None
     error: WireError | None = None
     early_ticket: KVTicket | None = None  # full blocks of a prompt whose rest is being computed
+    times: StageTimes | None = None  # in the first delta with tokens of each worker
 
     @property
     def is_last(self) -> bool:
@@ -140,68 +163,6 @@ class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["stored", "removed"]
     block_hashes: tuple[BlockHash, ...] = ()
     tier: Literal["cache", "host"] = "cache"
-
-
-class StepCosts(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's fitted `time_model.StepTimeModel`: seconds per unit of each feature."""
-
-    coefficients: tuple[float, ...]
-    num_observed: int
-    median_error: float  # of recent predictions, as a fraction
-
-
-class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
-    """What a decode worker measured when it pulled from one source."""
-
-    source_id: str
-    latency_s: float
-    bytes_per_s: float
-    lane: str = ""  # what carried the last of these ("cuda_ipc", "rc_mlx5", ...); "" if unknown
-
-
-class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks between a worker and the store, since the worker started."""
-
-    num_hits: int = 0  # came back
-    num_misses: int = 0  # looked up in vain
-    num_stored: int = 0
-    num_known: int = 0  # not sent: the store has them
-    num_dropped: int = 0  # not sent: the store is away, or too many wait
-    num_failed: int = 0  # sent in vain
-
-
-class HostCounts(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's host tier: what it holds now, what it did since the worker started, its price."""
-
-    nbytes: int = 0
-    num_saved: int = 0  # blocks
-    num_torn: int = 0  # evicted while they were copied, so that the copy does not count
-    num_dropped: int = 0  # not copied: all that is here is being loaded
-    num_loaded: int = 0
-    load_s: float = 0.0  # spent on that
-    latency_s: float = 0.0  # of a load, and for each block, as lately observed
-    block_s: float = 0.0
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's load after a step. The router predicts seconds from it."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_uncomputed_tokens: int = 0  # prompt tokens of running and waiting sequences still to do
-    num_context_tokens: int = 0  # tokens with KV of all running sequences
-    num_free_blocks: int = 0  # free or idle (evictable)
-    num_blocks: int = 0
-    num_holds: int = 0
-    accepting: bool = True  # False: draining
-    step_costs: StepCosts | None = None
-    transfers: tuple[TransferFigure, ...] = ()
-    store: StoreCounts | None = None  # None: the worker has no cold tier
-    requests_nbytes: int = 0  # of all requests here
-    num_drafted: int = 0  # tokens of drafts that were verified, ever
-    num_accepted: int = 0  # of these, right
-    host: HostCounts | None = None  # None: the worker has no host tier
-    num_preempted: int = 0  # sequences, ever
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

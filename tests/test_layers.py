@@ -29,6 +29,7 @@ LAYERS = {
     "store": 2,
     "models": 1,
     "messages": 1,
+    "worker_status": 1,
     "config": 1,
     "time_model": 1,
     "queueing": 1,
@@ -36,6 +37,7 @@ LAYERS = {
     "kvtransfer": 0,
     "blocks": 0,
     "errors": -1,  # everybody may raise them
+    "metric": -1,  # names of figures
     "telemetry": 0,
     "logs": 0,
 }

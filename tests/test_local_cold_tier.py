@@ -63,7 +63,7 @@ async def keys_of(names: list[BlockHash], client: redis.Redis) -> list[bytes]:
 
 def blocks(metrics: str, outcome: str) -> float:
     """What became of blocks, summed over workers."""
-    pattern = rf'^disagg_worker_store_blocks{{.*outcome="{outcome}".*}} (.*)$'
+    pattern = rf'^disagg_worker_store_blocks_total{{.*outcome="{outcome}".*}} (.*)$'
     return sum(float(count) for count in re.findall(pattern, metrics, re.MULTILINE))
 
 
@@ -126,8 +126,9 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
                         break
                 metrics = (await client.get("/metrics")).text
             assert num_cached > 300 if comes_back else num_cached == 0
-            hits = blocks(metrics, "hits")  # those of a lookup that was given up included
+            hits = blocks(metrics, "hit")  # those of a lookup that was given up included
             assert hits >= num_cached // 16 if comes_back else hits == 0
             assert blocks(metrics, "stored") >= len(names)
+            assert comes_back or blocks(metrics, "damaged") > 0
             for worker in cluster.workers:
                 await worker.check()

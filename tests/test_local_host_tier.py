@@ -68,9 +68,9 @@ async def test_an_evicted_prefix_comes_back_from_host_memory(
                     break
             assert num_cached > 300
             metrics = (await client.get("/metrics")).text
-        assert metric(metrics, "blocks", 'outcome="loaded"') >= num_cached // 16
-        assert metric(metrics, "blocks", 'outcome="saved"') >= len(prefix_of(cluster))
-        assert metric(metrics, "load_seconds") > 0.0
+        assert metric(metrics, "blocks_total", 'outcome="loaded"') >= num_cached // 16
+        assert metric(metrics, "blocks_total", 'outcome="saved"') >= len(prefix_of(cluster))
+        assert metric(metrics, "load_seconds_total") > 0.0
         assert 0.0 < metric(metrics, "bytes") <= 2 * 0.1 * 2**30
         for worker in cluster.workers:
             await worker.check()

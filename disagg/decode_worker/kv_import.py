@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from disagg.decode_worker.kv_source import KVSource, KVTier, TicketSource, TransferTimes
+from disagg.decode_worker.pull_tally import PullTally
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, EngineFailed, TransferFailed
@@ -72,6 +73,9 @@ class KVImport:
         transfer_times: predictions as of now.
         tiers: asked in this order for prompts that come without a ticket.
         prefill_times: the step model as of now, for what computing would take instead.
+
+    Attributes:
+        pulls: how many pulls have ended how.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class KVImport:
         self._prefill_times = prefill_times
         self._wanted: list[_Import] = []  # by priority, then by arrival
         self._moving: dict[Hashable, _Import] = {}
+        self.pulls = PullTally()
         self._is_full = False  # one found no room in the last look, and waits for it
 
     @property
@@ -165,11 +170,13 @@ class KVImport:
             is_busy |= bool(self._wanted) and not self._engine.has_work
         return is_busy or bool(self._moving)
 
-    def pull_ended(self, done: PullDone, now: float) -> TicketSource:
-        """Returns what was pulled."""
+    def pull_ended(self, done: PullDone, now: float) -> tuple[TicketSource, Sequence | None]:
+        """Returns what was pulled, and who waited for it."""
+        sequence = self._moving[done.pull_id].sequence
         source = self._finish(done.pull_id, done.error, now)
         assert isinstance(source, TicketSource)
-        return source
+        self.pulls.ended(done, is_given_up=sequence is None and not source.is_early)
+        return source, sequence
 
     def cancel(self, request_id: str) -> bool:
         """Whether the sequence was here, and is forgotten."""
@@ -274,6 +281,8 @@ class KVImport:
         except Exception as error:  # whatever a ticket says harms nobody else
             if not isinstance(error, TransferFailed):
                 log.exception("KV could not begin to move.")
+            if isinstance(source, TicketSource):
+                self.pulls.refused()
             source.drop()
             self._engine.pool.release([*each.held, *each.reserved])
             self._pass_on(each, now)

@@ -201,7 +201,9 @@ class AdmissionQueue:
         saved_s = num_waiting * chosen.own_s / self._num_workers(model)
         if other.total_s - chosen.total_s > saved_s:
             return None
-        return route.instead(other, f"{num_waiting} requests wait for the cheaper route, which has no room")
+        return route.instead(
+            other, f"{num_waiting} requests wait for the cheaper route, which has no room"
+        )
 
     def _ahead_s(self, way: Candidate) -> float:
         """Seconds of work that may be queued on a worker when it gets another request."""

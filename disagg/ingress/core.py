@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
+from prometheus_client import Gauge
 
 from disagg.api.auto_model import auto_model, check_one_language
 from disagg.api.choices import named
@@ -26,6 +27,7 @@ from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics
+from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, WorkerRecord
@@ -92,16 +94,20 @@ class IngressCore:
         self._models = served_models(config)
         rng = random.Random(ingress_id)
         self.fleet = Fleet(now=now)
+        standby = Standby(self.fleet, _num_serving(config))
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
             ingress_id=ingress_id,
-            observer=Standby(self.fleet, _num_serving(config)),
+            observer=standby,
             rng=rng,
         )
-        metrics = ApiMetrics()
-        self._fleet_metrics = FleetMetrics(metrics.registry)
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
-        self._metrics = metrics
+        metrics = self._metrics = ApiMetrics(
+            slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_slo_s) for tier in config.tiers}
+        )
+        metrics.registry.register(
+            FleetMetrics(self.fleet.reports, standby.stands_by, self.links.num_buffered_bytes)
+        )
         self.admission_queue = AdmissionQueue(
             self.fleet,
             now=now,
@@ -116,8 +122,7 @@ class IngressCore:
             now=now,
             rng=rng,
             ttft_slo_s=ttft_slo_s,
-            moved=self._fleet_metrics.request_moved,
-            borrowed=self._fleet_metrics.prefix_asked,
+            metrics=RequestMetrics(metrics),
             admission_queue=self.admission_queue,
             wakes=self._may_be_empty,
         )
@@ -134,6 +139,7 @@ class IngressCore:
             )
         self._limits = Limits(config.tenant, clock=metrics.clock)
         self._sharing = self._share_limits(board)
+        self._add_gauges()
         self.service = Service(
             self._models,
             self._generate,
@@ -147,7 +153,7 @@ class IngressCore:
             readiness=self.readiness,
             metrics=metrics,
             explain=self._explanation,
-            refresh=self._refresh_metrics,
+            refresh=self._refresh_queue,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
         )
 
@@ -235,6 +241,27 @@ class IngressCore:
             await asyncio.gather(self._sharing, return_exceptions=True)
         await self.links.close()
 
+    def _add_gauges(self) -> None:
+        index = self.fleet.index
+        figures: dict[str, tuple[str, Callable[[], float]]] = {
+            "prefix_index_bytes": (
+                "Memory of this ingress that holds the names of cached KV blocks, in bytes",
+                lambda: index.nbytes,
+            ),
+            "prefix_index_blocks": (
+                "Different KV blocks that this ingress knows to be cached on one or more workers",
+                lambda: index.num_blocks,
+            ),
+            "tenant_limits_shared": (
+                "0: tenants' rate limits are granted in full by each ingress, as the store that"
+                " ingresses share them in is away. 1: as configured",
+                lambda: self._limits.is_shared,
+            ),
+        }
+        for name, (text, value) in figures.items():
+            gauge = Gauge(f"disagg_{name}", text, registry=self._metrics.registry)
+            gauge.set_function(value)
+
     def _observe_wait(self, tenant: str, seconds: float) -> None:
         self._metrics.queue_wait.labels(self._config.tenant_class(tenant)).observe(seconds)
 
@@ -245,37 +272,6 @@ class IngressCore:
         for name, number in lengths.items():
             self._metrics.queue_length.labels(name).set(number)
         self._metrics.queue_nbytes.set(self.admission_queue.nbytes)
-
-    def _refresh_metrics(self) -> None:
-        self._refresh_queue()
-        reports = self.fleet.reports()
-        for record, status in reports:
-            link_nbytes = self.links.num_buffered_bytes(record.worker_id)
-            self._fleet_metrics.worker(record, status, link_nbytes)
-            if status.store is not None:
-                counts = msgspec.structs.asdict(status.store)
-                self._fleet_metrics.store(
-                    record.model,
-                    record.role,
-                    record.worker_id,
-                    {name.removeprefix("num_"): count for name, count in counts.items()},
-                )
-            if status.host is not None:
-                self._fleet_metrics.host_tier(
-                    record.model, record.role, record.worker_id, status.host
-                )
-            for figure in status.transfers:
-                self._fleet_metrics.transfer(
-                    figure.source_id,
-                    record.worker_id,
-                    latency_s=figure.latency_s,
-                    bytes_per_s=figure.bytes_per_s,
-                    lane=figure.lane,
-                )
-        index = self.fleet.index
-        self._fleet_metrics.prefix_index(index.nbytes, index.num_blocks)
-        self._fleet_metrics.limits_shared(self._limits.is_shared)
-        self._fleet_metrics.keep_only({record.worker_id for record, _ in reports})
 
     def _generate(self, request: GenerateRequest) -> Deltas:
         if self._escalation is not None and request.model == AUTO:

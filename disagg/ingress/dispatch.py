@@ -26,14 +26,16 @@ from typing import Protocol
 import msgspec
 
 from disagg import telemetry
+from disagg.api.http.metrics import Stage
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Queued
 from disagg.ingress.awaiting import AwaitingWorkers
+from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.request_state import RequestState, Visit
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.demand import Demand
-from disagg.router.fleet import Fleet, FleetView, RequestLoad
+from disagg.router.fleet import Fleet, FleetView, RequestLoad, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 
@@ -91,9 +93,7 @@ class Dispatcher:
             answer. A new request that finds no worker is refused at once.
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
-        moved: called with the model of each request that is rerouted.
-        borrowed: called with the model, and whether it succeeded, for each attempt to borrow a
-            cached prefix.
+        metrics: counts what becomes of requests.
         admission_queue: decides which requests wait; None: every request goes to a worker at once.
         wakes: models that may be scaled to zero: their requests wait for a worker until their
             deadline, because the request itself makes the autoscaler start one.
@@ -113,8 +113,7 @@ class Dispatcher:
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
         ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
-        moved: Callable[[str], None] = lambda model: None,
-        borrowed: Callable[[str, bool], None] = lambda model, is_lent: None,
+        metrics: RequestMetrics | None = None,
         choose: ChooseRoute = choose_route,
         admission_queue: AdmissionQueue | None = None,
         wakes: Collection[str] = (),
@@ -128,8 +127,7 @@ class Dispatcher:
         self._patience_s = patience_s
         self._max_num_decisions = max_num_decisions
         self._ttft_slo_s = ttft_slo_s
-        self._moved = moved
-        self._borrowed = borrowed
+        self._metrics = metrics or RequestMetrics()
         self._choose_route = choose
         self._admission_queue = admission_queue
         self._wakes = wakes
@@ -154,12 +152,16 @@ class Dispatcher:
             DisaggError: a worker's error that another worker would have as well.
         """
         state = RequestState(request)
+        began_s = self._now()
         usual = self._fleet.answers.usual(request.model)
         self.demand.arrived(request.model, len(request.token_ids), usual)
         try:
             while not state.is_finished:
                 if not state.visits:
+                    is_new = not state.worker_id
                     await self._choose(state)
+                    if is_new:
+                        self._stage(state, "queue", self._now() - began_s)
                 if state.lender is not None:
                     await self._borrow(state, state.lender)
                 try:
@@ -171,7 +173,7 @@ class Dispatcher:
                         raise
                     self._cancel_visits(state)
                     state.move(error)
-                    self._moved(state.model)
+                    self._metrics.moved(state.model)
             self._fleet.answers.observe(state.model, state.num_output_tokens)
         finally:
             self._cancel_visits(state)
@@ -194,15 +196,11 @@ class Dispatcher:
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
-                is_silent = True
+                has_begun = False
                 async for delta in stream:
-                    if is_silent:
-                        is_silent = False
-                        self._fleet.release(reservation)  # from now on the worker reports it itself
-                    if delta.early_ticket is not None:
-                        self._prefetch(state, delta.early_ticket)
-                    if state.awaited is not None and delta.token_ids:
-                        self._learn_delay(state, *state.awaited)
+                    if not has_begun:
+                        has_begun = bool(delta.token_ids)
+                        self._begin(state, reservation, delta)
                     shown = state.take(delta)
                     if shown is not None:
                         yield shown
@@ -213,6 +211,26 @@ class Dispatcher:
         finally:
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
+
+    def _begin(self, state: RequestState, reservation: Reservation, delta: TokenDelta) -> None:
+        """What a worker says up to its first token of a request, which is in the last of these."""
+        self._fleet.release(reservation)  # its own reports show it from here on
+        if delta.early_ticket is not None:
+            self._prefetch(state, delta.early_ticket)
+        if state.awaited is not None and delta.token_ids:
+            self._learn_delay(state, *state.awaited)
+        times = delta.times
+        if times is None:
+            return
+        is_prefill = times.is_prefill
+        self._stage(state, "prefill_queue" if is_prefill else "decode_queue", times.queue_s)
+        compute: Stage = "prefill_compute" if is_prefill else "decode_first_step"
+        self._stage(state, compute, times.compute_s)
+        if times.pull_s:
+            self._stage(state, "kv_pull", times.pull_s)
+
+    def _stage(self, state: RequestState, stage: Stage, seconds: float) -> None:
+        self._metrics.staged(state.model, stage, max(0.0, seconds))  # the clock may be set back
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
         """Have the decode worker pull finished blocks while prefill computes the others."""
@@ -227,15 +245,16 @@ class Dispatcher:
         block_size = self._block_size(state)
         if block_size is None:
             return
-        loan = state.loan(block_size)
-        timeout_s = min(state.deadline_unix_s - self._now(), LOAN_PATIENCE_S)
-        with suppress(DisaggError):
+        loan, began_s = state.loan(block_size), self._now()
+        timeout_s = min(state.deadline_unix_s - began_s, LOAN_PATIENCE_S)
+        with suppress(DisaggError):  # of a lender that has left, too: it is heard of at once
             stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
                     state.ticket = delta.ticket  # None beside an error
                     break
-        self._borrowed(state.model, state.ticket is not None)
+        self._metrics.borrowed(state.model, state.ticket is not None)
+        self._stage(state, "prefix_loan", self._now() - began_s)
 
     def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
         """Compare the first token's time with the prediction, if the request waited in a queue:
@@ -338,6 +357,12 @@ class Dispatcher:
         decision = Decision(now, route, state.num_tokens, state.because, queued)
         self._remember(state.request_id, decision)
         state.lender = route.lender
+        if state.ticket is None:  # else the prompt is computed already
+            self._metrics.routed(
+                state.model,
+                "local" if route.prefill is None else "remote",
+                "moved" if state.num_moves else route.cause,
+            )
         state.visits.extend(self._reserve(state, route))
 
     def _awaited(

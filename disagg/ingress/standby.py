@@ -28,6 +28,10 @@ class Standby:
         self._known: dict[str, tuple[WorkerRecord, WorkerStatus]] = {}
         self._standing_by: set[str] = set()
 
+    def stands_by(self, worker_id: str) -> bool:
+        """Whether a worker is shown as not accepting though it does."""
+        return worker_id in self._standing_by and self._known[worker_id][1].accepting
+
     # links.client.LinkObserver
 
     def link_up(self, record: WorkerRecord) -> None:

@@ -100,11 +100,12 @@ class LocalTransport:
             events.append(TicketReleased(self._inbox.popleft()))
         pulls, self._pulls = self._pulls, []
         for pull in pulls:
-            error = self._carry_out(pull)
+            error, is_torn = self._carry_out(pull)
             self._book.end(pull)
             self._notify(pull.peer, pull.ticket.ticket_id)
             seconds = self._clock() - pull.started_at
-            events.append(PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, seconds))
+            size = (pull.num_blocks, pull.nbytes)
+            events.append(PullDone(pull.pull_id, error, *size, seconds, is_torn=is_torn))
         return events
 
     def close(self) -> None:
@@ -113,16 +114,17 @@ class LocalTransport:
             self._book.end(pull)
         self._pulls.clear()
 
-    def _carry_out(self, pull: Pull) -> str | None:
-        """Copy, then look at the stamps; returns what went wrong."""
+    def _carry_out(self, pull: Pull) -> tuple[str | None, bool]:
+        """Copy, then look at the stamps; returns what went wrong, and whether that are these."""
         source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
         if source is None or source.peer != pull.peer:
-            return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone"
+            return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone", False
         self._copy_blocks(pull, source)
         self._copy_generations(pull, source)
         if not pull.is_unchanged(self._scratch):
-            return f"worker {pull.peer.worker_id} used the blocks again while they were copied"
-        return None
+            why = f"worker {pull.peer.worker_id} used the blocks again while they were copied"
+            return why, True
+        return None, False
 
     def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
         memory = self._slab.owner

@@ -110,6 +110,7 @@ class PullEnded:
     pull: Pull
     error: str | None
     seconds: float
+    is_torn: bool = False
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class _RunningPull:
     stage: Literal["blocks", "stamps", "settling"] = "blocks"
     transfer: Any = None
     error: str | None = None
+    is_torn: bool = False
     settled_at: float = 0.0
 
 
@@ -330,6 +332,7 @@ class Mover:
             if copy.stage == "stamps":
                 if not copy.pull.is_unchanged(self._scratch):
                     copy.error = "the source used the blocks again while they were copied"
+                    copy.is_torn = True
                 return True
             copy.stage = "stamps"
             self._post(copy)
@@ -348,7 +351,8 @@ class Mover:
         if copy.transfer is not None:
             self._try_release(copy.transfer)
         pull = copy.pull
-        self._notices.put(PullEnded(pull, copy.error, self._clock() - pull.started_at))
+        seconds = self._clock() - pull.started_at
+        self._notices.put(PullEnded(pull, copy.error, seconds, copy.is_torn))
         self._notify(pull.peer, pull.ticket.ticket_id)
 
     def _try_release(self, transfer: Any) -> None:

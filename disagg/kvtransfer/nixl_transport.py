@@ -177,7 +177,13 @@ class NixlTransport:
             nbytes = pull.largest_run_nbytes
             lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
         return PullDone(
-            pull.pull_id, ended.error, pull.num_blocks, pull.nbytes, ended.seconds, lane
+            pull.pull_id,
+            ended.error,
+            pull.num_blocks,
+            pull.nbytes,
+            ended.seconds,
+            lane,
+            ended.is_torn,
         )
 
 

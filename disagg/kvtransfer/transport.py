@@ -15,6 +15,7 @@ class PullDone:
     After this event the transport does not touch the destination blocks any more.
 
     lane: what carried it ("cma", "cuda_ipc", "rc_mlx5", "tcp", ...); "" if nobody says.
+    is_torn: the error is that a stamp was changed.
     """
 
     pull_id: int
@@ -23,6 +24,7 @@ class PullDone:
     nbytes: int
     seconds: float
     lane: str = ""
+    is_torn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

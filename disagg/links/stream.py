@@ -70,4 +70,5 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         ticket=last.ticket,
         error=last.error,
         early_ticket=last.early_ticket,
+        times=next((delta.times for delta in deltas if delta.times is not None), None),
     )

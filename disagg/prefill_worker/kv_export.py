@@ -15,7 +15,7 @@ from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.errors import Unavailable
 from disagg.kvtransfer.holds import Holds, issue_ticket
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.messages import GenerateRequest
+from disagg.messages import GenerateRequest, HoldCounts
 
 # A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
 # fails its stamp check and the prompt is computed where it is.
@@ -30,6 +30,9 @@ class KVExport:
     Args:
         peer: this worker's own, which tickets name as their source.
         generations: the slab's stamp table.
+
+    Attributes:
+        counts: how holds have ended, made anew when one does: a status has it with every step.
     """
 
     def __init__(self, engine: Engine, peer: Peer, generations: Sequence[int]) -> None:
@@ -38,6 +41,7 @@ class KVExport:
         self._generations = generations
         self._holds = Holds()
         self._loans = Holds()
+        self.counts = HoldCounts()
 
     @property
     def num_holds(self) -> int:
@@ -122,6 +126,7 @@ class KVExport:
     def release(self, ticket_id: str) -> None:
         """The reader needs the blocks no longer."""
         (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
+        self._count()
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
         """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
@@ -135,14 +140,27 @@ class KVExport:
             self._engine.release(block_ids)
         for block_ids in passed_on:
             self._engine.release(block_ids, is_spent=True)
-        return bool(ended or passed_on)
+        if not (ended or passed_on):
+            return False
+        self._count()
+        return True
 
     def break_oldest(self) -> None:
         """Give back the blocks of the oldest hold: work here cannot go on without."""
         broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.release(broken)
+            self._count()
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""
         return [*self._holds.holders(), *self._loans.holders()]
+
+    def _count(self) -> None:
+        holds, loans = self._holds, self._loans
+        self.counts = HoldCounts(
+            holds.num_released + loans.num_released,
+            holds.num_expired + loans.num_expired,
+            holds.num_broken + loans.num_broken,
+            holds.num_unknown + loans.num_unknown,
+        )

@@ -33,10 +33,11 @@ from disagg.router.costs import (
 )
 from disagg.router.fleet import FleetView, WorkerView, host_id
 from disagg.router.prefix_index import PrefixIndex
-from disagg.router.route import Candidate, Route
+from disagg.router.route import Candidate, Cause, Route
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
 NUM_BORROWERS = 2  # cheapest workers that are looked at with a loan, of those that want one
+CAUSE_SHARE = 0.25  # of what a way gains, which is called its cause
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
@@ -342,6 +343,7 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
         tuple(best),
         _reason(chosen, candidates),
         chosen.lender,
+        _cause(chosen, candidates),
     )
 
 
@@ -354,3 +356,18 @@ def _reason(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     if not others:
         return f"{kind}: {other} is not available"
     return f"{kind}: {min(others) - chosen.total_s:.4f} s cheaper than {other}"
+
+
+def _cause(chosen: Candidate, candidates: Sequence[Candidate]) -> Cause:
+    """Why the chosen way is better than the best of the other kind. `candidates`: cheapest first.
+
+    A long queue also makes those behind it wait: it is the cause from a quarter of the gain on.
+    """
+    local = chosen.prefill is None
+    other = next((c for c in candidates if (c.prefill is None) != local), None)
+    if other is None:
+        return "other_unavailable"
+    compute_s, queue_s = other.own_s - chosen.own_s, other.wait_s - chosen.wait_s
+    if max(compute_s, queue_s) < CAUSE_SHARE * (other.total_s - chosen.total_s):
+        return "transfer_or_decode"
+    return "compute" if compute_s >= queue_s else "queue"

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from disagg import telemetry
+
+# Why the prompt is computed where it is, on the decode worker or on one for prefill:
+# "other_unavailable": there was no way of the other kind;
+# "compute": it takes less time there, since more is cached or the worker is faster;
+# "queue": less waits before it;
+# "transfer_or_decode": no KV to move, or no running decodes to hold up.
+Cause: TypeAlias = Literal["other_unavailable", "compute", "queue", "transfer_or_decode"]
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -34,6 +43,7 @@ class Route(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]  # cheapest first, the chosen one and both kinds among them
     reason: str
     lender: str | None = None
+    cause: Cause = "other_unavailable"
 
     @property
     def chosen(self) -> Candidate:
@@ -50,6 +60,7 @@ class Route(msgspec.Struct, frozen=True):
             self.candidates,
             reason,
             candidate.lender,
+            "queue",
         )
 
 

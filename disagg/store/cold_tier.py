@@ -199,6 +199,7 @@ class ColdTier:
             num_known=stats.num_known,
             num_dropped=stats.num_dropped,
             num_failed=stats.num_put_failures,
+            num_damaged=self._thread.num_damaged,
         )
 
     def poll(self) -> list[Fetch]:

@@ -13,6 +13,7 @@ class MemoryStore:
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
+        self.num_damaged = 0  # never
         self._nbytes = 0
         self._blocks: OrderedDict[BlockHash, bytes] = OrderedDict()
 

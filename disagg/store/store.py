@@ -16,6 +16,8 @@ class ColdStore(Protocol):
     within the store's own time limit, while the store cannot be reached.
     """
 
+    num_damaged: int  # values that came back as something else than was put
+
     def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
         """The bytes that were put under each key, intact, or None."""
         ...

@@ -85,6 +85,11 @@ class StoreThread:
         self._thread = threading.Thread(target=self._run, name="cold-tier", daemon=True)
         self._thread.start()
 
+    @property
+    def num_damaged(self) -> int:
+        """Of values that were read so far."""
+        return self._store.num_damaged
+
     def submit(self, job: FetchJob | PutJob) -> None:
         self._inbox.put(job)
 

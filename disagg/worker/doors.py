@@ -192,6 +192,8 @@ class Doors:
             transfers=self._transfer_times.figures(),
             store=self._cold.counts() if self._cold is not None else None,
             host=self._host.counts() if self._host is not None else None,
+            holds=self._kv_export.counts,
+            pulls=self._kv_import.pulls.counts,
         )
 
     def check(self) -> None:
@@ -244,7 +246,9 @@ class Doors:
                 deltas.setdefault(link_id, []).append(delta)
 
     def _pull_ended(self, done: PullDone, now: float) -> None:
-        pulled = self._kv_import.pull_ended(done, now)
+        pulled, sequence = self._kv_import.pull_ended(done, now)
+        if sequence is not None:
+            self._streams.pulled(sequence, done.seconds)
         record_pull(pulled.traceparent, done, now)
         if done.error is None:
             source_id = pulled.ticket.source_id

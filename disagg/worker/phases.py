@@ -14,26 +14,40 @@ from typing import Literal
 from disagg import telemetry
 from disagg.engine.sched.step import TokenEvent
 from disagg.kvtransfer.transport import PullDone
-from disagg.messages import GenerateRequest
+from disagg.messages import GenerateRequest, StageTimes
 
 Stage = Literal["prefill.queue", "prefill.compute", "decode.queue", "decode"]
 
 
 class Phases:
-    """The spans of one request on this worker, in Unix seconds. Free unless tracing is on."""
+    """The spans of one request on this worker, and what its first token took. Unix seconds.
 
-    __slots__ = ("_num_tokens", "_since_s", "_stage", "traceparent")
+    Spans are free unless tracing is on.
+    """
+
+    __slots__ = ("_num_tokens", "_pull_s", "_queue_s", "_since_s", "_stage", "traceparent")
 
     def __init__(self, request: GenerateRequest, now: float, *, is_prefill: bool) -> None:
         self.traceparent = request.traceparent
         self._stage: Stage = "prefill.queue" if is_prefill else "decode.queue"
         self._since_s = now
         self._num_tokens = 0  # in this stage
+        self._queue_s = self._pull_s = 0.0
+
+    def pulled(self, seconds: float) -> None:
+        """A part of its wait was a transfer."""
+        self._pull_s += seconds
 
     def admitted(self, now: float) -> None:
         """It is part of a step for the first time."""
+        self._queue_s = max(0.0, now - self._since_s - self._pull_s)
         self._end(now)
         self._stage = "prefill.compute" if self._stage == "prefill.queue" else "decode"
+
+    def times(self, now: float) -> StageTimes:
+        """What led to the first token here, which comes now. Called before `gained` hears of it."""
+        is_prefill = self._stage.startswith("prefill")
+        return StageTimes(is_prefill, self._queue_s, self._pull_s, max(0.0, now - self._since_s))
 
     def gained(self, now: float, event: TokenEvent) -> None:
         self._num_tokens += len(event.token_ids)

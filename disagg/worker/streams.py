@@ -90,6 +90,12 @@ class Streams:
     def of_link(self, link_id: LinkId) -> list[str]:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
+    def pulled(self, sequence: Sequence, seconds: float) -> None:
+        """KV that a sequence waited for has come, or will not, after so long."""
+        stream = self._by_sequence.get(sequence.request_id)
+        if stream is not None:
+            stream.phases.pulled(seconds)
+
     def deltas(
         self,
         events: tuple[TokenEvent, ...],
@@ -112,7 +118,7 @@ class Streams:
             is_last = event.is_last
             try:
                 ticket = leave(event.sequence) if event.left else None
-                delta = _delta(event, stream, ticket)
+                delta = _delta(event, stream, ticket, now)
                 stream.phases.gained(now, event)
             except Exception as error:
                 named = {"request_id": event.sequence.request_id}
@@ -154,11 +160,14 @@ class Streams:
             self._queued.pop(name).phases.admitted(step_began_s)
 
 
-def _delta(event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None) -> TokenDelta:
-    num_cached_tokens = 0
+def _delta(
+    event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None, now: float
+) -> TokenDelta:
+    num_cached_tokens, times = 0, None
     if stream.is_first_delta:
         stream.is_first_delta = False
         num_cached_tokens = event.sequence.num_cached_tokens
+        times = stream.phases.times(now) if event.token_ids else None
     return TokenDelta(
         stream.stream_id,
         event.token_ids,
@@ -167,4 +176,5 @@ def _delta(event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None) -> 
         num_cached_tokens,
         ticket,
         None if event.error is None else WireError.of(event.error),
+        times=times,
     )

@@ -32,7 +32,7 @@ class EarlyDoor(Door):
 
     def end_early_pull(self, pull_id: int, error: str | None = None) -> None:
         self.fill(pull_id)
-        pulled = self.kv_import.pull_ended(PullDone(pull_id, error, 1, 32, 0.01), self.now)
+        pulled, _ = self.kv_import.pull_ended(PullDone(pull_id, error, 1, 32, 0.01), self.now)
         assert pulled.is_early and pulled.ticket is self.transport.pulls[pull_id][0]
         self.check()
 

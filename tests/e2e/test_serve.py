@@ -236,7 +236,7 @@ def test_metrics_and_probes(server: Served) -> None:
     for path in ("/live", "/ready", "/health", "/version"):
         assert httpx.get(server.url + path).status_code == 200
     metrics = httpx.get(f"{server.url}/metrics").text
-    assert 'disagg_prompt_tokens_total{model_name="tiny"}' in metrics
+    assert 'disagg_prompt_tokens_total{model_name="tiny",tenant="default"}' in metrics
     assert metrics.count("disagg_worker_kv_cache_usage_perc{") == 3  # workers
     assert "disagg_kv_transfer_bytes_per_second{" in metrics
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from disagg.api.http.metrics import ApiMetrics
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress import dispatch
+from disagg.ingress.request_metrics import RequestMetrics
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from tests.router.fakes import make_fleet, make_request, make_status
@@ -34,10 +36,11 @@ def lending(request: GenerateRequest, *worker_ids: str) -> Fleet:
 async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
     request, workers = make_request(1600), ScriptedWorkers()
     fleet = lending(request)
-    asked: list[tuple[str, bool]] = []
-    dispatcher = make_dispatcher(workers, fleet, borrowed=lambda *each: asked.append(each))
+    metrics = ApiMetrics()
+    dispatcher = make_dispatcher(workers, fleet, metrics=RequestMetrics(metrics))
     assert_complete(await collect(dispatcher, request), request)
-    assert asked == [("toy", True)]
+    lent = 'disagg_prefix_loans_total{model_name="toy",outcome="lent"} 1.0'
+    assert lent in metrics.expose().decode()
     loan, visit = workers.calls
     assert (loan.worker_id, loan.hand_over, loan.ticket) == ("d1", True, None)
     assert loan.request.token_ids == ()
@@ -65,12 +68,11 @@ async def test_a_decode_worker_borrows_from_a_prefill_worker() -> None:
 async def test_without_a_loan_all_is_computed(then: str | DisaggError) -> None:
     request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then=then)]))
     fleet = lending(request)
-    asked: list[tuple[str, bool]] = []
-    dispatcher = make_dispatcher(
-        workers, fleet, max_moves=0, borrowed=lambda *each: asked.append(each)
-    )
+    metrics = ApiMetrics()
+    dispatcher = make_dispatcher(workers, fleet, max_moves=0, metrics=RequestMetrics(metrics))
     assert_complete(await collect(dispatcher, request), request)
-    assert asked == [("toy", False)]
+    refused = 'disagg_prefix_loans_total{model_name="toy",outcome="refused"} 1.0'
+    assert refused in metrics.expose().decode()
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d1", None), ("d0", None)]
     assert len(dispatcher.decision(request.request_id)) == 1
     assert_nothing_reserved(fleet)

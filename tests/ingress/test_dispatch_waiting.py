@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from disagg.api.http.metrics import ApiMetrics
 from disagg.errors import (
     DeadlineExceeded,
     Overloaded,
     Unavailable,
 )
+from disagg.ingress.request_metrics import RequestMetrics
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
@@ -111,11 +113,13 @@ async def test_the_deadline_holds_while_waiting_for_a_worker() -> None:
 async def test_a_request_that_comes_too_late_is_refused_once() -> None:
     workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
     fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
-    moved: list[str] = []
-    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5}, moved=moved.append)
+    metrics = ApiMetrics()
+    dispatcher = make_dispatcher(
+        workers, fleet, ttft_slo_s={"toy": 0.5}, metrics=RequestMetrics(metrics)
+    )
     with pytest.raises(Overloaded):
         await collect(dispatcher, make_request())
-    assert (workers.calls, moved) == ([], [])
+    assert not workers.calls and "disagg_request_moves_total{" not in metrics.expose().decode()
 
 
 async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> None:

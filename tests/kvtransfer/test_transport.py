@@ -242,11 +242,13 @@ def test_no_accepted_pull_has_torn_content(sides: Sides) -> None:
             with between_steps:
                 ticket = pair.source.ticket(new_id(), blocks)
             pair.reading.pull(ticket, 0, blocks)
-            if finish(pair.reading).error is None:
+            done = finish(pair.reading)
+            if done.error is None:
                 num_accepted += 1
                 assert pair.reader.holds_copy(pair.source, ticket, blocks)
             else:
                 num_refused += 1
+            assert done.is_torn == (done.error is not None)
     finally:
         stop.set()
         churning.join()

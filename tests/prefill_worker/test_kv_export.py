@@ -16,7 +16,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, HoldCounts, SamplingParams
 from disagg.prefill_worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
 from tests.engine.fake_runner import FakeDevice, FakeKV
 from tests.engine.workload import ROOT, new_engine, new_sequence
@@ -263,3 +263,17 @@ def test_blocks_that_left_are_still_found_by_name() -> None:
     door.kv_export.advance(0.0)
     door.check()
     assert door.num_held == len(again.block_ids)
+
+
+def test_ends_are_counted_by_their_kind() -> None:
+    door = Door()
+    tickets = [door.leave(9, first=20 * number) for number in range(1, 4)]
+    assert door.kv_export.counts == HoldCounts()
+    door.kv_export.release(tickets[0].ticket_id)
+    door.kv_export.release(tickets[0].ticket_id)
+    door.kv_export.break_oldest()
+    door.kv_export.advance(HOLD_TTL_S + 1.0)
+    assert door.kv_export.counts == HoldCounts(
+        num_released=1, num_expired=1, num_broken=1, num_unknown=1
+    )
+    assert door.num_held == 0

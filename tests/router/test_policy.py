@@ -36,6 +36,7 @@ def test_a_long_prompt_is_kept_away_from_running_decodes() -> None:
     route = choose(fleet, make_request(2000))
     assert (route.prefill, route.decode) == ("p0", "d0")
     assert route.reason.startswith("remote prefill: ")
+    assert route.cause == "transfer_or_decode", "running decodes would be held up"
 
 
 def test_a_cached_prompt_stays_where_it_is() -> None:
@@ -46,7 +47,7 @@ def test_a_cached_prompt_stays_where_it_is() -> None:
     route = choose(fleet, request)
     assert (route.prefill, route.decode, route.lender) == (None, "d1", None)
     assert route.num_cached_tokens == 1999
-    assert route.reason.startswith("local prefill: ")
+    assert route.reason.startswith("local prefill: ") and route.cause == "compute"
 
 
 def test_a_prompt_goes_where_it_can_be_loaded_from_host_memory() -> None:
@@ -80,14 +81,16 @@ def test_a_slow_network_keeps_prefill_local() -> None:
     slow = (TransferFigure("p0", 1.0, 1e5),)
     status = make_status(num_running=16, num_context_tokens=16_000, transfers=slow)
     fleet.worker_stepped("d0", (), status)
-    assert choose(fleet, make_request(2000)).prefill is None
+    route = choose(fleet, make_request(2000))
+    assert route.prefill is None and route.cause == "transfer_or_decode"
 
 
 def test_a_long_queue_at_prefill_is_avoided() -> None:
     fleet = make_fleet("p0", "d0")
     busy(fleet, "d0", num_running=2, num_context_tokens=2000)
     busy(fleet, "p0", num_waiting=40, num_uncomputed_tokens=40_000)
-    assert choose(fleet, make_request(1000)).prefill is None
+    route = choose(fleet, make_request(1000))
+    assert route.prefill is None and route.cause == "queue"
 
 
 def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
@@ -188,6 +191,7 @@ def test_without_decode_workers_prefill_workers_decode() -> None:
     assert route.prefill is None
     assert route.decode in ("p0", "p1")
     assert route.reason == "local prefill: remote prefill is not available"
+    assert route.cause == "other_unavailable"
 
 
 def test_where_everybody_prefills_streams_do_not_make_queues_uneven() -> None:

@@ -22,6 +22,8 @@ def one_second_a_block() -> TransferTimeModel:
 class Gate:
     """A store whose calls wait until let through, and fail when told to."""
 
+    num_damaged = 0
+
     def __init__(self) -> None:
         self.store = MemoryStore(1 << 20)
         self.open = threading.Event()

@@ -12,7 +12,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import DeadlineExceeded
 from disagg.kvtransfer.transport import PullDone
-from disagg.messages import GenerateRequest, Start
+from disagg.messages import GenerateRequest, StageTimes, Start
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import Streams
 from tests.worker.plays import Trip, request_of
@@ -55,9 +55,12 @@ class Player:
         start = Start(1, traced(), hand_over, TICKET if with_ticket else None)
         self.sequence: Sequence = self.streams.open(1, start, 10.0)
 
-    def step(self, now: float, *token_ids: int, **end: Any) -> None:
+    def step(self, now: float, *token_ids: int, **end: Any) -> StageTimes | None:
         events = (TokenEvent(self.sequence, token_ids, **end),) if token_ids or end else ()
-        self.streams.deltas(events, lambda sequence: TICKET, lambda sequence: None, now, 1.0)
+        deltas = self.streams.deltas(
+            events, lambda sequence: TICKET, lambda sequence: None, now, 1.0
+        )
+        return deltas[1][0].times if deltas else None
 
 
 def test_computed_here_from_the_first_token_on(spans: list[Span]) -> None:
@@ -121,6 +124,23 @@ def test_a_pull_is_a_span(spans: list[Span], error: str | None) -> None:
         "disagg.kv.gigabytes_per_s": 4.0,
         "disagg.kv.lane": "cma",
     }
+
+
+def test_the_first_token_says_how_long_each_stage_took() -> None:
+    """Once for each worker, and without tracing."""
+    player = Player()
+    player.step(13.0)
+    player.sequence.was_admitted = True
+    player.step(15.0)
+    assert player.step(16.5, 7) == StageTimes(True, 4.0, 0.0, 2.5)
+    assert player.step(17.0, 8) is None
+
+
+def test_a_pull_is_no_part_of_the_queue() -> None:
+    player = Player(with_ticket=True)
+    player.streams.pulled(player.sequence, 0.75)
+    player.sequence.was_admitted = True
+    assert player.step(12.0, 7) == StageTimes(False, 0.25, 0.75, 1.0)
 
 
 def test_nothing_is_recorded_while_tracing_is_off() -> None:

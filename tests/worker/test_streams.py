@@ -9,11 +9,14 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import Start, TokenDelta, TokenLogprobs
+from disagg.messages import StageTimes, Start, TokenDelta, TokenLogprobs
 from disagg.worker.streams import Streams
 from tests.worker.plays import Trip, request_of
 
 TICKET = KVTicket("1/1", "prefill", 1, "fake:4", 3, (0,), (5,))
+
+
+TIMES = StageTimes(True, 0.75, 0.0, 0.25)  # a step of 0.25 s that ends 1 s after all came
 
 
 def start(stream_id: int, *, hand_over: bool = False) -> Start:
@@ -21,7 +24,9 @@ def start(stream_id: int, *, hand_over: bool = False) -> Start:
 
 
 def take(streams: Streams, *events: TokenEvent) -> dict[int, list[TokenDelta]]:
-    return streams.deltas(events, lambda sequence: TICKET, lambda sequence: None, 1.0, 0.1)
+    for event in events:
+        event.sequence.was_admitted = True
+    return streams.deltas(events, lambda sequence: TICKET, lambda sequence: None, 1.0, 0.25)
 
 
 def test_streams_of_one_id_on_two_links_are_two() -> None:
@@ -29,7 +34,10 @@ def test_streams_of_one_id_on_two_links_are_two() -> None:
     first, second = streams.open(1, start(7), 0.0), streams.open(2, start(7), 0.0)
     assert first.request_id != second.request_id, "whatever name the clients gave them"
     deltas = take(streams, TokenEvent(first, (10,)), TokenEvent(second, (11,)))
-    assert deltas == {1: [TokenDelta(7, (10,))], 2: [TokenDelta(7, (11,))]}
+    assert deltas == {
+        1: [TokenDelta(7, (10,), times=TIMES)],
+        2: [TokenDelta(7, (11,), times=TIMES)],
+    }
 
 
 def test_the_first_delta_says_what_was_cached_and_no_other() -> None:
@@ -38,7 +46,7 @@ def test_the_first_delta_says_what_was_cached_and_no_other() -> None:
     sequence.num_cached_tokens = 2
     logprobs = (TokenLogprobs(-0.5),)
     first = take(streams, TokenEvent(sequence, (10,), logprobs))
-    assert first == {1: [TokenDelta(1, (10,), None, logprobs, num_cached_tokens=2)]}
+    assert first == {1: [TokenDelta(1, (10,), None, logprobs, num_cached_tokens=2, times=TIMES)]}
     last = take(streams, TokenEvent(sequence, (11,), finish_reason="stop"))
     assert last == {1: [TokenDelta(1, (11,), "stop")]}
     assert streams.num_open == 0
@@ -48,7 +56,7 @@ def test_who_leaves_takes_a_ticket_along() -> None:
     streams = Streams()
     sequence = streams.open(1, start(1, hand_over=True), 0.0)
     deltas = take(streams, TokenEvent(sequence, (10,), left=True))
-    assert deltas == {1: [TokenDelta(1, (10,), ticket=TICKET)]}
+    assert deltas == {1: [TokenDelta(1, (10,), ticket=TICKET, times=TIMES)]}
     assert deltas[1][0].is_last and streams.num_open == 0
 
 
@@ -75,7 +83,7 @@ def test_nobody_hears_of_a_closed_stream() -> None:
         left.append(sequence)
         return TICKET
 
-    assert set(streams.deltas(events, leave, lambda sequence: None, 1.0, 0.1)) == {2}
+    assert set(streams.deltas(events, leave, lambda sequence: None, 1.0, 0.25)) == {2}
     assert left == [other], "a ticket that nobody gets would keep blocks"
 
 

@@ -254,18 +254,32 @@ class HttpApp:
     ) -> Reply | AsyncGenerator[bytes, None]:
         arrived_s = self._metrics.clock()
         body = await self._read_json(request)
+        read_s = self._metrics.clock()
         caller = Caller(
             api.id_prefix + request.own_id,
             request.tenant,
             request.traceparent,
-            waited_s=self._metrics.clock() - arrived_s,
+            waited_s=read_s - arrived_s,
             min_priority=self._quota.min_priority(request.tenant),
         )
         run = await self._service.prepare(api, body, caller)
-        self._quota.take_prompt(request, run)
+        self._begin(request, run, arrived_s, read_s)
         if run.job.stream:
             return self._events(request, run, api.frames(run.job), arrived_s)
         return Reply(api.body(run, await self._collect(request, run, arrived_s)))
+
+    def _begin(
+        self, request: HttpRequest, run: RunningJob, arrived_s: float, read_s: float
+    ) -> None:
+        """A request is read and checked. Raises `RateLimited`."""
+        model, metrics = run.job.model.name, self._metrics
+        metrics.staged(model, "receive", read_s - arrived_s)
+        metrics.staged(model, "tokenize", metrics.clock() - read_s)
+        self._quota.take_prompt(request, run)
+
+    def _timer(self, request: HttpRequest, run: RunningJob, arrived_s: float) -> RequestTimer:
+        tenant = self._quota.tenant_class(request.tenant)
+        return RequestTimer(self._metrics, run, arrived_s, tenant)
 
     async def _collect(
         self, request: HttpRequest, run: RunningJob, arrived_s: float
@@ -273,7 +287,7 @@ class HttpApp:
         """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
         answers = [ChoiceDelta(choice.index) for choice in run.job.choices]
         async with aclosing(run.batches()) as batches:
-            with RequestTimer(self._metrics, run, arrived_s) as timer:
+            with self._timer(request, run, arrived_s) as timer:
                 async for batch in batches:
                     timer.observe(batch)
                     for piece in batch:
@@ -287,7 +301,7 @@ class HttpApp:
         """Server-sent events, those of one batch joined into one write."""
         begun, is_named = False, run.job.model.name != AUTO
         async with aclosing(run.batches()) as batches:
-            with RequestTimer(self._metrics, run, arrived_s) as timer:
+            with self._timer(request, run, arrived_s) as timer:
                 async for batch in batches:
                     timer.observe(batch)
                     if not is_named:

@@ -6,12 +6,14 @@ Buckets are those of OpenTelemetry's GenAI conventions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
+from disagg.config import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
 
@@ -24,11 +26,27 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 _DURATION_S = tuple(0.01 * 2**power for power in range(14))
 
 
+# On the way of a request to its second token, in order. Up to `prefill_compute` they make up the
+# time to the first token, but for what passes between processes.
+Stage: TypeAlias = Literal[
+    "receive",  # the body is read
+    "tokenize",  # parsing, the chat template, tokens, the check of a grammar
+    "queue",  # in the ingress, until a worker was chosen
+    "prefix_loan",  # another worker is asked for the prefix that it has cached
+    "prefill_queue",  # on the worker that prefills, less the pull of a borrowed prefix
+    "prefill_compute",
+    "kv_pull",
+    "decode_queue",  # on the worker that decodes, less the pull
+    "decode_first_step",
+]
+
+
 class ApiMetrics:
     """
     Args:
         registry: what `/metrics` shows; other parts may add to it.
         clock: a monotonic clock in seconds.
+        slo_s: by model, to the first token and between tokens; others have none.
     """
 
     def __init__(
@@ -36,78 +54,162 @@ class ApiMetrics:
         registry: CollectorRegistry | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        slo_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.registry = registry or CollectorRegistry()
         self.clock = clock
-        model = ["model_name"]
+        self.slo_s = slo_s
+        self._add_gauges()
+        self._add_counters()
+        self._add_histograms()
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, model, buckets=buckets, registry=self.registry)
+    def _add_gauges(self) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"disagg_{name}", text, labels, registry=self.registry)
 
-        def counter(name: str, text: str, labels: list[str]) -> Counter:
-            return Counter(name, text, labels, registry=self.registry)
-
-        self.num_running = Gauge(
-            "disagg_num_requests_running", "Requests in flight", registry=self.registry
+        self.num_running = gauge(
+            "num_requests_running",
+            "HTTP requests that this ingress is answering: those that wait, and streams, included",
         )
-        self.num_tasks = Gauge(
-            "disagg_event_loop_tasks", "Tasks of the event loop", registry=self.registry
+        self.num_tasks = gauge(
+            "event_loop_tasks",
+            "Tasks of this ingress's event loop. At rest a small constant; growth without load is a"
+            " leak",
         )
-        self.body_nbytes = Gauge(
-            "disagg_requests_body_bytes", "Bodies of requests in flight", registry=self.registry
+        self.body_nbytes = gauge(
+            "requests_body_bytes",
+            "Bodies of HTTP requests that this ingress is answering, in bytes (bounded by"
+            " http.max_requests_nbytes)",
+        )
+        self.queue_length = gauge(
+            "queue_num_requests",
+            "Requests that wait in this ingress for their tenant's turn, all workers being busy",
+            "tenant",
+        )
+        self.queue_nbytes = gauge(
+            "queue_bytes",
+            "Prompts of the requests that wait in this ingress, in bytes (bounded by"
+            " http.max_queue_nbytes)",
+        )
+
+    def _add_counters(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"disagg_{name}", text, labels, registry=self.registry)
+
+        model, counted = "model_name", "Counted when the answer ends, however it ends"
+        self.http_requests = counter(
+            "http_requests",
+            "HTTP requests by route and status. 499: the client went away before there was one."
+            " A stream that fails after its first byte has status 200 (see request_failure)",
+            "route",
+            "code",
         )
         self.refused = counter(
-            "disagg_request_refused",
-            "Requests that there was no room or no time for",
-            ["route", "reason", "tenant"],
-        )
-        self.queue_length = Gauge(
-            "disagg_queue_num_requests",
-            "Requests that wait here for their turn",
-            ["tenant"],
-            registry=self.registry,
-        )
-        self.queue_nbytes = Gauge("disagg_queue_bytes", "What these take", registry=self.registry)
-        self.queue_wait = Histogram(
-            "disagg_queue_wait_seconds",
-            "Of those who had their turn",
-            ["tenant"],
-            buckets=_TTFT_S,
-            registry=self.registry,
-        )
-        self.http_requests = counter(
-            "disagg_http_requests", "HTTP requests by route and status", ["route", "code"]
+            "request_refused",
+            "Requests refused with 429 before any work was done. reason: predicted_late (the first"
+            " token would come after the deadline or ttft_slo_s), became_late (waited until it"
+            " would), queue_full, no_room (too many at once here or on the workers), tenant_limit"
+            " (the tenant has used up its requests or tokens)",
+            "route",
+            "reason",
+            "tenant",
         )
         self.success = counter(
-            "disagg_request_success", "Answers that came to an end", ["model_name", "finish_reason"]
+            "request_success",
+            "Answers that came to an end: one for each choice of a request",
+            model,
+            "finish_reason",
         )
         self.failure = counter(
-            "disagg_request_failure", "Answers that failed after they were accepted",
-            ["model_name", "code"],
-        )  # fmt: skip
-        self.disconnects = counter("disagg_request_disconnect", "Clients that went away", [])
-        self.prompt_tokens = counter("disagg_prompt_tokens", "Prompt tokens", model)
-        self.cached_tokens = counter("disagg_cached_prompt_tokens", "Of these, not computed", model)
-        self.generation_tokens = counter("disagg_generation_tokens", "Tokens of answers", model)
+            "request_failure",
+            "Requests that failed after they were accepted, by the code of the error",
+            model,
+            "code",
+        )
+        self.disconnects = counter(
+            "request_disconnect", "Requests whose client went away before the answer was complete"
+        )
+        self.slo = counter(
+            "request_slo",
+            "Requests that were answered, by whether they met their model's SLO: first token within"
+            " ttft_slo_s, and the mean time between tokens within tpot_slo_s. missed: also those"
+            " that failed. Goodput is the rate of met",
+            model,
+            "outcome",
+        )
+        self.prompt_tokens = counter(
+            "prompt_tokens", f"Tokens of prompts, cached or not. {counted}", model, "tenant"
+        )
+        self.cached_tokens = counter(
+            "cached_prompt_tokens",
+            f"Tokens of prompts whose KV was cached somewhere and not computed. {counted}",
+            model,
+            "tenant",
+        )
+        self.generation_tokens = counter(
+            "generation_tokens", f"Tokens that were generated. {counted}", model, "tenant"
+        )
         self.cascade_answers = counter(
-            "disagg_cascade_answers",
-            "Requests for auto by who answered",
+            "cascade_answers",
+            'Requests for the model "auto" (small model first), by the model that answered',
             model,
         )
         self.cascade_escalations = counter(
-            "disagg_cascade_escalations",
-            "Requests for auto that a model did not answer, and why",
-            ["model_name", "reason"],
+            "cascade_escalations",
+            'Requests for the model "auto" that this model did not answer, so that a larger one'
+            " did. reason: unsure (its first tokens had too low log-probabilities) or the code of"
+            " its error",
+            model,
+            "reason",
+        )
+
+    def _add_histograms(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(
+                f"disagg_{name}_seconds", text, labels, buckets=buckets, registry=self.registry
+            )
+
+        self.queue_wait = histogram(
+            "queue_wait",
+            "Time that requests waited in this ingress for their tenant's turn: of those that had"
+            " to wait, and were not refused",
+            _TTFT_S,
+            "tenant",
         )
         self.ttft = histogram(
-            "disagg_time_to_first_token_seconds", "From arrival to first token", _TTFT_S
+            "time_to_first_token",
+            "From the arrival of a request's head to its first token (TTFT)",
+            _TTFT_S,
+            "model_name",
         )
         self.itl = histogram(
-            "disagg_inter_token_latency_seconds", "Between tokens of one answer", _TPOT_S
+            "inter_token_latency",
+            "Between tokens of one answer, as they leave this ingress (TPOT, ITL)",
+            _TPOT_S,
+            "model_name",
         )
         self.e2e = histogram(
-            "disagg_e2e_request_latency_seconds", "From arrival to last token", _DURATION_S
+            "e2e_request_latency",
+            "From the arrival of a request's head to its last token",
+            _DURATION_S,
+            "model_name",
         )
+        self.stages = histogram(
+            "request_stage",
+            "Where a request's time goes until its second token. Stages of the first token, in"
+            " order: receive (HTTP body), tokenize (chat template, tokens, grammar check), queue"
+            " (in the ingress), prefix_loan (asking another worker for a cached prefix),"
+            " prefill_queue, prefill_compute. Then, if that was on a prefill worker: kv_pull (also"
+            " of a borrowed prefix, before prefill), decode_queue, decode_first_step (with a prompt"
+            " that is computed again after a failed pull)",
+            _TTFT_S,
+            "model_name",
+            "stage",
+        )
+
+    def staged(self, model: str, stage: Stage, seconds: float) -> None:
+        """A request has left a stage."""
+        self.stages.labels(model, stage).observe(seconds)
 
     def cascade_decided(self, decision: CascadeDecision) -> None:
         self.cascade_answers.labels(decision.model).inc()
@@ -122,16 +224,23 @@ class RequestTimer:
     """Observes one run: when its first token came, how tokens followed, how it ended.
 
     Use as a context manager around the iteration of the run's batches.
+
+    Args:
+        tenant: as metrics call it.
     """
 
-    def __init__(self, metrics: ApiMetrics, run: RunningJob, arrived_s: float) -> None:
+    def __init__(
+        self, metrics: ApiMetrics, run: RunningJob, arrived_s: float, tenant: str = DEFAULT_TENANT
+    ) -> None:
         self._metrics = metrics
         self._run = run
+        self._tenant = tenant
         self._model = run.job.model.name
         self._num_choices = len(run.job.choices)
         self._itl = metrics.itl.labels(self._model)
         self._arrived_s = arrived_s
-        self._last_s: float | None = None
+        self._first_s: float | None = None
+        self._last_s = arrived_s
 
     def __enter__(self) -> RequestTimer:
         return self
@@ -145,7 +254,8 @@ class RequestTimer:
         if num_tokens == 0:
             return
         now = self._metrics.clock()
-        if self._last_s is None:
+        if self._first_s is None:
+            self._first_s = now
             self._metrics.ttft.labels(self._model).observe(now - self._arrived_s)
         else:
             # Choices run side by side: each gains its share of the tokens of this interval.
@@ -164,6 +274,17 @@ class RequestTimer:
         if isinstance(error, DisaggError):
             metrics.failure.labels(model, error.code).inc()
         metrics.e2e.labels(model).observe(metrics.clock() - self._arrived_s)
-        metrics.prompt_tokens.labels(model).inc(run.job.num_prompt_tokens)
-        metrics.cached_tokens.labels(model).inc(run.num_cached_tokens)
-        metrics.generation_tokens.labels(model).inc(run.num_completion_tokens)
+        metrics.prompt_tokens.labels(model, self._tenant).inc(run.job.num_prompt_tokens)
+        metrics.cached_tokens.labels(model, self._tenant).inc(run.num_cached_tokens)
+        metrics.generation_tokens.labels(model, self._tenant).inc(run.num_completion_tokens)
+        if model in metrics.slo_s and (error is None or isinstance(error, DisaggError)):
+            has_met = error is None and self._is_in_time(*metrics.slo_s[model])
+            metrics.slo.labels(model, "met" if has_met else "missed").inc()
+
+    def _is_in_time(self, ttft_slo_s: float, tpot_slo_s: float) -> bool:
+        if self._first_s is None:
+            return True  # an answer without tokens
+        num_following = self._run.num_completion_tokens - self._num_choices
+        decode_s = (self._last_s - self._first_s) * self._num_choices
+        is_early = self._first_s - self._arrived_s <= ttft_slo_s
+        return is_early and decode_s <= tpot_slo_s * max(0, num_following)

@@ -226,8 +226,8 @@ async def test_metrics_count_what_happened() -> None:
     for line in (
         'disagg_request_success_total{finish_reason="stop",model_name="tiny"} 1.0',
         'disagg_request_success_total{finish_reason="length",model_name="tiny"} 1.0',
-        'disagg_cached_prompt_tokens_total{model_name="tiny"} 8.0',
-        'disagg_generation_tokens_total{model_name="tiny"} 9.0',
+        'disagg_cached_prompt_tokens_total{model_name="tiny",tenant="default"} 8.0',
+        'disagg_generation_tokens_total{model_name="tiny",tenant="default"} 9.0',
         'disagg_time_to_first_token_seconds_count{model_name="tiny"} 2.0',
         'disagg_http_requests_total{code="200",route="/v1/chat/completions"} 2.0',
         'disagg_http_requests_total{code="400",route="/v1/chat/completions"} 1.0',

@@ -1,0 +1,68 @@
+"""What became of requests between their coming and their last token, beyond what the API sees."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import Counter
+
+from disagg.api.http.metrics import ApiMetrics, Stage
+from disagg.router.route import Cause
+
+
+class RequestMetrics:
+    """Counters of one ingress's requests, called a few times for each and never for a token.
+
+    Args:
+        api: whose registry and histogram of stages these share.
+    """
+
+    def __init__(self, api: ApiMetrics | None = None) -> None:
+        self._api = api or ApiMetrics()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"disagg_{name}", text, labels, registry=self._api.registry)
+
+        self._moves = counter(
+            "request_moves",
+            "Requests that were routed again, with the tokens that they had, after a worker or a"
+            " transfer failed. One request may move several times",
+            "model_name",
+        )
+        self._loans = counter(
+            "prefix_loans",
+            "Prefixes of prompts that a worker was to pull from the KV cache of another one instead"
+            " of computing them. lent: the other issued a ticket; refused: it did not, in time",
+            "model_name",
+            "outcome",
+        )
+        self._prefills = counter(
+            "prefills",
+            "Prompts by where they were sent to be computed. place: remote (a prefill worker; the"
+            " KV then moves to a decode worker) or local (the worker that decodes). reason, the"
+            " largest predicted gain over the other place: other_unavailable (no other place took"
+            " requests), compute (more is cached there, or it is faster), queue (less waits there),"
+            " transfer_or_decode (no KV to move, or no running decodes to hold up); moved (again,"
+            " after a failure)",
+            "model_name",
+            "place",
+            "reason",
+        )
+
+    def moved(self, model: str) -> None:
+        """A request is routed again."""
+        self._moves.labels(model).inc()
+
+    def borrowed(self, model: str, is_lent: bool) -> None:
+        """A prefix was asked for."""
+        self._loans.labels(model, "lent" if is_lent else "refused").inc()
+
+    def routed(
+        self, model: str, place: Literal["local", "remote"], reason: Cause | Literal["moved"]
+    ) -> None:
+        """It was decided where a prompt is computed."""
+        self._prefills.labels(model, place, reason).inc()
+
+    def staged(self, model: str, stage: Stage, seconds: float) -> None:
+        """A request has left a stage on its way to its second token."""
+        self._api.staged(model, stage, seconds)

@@ -1,0 +1,177 @@
+"""What a worker says of itself with every step: for routers, which predict seconds from it, and for
+`/metrics`, where a field appears under the name that stands beside it.
+
+It goes out with every frame: figures are small, and made without a loop over requests.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from disagg.metric import counter, gauge
+
+_store = partial(
+    counter,
+    "store_blocks",
+    "KV blocks between a worker and the cold store (Redis), by what became of them. hit: loaded"
+    " back instead of being computed; miss: looked up in vain; stored: written; known: evicted, and"
+    " the store had it already; dropped: not written, the store being away or the queue full;"
+    " failed: a write that failed; damaged: read back with a digest that is not its own, deleted"
+    " and counted as a miss too",
+)
+_host = partial(
+    counter,
+    "host_tier_blocks",
+    "KV blocks copied between a worker's KV cache and its host memory, by what became of them."
+    " saved: copied to host memory; torn: reused by the cache during the copy, which is void;"
+    " dropped: not copied, all of host memory being read; loaded: copied back",
+)
+_hold = partial(
+    counter,
+    "kv_holds_ended",
+    "KV tickets that a worker issued to others, by how the hold on their blocks ended. released:"
+    " the reader has its copy, or wants none; expired: nobody came in time; broken: the worker"
+    " needed the memory, or had too many holds; unknown: a release of a ticket that was not held"
+    " any more. After expired and broken the reader computes the prompt itself",
+)
+_drafts = "speculative decoding: tokens of drafts that a worker has verified"
+
+
+class StepCosts(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's fitted `time_model.StepTimeModel`: seconds per unit of each feature."""
+
+    coefficients: tuple[float, ...]
+    num_observed: int
+    median_error: Annotated[
+        float,
+        gauge(
+            "step_time_error_ratio",
+            "Median error of a worker's recent predictions of its step times, as a share of the"
+            " measured time. Routing and admission rest on these predictions",
+        ),
+    ]  # of recent predictions, as a fraction
+
+
+class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
+    """What a decode worker measured when it pulled from one source."""
+
+    source_id: str
+    latency_s: float
+    bytes_per_s: float
+    lane: str = ""  # what carried the last of these ("cuda_ipc", "rc_mlx5", ...); "" if unknown
+
+
+class PullCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Pulls of KV that one lane carried, since the worker started; `lane` as in `TransferFigure`.
+
+    One that failed has no lane.
+    """
+
+    lane: str = ""
+    num_ok: int = 0
+    num_torn: int = 0  # the source used the blocks again meanwhile
+    num_failed: int = 0  # also those that could not begin
+    num_given_up: int = 0  # ended well or not, when nobody waited any more
+    nbytes: int = 0  # of those that are ok
+    seconds: float = 0.0  # that these took
+
+
+class HoldCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Ends of holds on blocks that others were to pull, since the worker started."""
+
+    num_released: Annotated[int, _hold(outcome="released")] = 0
+    num_expired: Annotated[int, _hold(outcome="expired")] = 0
+    num_broken: Annotated[int, _hold(outcome="broken")] = 0
+    num_unknown: Annotated[int, _hold(outcome="unknown")] = 0
+
+
+class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks between a worker and the store, since the worker started."""
+
+    num_hits: Annotated[int, _store(outcome="hit")] = 0  # came back
+    num_misses: Annotated[int, _store(outcome="miss")] = 0  # looked up in vain
+    num_stored: Annotated[int, _store(outcome="stored")] = 0
+    num_known: Annotated[int, _store(outcome="known")] = 0  # not sent: the store has them
+    # Not sent: the store is away, or too many wait.
+    num_dropped: Annotated[int, _store(outcome="dropped")] = 0
+    num_failed: Annotated[int, _store(outcome="failed")] = 0  # sent in vain
+    num_damaged: Annotated[int, _store(outcome="damaged")] = 0  # came back as something else
+
+
+class HostCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's host tier: what it holds now, what it did since the worker started, its price."""
+
+    nbytes: Annotated[
+        int,
+        gauge("host_tier_bytes", "Evicted KV blocks that a worker keeps in host memory, in bytes"),
+    ] = 0
+    num_saved: Annotated[int, _host(outcome="saved")] = 0  # blocks
+    # Evicted while they were copied, so that the copy does not count.
+    num_torn: Annotated[int, _host(outcome="torn")] = 0
+    num_dropped: Annotated[int, _host(outcome="dropped")] = 0  # all that is here is being loaded
+    num_loaded: Annotated[int, _host(outcome="loaded")] = 0
+    load_s: Annotated[
+        float,
+        counter(
+            "host_tier_load_seconds", "Time that loading KV blocks from a worker's host memory took"
+        ),
+    ] = 0.0
+    latency_s: float = 0.0  # of a load, and for each block, as lately observed
+    block_s: float = 0.0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's load after a step."""
+
+    num_running: Annotated[
+        int, gauge("num_requests_running", "Requests in a worker's running batch")
+    ] = 0
+    num_waiting: Annotated[
+        int,
+        gauge(
+            "num_requests_waiting",
+            "Requests that wait on a worker: for a place in its batch, for KV blocks, for a KV"
+            " transfer, or for a grammar to be compiled",
+        ),
+    ] = 0
+    # Prompt tokens of running and waiting sequences that are still to do.
+    num_uncomputed_tokens: Annotated[
+        int,
+        gauge("uncomputed_tokens", "Prompt tokens on a worker whose KV is still to be computed"),
+    ] = 0
+    # Tokens with KV of all running sequences.
+    num_context_tokens: Annotated[
+        int, gauge("context_tokens", "Tokens whose KV a worker's running batch reads in each step")
+    ] = 0
+    num_free_blocks: int = 0  # free or idle (evictable)
+    num_blocks: int = 0
+    num_holds: Annotated[
+        int,
+        gauge("kv_holds", "KV tickets of a worker whose blocks are kept until another pulls them"),
+    ] = 0
+    accepting: bool = True  # False: draining
+    step_costs: StepCosts | None = None
+    transfers: tuple[TransferFigure, ...] = ()
+    store: StoreCounts | None = None  # None: the worker has no cold tier
+    requests_nbytes: Annotated[
+        int,
+        gauge("requests_bytes", "Prompts, drafts and grammars of all requests on a worker, bytes"),
+    ] = 0
+    num_drafted: Annotated[int, counter("draft_tokens", f"Of {_drafts}")] = 0
+    num_accepted: Annotated[
+        int, counter("accepted_draft_tokens", f"Of {_drafts}, those that were right")
+    ] = 0
+    host: HostCounts | None = None  # None: the worker has no host tier
+    num_preempted: Annotated[
+        int,
+        counter(
+            "preemptions",
+            "Requests that a worker took out of its running batch for want of KV blocks; their KV"
+            " is computed again",
+        ),
+    ] = 0
+    holds: HoldCounts | None = None
+    pulls: tuple[PullCounts, ...] = ()  # one for each lane

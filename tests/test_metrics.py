@@ -1,0 +1,115 @@
+"""`/metrics` of a whole system that served: what happened is counted, under names and with texts
+that stand for themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg import local
+from disagg.config import PoolConfig, ServeConfig, TenantConfig, TierConfig
+from tests.test_local import ENGINE, LONG, body
+from tests.tiny_model import tiny_parts, write_tiny_model
+
+# Beyond those of a histogram's buckets.
+BOUNDED = {
+    "model_name", "role", "worker_id", "source_id", "tenant", "lane", "outcome", "reason", "place",
+    "state", "stage", "route", "code", "finish_reason", "le",
+}  # fmt: skip
+STAGES = (
+    "receive", "tokenize", "queue", "prefill_queue", "prefill_compute", "kv_pull", "decode_queue",
+    "decode_first_step",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+async def client(model: Path) -> AsyncIterator[httpx.AsyncClient]:
+    tier = TierConfig(
+        model=str(model),
+        engine=ENGINE,
+        prefill=PoolConfig(num_replicas=1),
+        decode=PoolConfig(num_replicas=1),
+    )
+    config = ServeConfig(
+        tiers=(tier,),
+        transport="local",
+        cluster_key="key",
+        tenants={"paying": TenantConfig(weight=2.0)},
+    )
+    async with local.running(config, tiny_parts()) as running:
+        app = httpx.ASGITransport(running.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+            yield client
+
+
+async def metrics_of(client: httpx.AsyncClient) -> dict[str, Metric]:
+    text = (await client.get("/metrics")).text
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def total(family: Metric, suffix: str = "_total", **labels: str) -> float:
+    """Of the series that have these labels."""
+    return sum(
+        sample.value
+        for sample in family.samples
+        if sample.name == family.name + suffix and labels.items() <= sample.labels.items()
+    )
+
+
+async def test_a_request_is_counted_on_its_whole_way(client: httpx.AsyncClient) -> None:
+    asked = body(LONG, 24, ignore_eos=True)
+    usage = (await client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    shown = await metrics_of(client)
+    assert total(shown["disagg_prefills"], place="remote") == 1
+    for stage in STAGES:
+        (count, seconds) = (
+            total(shown["disagg_request_stage_seconds"], suffix, stage=stage)
+            for suffix in ("_count", "_sum")
+        )
+        assert count == 1 and seconds >= 0.0, stage
+    ttft = total(shown["disagg_time_to_first_token_seconds"], "_sum")
+    of_first = STAGES[: STAGES.index("kv_pull")]
+    parts = [total(shown["disagg_request_stage_seconds"], "_sum", stage=each) for each in of_first]
+    assert 0.0 < sum(parts) <= ttft + 0.005, "they cannot take longer than what they are parts of"
+    pulls = shown["disagg_worker_kv_pulls"]
+    assert total(pulls, outcome="ok") >= 1 and total(pulls) == total(pulls, outcome="ok")
+    num_blocks = -(-usage["prompt_tokens"] // 16)
+    block_nbytes = total(shown["disagg_worker_kv_pull_bytes"]) / num_blocks
+    assert block_nbytes > 0 and block_nbytes % (2 * 6 * 2 * 16 * 16 * 4) == 0, "keys and values"
+    assert total(shown["disagg_worker_kv_holds_ended"], outcome="released") >= 1
+    tokens = {"tenant": "default", "model_name": "tiny"}
+    assert total(shown["disagg_prompt_tokens"], **tokens) == usage["prompt_tokens"]
+    assert total(shown["disagg_generation_tokens"], **tokens) == 24
+    assert total(shown["disagg_request_slo"], outcome="met") == 1
+    assert total(shown["disagg_workers"], "", state="serving") == 2
+
+
+async def test_names_and_texts_stand_for_themselves(client: httpx.AsyncClient) -> None:
+    """As Prometheus' conventions say, and as a stranger reads them."""
+    await client.post("/v1/chat/completions", json=body(LONG, 4))
+    shown = await metrics_of(client)
+    for name, family in shown.items():
+        if name.endswith("_created"):
+            continue
+        assert name.startswith("disagg_"), name
+        assert family.type in ("counter", "gauge", "histogram"), name
+        assert len(family.documentation) >= 30, f"{name}: {family.documentation!r}"
+        assert not re.search(r"[Oo]f these|[Bb]eside these", family.documentation.split(".")[0])
+        assert not re.search(r"_(ms|us|mb|kb|gb|percent|nbytes|total_total)(_|$)", name), name
+        for sample in family.samples:
+            assert set(sample.labels) <= BOUNDED, f"{sample.name}: {sample.labels}"
+        if family.type == "histogram":
+            assert name.endswith("_seconds"), name
+    texts = [family.documentation for name, family in shown.items() if "_created" not in name]
+    assert len(set(texts)) == len(texts), "two have the same text"
