@@ -109,7 +109,7 @@ class KVImport:
 
     @property
     def _is_awaited(self) -> bool:
-        """Somebody waits for a move that is under way."""
+        """Whether a sequence waits for a transfer in progress."""
         return any(each.sequence is not None for each in self._moving.values())
 
     def admit(
@@ -331,7 +331,7 @@ class KVImport:
         self._pass_on(each, now)
 
     def _pass_on(self, each: _Import, now: float) -> None:
-        """Whoever waits for it goes on: the one move for all that is over, well or not."""
+        """Let the import's sequence go on, whether it succeeded or failed."""
         sequence, each.sequence = each.sequence, None
         if sequence is not None:
             enter_or_end(self._engine, sequence, lambda it: self._next(it, each.tiers, now))

@@ -1,19 +1,19 @@
-"""Carries pulls out in a thread of its own, which alone touches the wire.
+"""The transfer thread: executes pulls and checks their stamps; nothing else touches the wire.
 
-Posting a READ between processes of one machine *is* the copy, at the speed of memcpy, and an
-engine must not stand still for it. The engine's thread and this one exchange messages through two
-queues and share nothing else.
+Posting a READ between processes of one machine *is* the copy, at the speed of memcpy, and must not
+block the engine. The engine's thread and this one exchange messages through two queues and share
+nothing else.
 
-Decides when a pull has ended and its blocks are safe. What a wire does not promise, and what
-follows here (NIXL 1.5.1 over UCX):
+Decides when a pull has ended and its blocks are safe to reuse. What NIXL 1.5.1 over UCX does not
+guarantee, and what follows:
 
-- Releasing a transfer that is under way, or forgetting its peer, does not stop the bytes: a
-  stopped peer that wakes up later still writes all of them (seen over TCP), though both calls
-  report success. So an unfinished transfer is never released and its peer never forgotten; its
-  blocks stay with the transport until the wire says that it ended. A pull whose source hangs is
-  reported when the source wakes up or dies: late, but then it is safe.
-- After an error the wire does not say whether every piece of the transfer has ended. The
-  connection is gone by then; the blocks still rest for `settle_s` before they are given back.
+- Releasing a transfer in progress, or removing its peer, does not stop it: a stopped peer that
+  wakes up later still writes all bytes (seen over TCP), though both calls report success. So an
+  unfinished transfer is never released and its peer never removed; its blocks stay with the
+  transport until the wire reports the end. A pull whose source hangs is reported when the source
+  wakes up or dies: late, but safe.
+- After an error the wire does not say whether every part of the transfer has ended. The connection
+  is closed by then; the blocks still wait for `settle_s` before they are returned.
 
 Must not know NIXL, so that tests can put any fault on the wire.
 """
@@ -50,7 +50,7 @@ class ByteRange(NamedTuple):
 
 
 class Wire(Protocol):
-    """What moves bytes. Used by one thread; any method may raise anything."""
+    """The network under a transport. Used by one thread; any method may raise anything."""
 
     def connect(self, record: bytes) -> str:
         """Load a peer's connection record; returns the name it belongs to."""
@@ -263,7 +263,8 @@ class Mover:
             _log.warning("%s did not hear of ticket %r: %r", name, ticket_id, error)
 
     def _say_again(self, unsaid: list[tuple[Peer, str]]) -> None:
-        """Over a new connection, once: a peer that is alive should not keep blocks for nobody."""
+        """Send the notification once more over a new connection, so that a live source frees its
+        blocks."""
         for peer, ticket_id in unsaid:
             try:
                 self._connect(peer)

@@ -1,8 +1,7 @@
-"""Moves KV with NIXL (UCX): RDMA, NVLink, shared memory or TCP, whatever lies between two workers.
+"""The NIXL transport (UCX): RDMA, NVLink, shared memory or TCP, whatever connects two workers.
 
-A pull is one-sided: READ the blocks, then READ their generations, compare, tell the source. The
-engine's side is `NixlTransport`; `mover` carries its pulls out; `_NixlWire` is all that is known
-here of NIXL.
+A pull is one-sided: READ the blocks, then READ their generations, compare, notify the source.
+`NixlTransport` is the engine's side, `mover` executes the pulls, `_NixlWire` has all calls to NIXL.
 
 One transfer per pull, with one descriptor per run of blocks. Lists prepared once per peer fix a
 descriptor to a block, so runs could not be merged: posting 1,024 neighbours takes 0.1 ms from

@@ -1,4 +1,4 @@
-"""What arrives for one reader of a link, until he takes it."""
+"""The deltas of one stream of a link, buffered until their reader takes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disagg.messages import TokenDelta
 
 
 class DeltaStream:
-    """Deltas on their way to one reader."""
+    """The deltas of one stream, merged while the reader is busy."""
 
     __slots__ = ("_error", "_loop", "_waiter", "deltas")
 

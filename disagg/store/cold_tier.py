@@ -1,9 +1,10 @@
-"""KV blocks beyond a worker's memory: evicted blocks go out, prefixes of new requests come back.
+"""The cold KV tier: evicted blocks are stored outside of the worker (Redis) and loaded again.
 
-Owned by the engine's thread; no method waits. The store's network is behind `StoreThread`. What is
-lost, late, damaged or refused here is computed by the engine, so every failure is a miss.
+Owned by the engine's thread; no method waits. The network is behind `StoreThread`. Every failure is
+a cache miss: blocks that are lost, late or damaged are computed.
 
-After a failure the store is away until it has answered a question that nobody waits for.
+After a failure the store counts as unreachable until it has answered a probe, for which no request
+waits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MAX_KNOWN = 32768  # names, about 200 bytes each
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A lookup under way. `ColdTier.poll` sets `done`; nothing changes after that."""
+    """A lookup in progress. `ColdTier.poll` sets `done`; nothing changes after that."""
 
     hashes: tuple[BlockHash, ...]
     done: bool = False
@@ -55,7 +56,7 @@ class ColdTierStats:
 
 
 class ColdTier:
-    """One worker's way to the store.
+    """One worker's access to the store.
 
     Args:
         store: handed over; closed by `close`.
@@ -99,7 +100,7 @@ class ColdTier:
 
     @property
     def is_away(self) -> bool:
-        """Whether the store's last answer was a failure: nobody should wait for the next one."""
+        """Whether the store's last answer was a failure: then no request should wait for it."""
         self._take_done()
         return self._is_away
 
@@ -190,7 +191,7 @@ class ColdTier:
                 job.cancelled = True
 
     def counts(self) -> StoreCounts:
-        """What went to and fro since the start."""
+        """Blocks stored and loaded since the start."""
         stats = self.stats
         return StoreCounts(
             num_hits=stats.num_hits,

@@ -1,12 +1,12 @@
-"""Host memory behind a worker's cache: copies of its full blocks, by name, that outlive eviction.
+"""The host tier: host memory behind a worker's cache, with copies of full blocks by hash.
 
-Blocks are copied when they fill and not when they are evicted: that happens when a prompt waits for
-the room, and by then nothing is left to copy. Nor does anybody wait for a copy before he writes
-over a block. A copy counts only if the block's generation is the same after it has ended, which
-is what makes a block read by another worker count, too (`kvtransfer.stamps`).
+Blocks are copied when they fill, not when they are evicted: at eviction a prompt is waiting for the
+space, and then nothing is left to copy. A copy never delays the reuse of a block either: it is
+valid only if the block's generation is still the same after the copy, as for a block that is pulled
+by another worker (`kvtransfer.stamps`).
 
-Bounded by its slots; the least recently used name goes first, and may go on to the store. Owned by
-the engine's thread; no method waits. The bytes are moved by a `BlockCopier`.
+Bounded by its slots; the least recently used block goes first, and may go on to the store. Owned by
+the engine's thread; no method waits. A `BlockCopier` moves the bytes.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class _Save:
 
 
 class HostTier:
-    """Named copies of blocks.
+    """Copies of blocks in host memory, by block hash.
 
     Args:
         copier: handed over; closed by `close`.
-        num_slots: blocks that there is room for.
+        num_slots: its capacity in blocks.
         generations: of the cache's blocks, as `BlockPool` keeps them.
-        displaced: told each name that has to go, with what reads its block, to be called at once.
+        displaced: called with each block hash that is evicted, and with a function that reads the
+            block; it must be called at once.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class HostTier:
         return next((i for i, name in enumerate(hashes) if name not in slot_of), len(hashes))
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """A prefix was asked for, whoever has it: its beginning goes last of all."""
+        """Mark a prefix as recently used; its beginning is evicted last."""
         for block_hash in reversed(hashes):
             if block_hash in self._slot_of:
                 self._slot_of.move_to_end(block_hash)
 
     def save(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
-        """Begin to copy blocks of the cache that hold what they are called."""
+        """Start copying cached blocks, given with their hashes, into host memory."""
         saves: list[_Save] = []
         for block_id, block_hash in blocks:
             if block_hash in self._slot_of or block_hash in self._coming:
@@ -122,7 +123,7 @@ class HostTier:
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
-        """Begin to copy blocks that are here into blocks that nobody else writes or reads."""
+        """Start copying blocks from here into cache blocks that nothing else reads or writes."""
         slots = tuple(self._slot_of[block_hash] for block_hash in hashes)
         self.touch(hashes)
         self._num_readers.update(slots)

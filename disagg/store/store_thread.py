@@ -1,7 +1,7 @@
-"""The one thread that waits for a `ColdStore`, so that nobody else does.
+"""The thread that does the blocking calls to a `ColdStore`.
 
-Jobs come in and results go out through queues; neither side shares anything else. Fetches go
-before puts: a request may wait for a fetch, nobody waits for a put.
+Jobs come in and results go out through queues; nothing else is shared. Fetches go before puts,
+because a request may wait for a fetch, but never for a put.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL_NBYTES = 4 << 20  # one call moves about this much, so that a fetch waits 
 
 @dataclass(slots=True)
 class FetchJob:
-    """Load the leading run of `hashes` that is there, if `worth` says so of its length."""
+    """Load the longest stored prefix of `hashes`, if `worth(its length)` is true."""
 
     fetch_id: int
     hashes: tuple[BlockHash, ...]

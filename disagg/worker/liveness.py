@@ -22,7 +22,7 @@ class Liveness:
 
     @property
     def is_stalled(self) -> bool:
-        """Nobody should wait for this engine."""
+        """The engine hangs: requests should leave it."""
         return self.still_s > self._limit_s
 
     @property

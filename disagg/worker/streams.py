@@ -78,7 +78,7 @@ class Streams:
         return sequence
 
     def close(self, name: str) -> None:
-        """Nobody listens any more."""
+        """Forget a stream: its client is gone, or it has had its last delta."""
         stream = self._by_sequence.pop(name, None)
         if stream is not None:
             self.nbytes -= stream.nbytes

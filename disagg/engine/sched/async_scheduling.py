@@ -1,14 +1,13 @@
-"""The step after the one that runs, planned before anybody knows what that one samples.
+"""Async scheduling: plans and launches a step before the results of the running one are read.
 
-A device that computes by itself would stand idle while Python applies a step and plans the next. As
-long as nobody may enter or has to give way, the next plan needs none of the tokens that are still
-to come: it follows from the plan that runs. Who samples there decodes here, with a token that only
-the device knows; who is in the middle of a prompt goes on with it. Whatever could make it another
-plan (somebody may be admitted, has a draft or needs the host, or blocks are short) means: apply the
-step first.
+Otherwise a GPU would idle while Python applies a step and plans the next. As long as no sequence is
+admitted or preempted, the next plan does not depend on the sampled tokens: a sequence that samples
+in the running step decodes in the next one, with a token that only the device knows; a sequence in
+the middle of a prompt goes on with it. If the next plan could differ (a sequence may be admitted,
+has a draft or needs the host, or blocks are short), the running step is applied first.
 
-What a sequence learns only then, that it has ended, costs the row that it has in the later step:
-its result is ignored, and blocks that the row writes to are given back when that step has ended.
+A sequence that turns out to have ended has wasted its row in the later step: the result is ignored,
+and the blocks to which the row writes are freed when that step has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from disagg.engine.sched.step import StepPlan
 
 
 class After:
-    """Where the sequences of a plan will be once it has been applied, if none of them ends early.
+    """The state of a plan's sequences after it is applied, if none of them ends early.
 
     decodes, starts: those with one token to compute, which the plan samples, and its position.
     growing: those of them that need a block for it.

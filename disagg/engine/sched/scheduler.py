@@ -1,15 +1,15 @@
-"""Which sequences compute how many tokens in the next step, and what follows from the result.
+"""The scheduler: continuous batching with chunked prefill, prefix caching and preemption.
 
-`plan` decides; `apply` is the only place where a sequence advances. Between them a runner turns the
-plan into tokens. Decodes go first, the rest of the token budget goes to chunks of prompts, oldest
-first. Must not know devices, workers, transfers or a clock.
+`plan` decides which sequences compute how many tokens in the next step; a runner executes the plan;
+`apply` is the only place where a sequence advances. Decodes go first, the rest of the token budget
+goes to chunks of prompts, oldest first. Must not know devices, workers, transfers or a clock.
 
-Older means more urgent (a lower `priority`), or as urgent and here before; later is the opposite.
+Older means more urgent (a lower `priority`), or equally urgent and earlier; later is the opposite.
 
-Two queues wait: `waiting` sequences own no blocks; `arrived` ones brought their KV along (they are
-admitted even while an older waiting sequence is short of blocks, because the blocks that they hold
-come back no other way). Memory is taken back from the last in that order, by recomputation: its
-`num_computed` falls to 0, which is where every sequence starts.
+There are two queues: `waiting` sequences own no blocks; `arrived` sequences own blocks with
+imported KV. Arrived ones are admitted even while an older waiting sequence is short of blocks,
+because the blocks that they hold are freed no other way. Preemption takes the latest sequence and
+recomputes it later: its `num_computed` falls to 0, where every sequence starts.
 """
 
 from __future__ import annotations
