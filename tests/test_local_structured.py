@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -19,7 +20,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from disagg.engine.sched.grammar import Compiled, GrammarState
+import disagg.engine.sched.grammar as grammar_module
+from disagg.engine.sched.grammar import Compiled, Grammars, GrammarState
 from disagg.errors import GrammarError
 from disagg.local import LocalCluster
 from disagg.messages import Grammar
@@ -243,13 +245,13 @@ class SlowGrammars:
 
 async def until_waiting(num_sequences: int, slow: list[SlowGrammars]) -> None:
     async with asyncio.timeout(30):
-        while sum(len(each.worker._core._kv_import._wanted) for each in slow) != num_sequences:  # noqa: ASYNC110
+        while sum(len(each.worker._doors._kv_import._wanted) for each in slow) != num_sequences:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 async def ask(client: openai.AsyncOpenAI, **fields: Any) -> str | None:
     answer = await client.chat.completions.create(
-        model="tiny", messages=messages(), temperature=0, **fields
+        model="tiny", messages=messages(), **{"temperature": 0, **fields}
     )
     content: str | None = answer.choices[0].message.content
     return content
@@ -294,5 +296,66 @@ async def test_a_grammar_that_a_worker_cannot_follow_ends_its_request_alone(mode
         with pytest.raises(openai.BadRequestError, match="no llguidance"):
             await asking
         assert await ask(client, max_tokens=5)
+        for worker in running.workers:
+            await until_empty(worker)
+
+
+class Watch:
+    """Notes who asks a worker's grammars to compile, or waits for them, inside a step."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, grammars = worker._engine, worker._engine.grammars
+        assert grammars is not None
+        self.num_forgotten = 0
+        self.wrong: list[str] = []
+        is_stepping, step = False, engine.step
+
+        def watched_step() -> Any:
+            nonlocal is_stepping
+            is_stepping = True
+            try:
+                return step()
+            finally:
+                is_stepping = False
+
+        def watched(name: str, call: Any) -> Any:
+            def outside(*args: Any) -> Any:
+                if is_stepping:
+                    self.wrong.append(name)
+                return call(*args)
+
+            return outside
+
+        def forget(worn: Compiled) -> None:
+            self.num_forgotten += 1
+            Grammars.forget(grammars, worn)
+
+        monkeypatch.setattr(engine, "step", watched_step)
+        for name in ("compile", "follow"):
+            monkeypatch.setattr(grammars, name, watched(name, getattr(grammars, name)))
+        monkeypatch.setattr(grammars, "forget", forget)
+
+
+async def test_a_grammar_that_is_worn_out_is_never_compiled_inside_a_step(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers use up the states that they share. Those under way come back when it is compiled."""
+    limits = grammar_module._LIMITS | {"max_lexer_states": 120}
+    monkeypatch.setattr(grammar_module, "_LIMITS", limits)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=8)) for _ in range(400)]
+    body = {"structured_outputs": {"choice": words}}
+    async with served(model) as (running, client):
+        watches = [Watch(worker, monkeypatch) for worker in running.workers]
+        for first in range(0, 48, 8):
+            answers = await asyncio.gather(
+                *(
+                    ask(client, extra_body=body, temperature=2, seed=seed)
+                    for seed in range(first, first + 8)
+                )
+            )
+            assert set(answers) <= set(words)
+        assert sum(watch.num_forgotten for watch in watches) > 0, "nothing was worn out"
+        assert [watch.wrong for watch in watches] == [[], []]
         for worker in running.workers:
             await until_empty(worker)

@@ -118,15 +118,18 @@ class Engine:
             return True
         if not grammars.is_ready(grammar):
             return False
-        sequence.grammar_state = grammars.follow(grammar, sequence.num_prompt_tokens)
+        self._follow_grammar(sequence)
         return True
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed here from its first token on.
 
+        Waits for its grammar to be compiled unless `is_ready` was true before.
+
         Raises:
             RequestError: it can never fit, or it contradicts itself.
         """
+        self._follow_grammar(sequence)
         self.scheduler.submit(sequence)
         self._watch(sequence)
 
@@ -136,6 +139,7 @@ class Engine:
         Raises:
             RequestError: as `submit`; the blocks stay the caller's.
         """
+        self._follow_grammar(sequence)
         self.scheduler.join(sequence)
         self._watch(sequence)
 
@@ -208,6 +212,11 @@ class Engine:
         """
         self.scheduler.check()
         self.pool.check([*self.scheduler.holders(), *holders])
+
+    def _follow_grammar(self, sequence: Sequence) -> None:
+        grammar, grammars = sequence.sampling.grammar, self.grammars
+        if grammar is not None and grammars is not None and sequence.grammar_state is None:
+            sequence.grammar_state = grammars.follow(grammar, sequence.num_prompt_tokens)
 
     def _watch(self, sequence: Sequence) -> None:
         self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_unix_s)

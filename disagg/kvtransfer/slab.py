@@ -6,12 +6,19 @@ Knows addresses and sizes. Must not know what the bytes mean, nor who allocated 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import mmap
+import threading
 from dataclasses import dataclass, field
 
 from disagg.errors import StartupError
 
 HOST = -1
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet
+STRIDE_NBYTES = 64 << 20  # per call of the kernel, between which others may use the mapping's lock
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,9 @@ def allocate_host(nbytes: int) -> mmap.mmap:
     Reading another process's memory costs the kernel a look-up per page of the source: with huge
     pages 1.8 GB/s instead of 1.0 where a memcpy makes 2.5.
 
+    A thread begins to touch all of it, so that a process has its full size soon after its start
+    and not hours later, when requests have reached every block.
+
     Raises:
         StartupError: there is not that much memory.
     """
@@ -65,4 +75,22 @@ def allocate_host(nbytes: int) -> mmap.mmap:
         raise StartupError(f"no {nbytes} bytes of host memory for KV blocks: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
+    threading.Thread(target=touch, args=(memory,), name="touch", daemon=True).start()
     return memory
+
+
+def touch(memory: mmap.mmap) -> bool:
+    """Have the system provide all pages of a mapping now, whatever is in them: contents stay.
+
+    Returns whether it did; without this pages come one by one when they are first written to.
+    """
+    view = ctypes.c_char.from_buffer(memory)  # the mapping stays while this lives
+    libc = ctypes.CDLL(None, use_errno=True)
+    begin, nbytes = ctypes.addressof(view), len(memory)
+    for start in range(0, nbytes, STRIDE_NBYTES):
+        size = min(STRIDE_NBYTES, nbytes - start)
+        address = ctypes.c_void_p(begin + start)
+        if libc.madvise(address, ctypes.c_size_t(size), MADV_POPULATE_WRITE):
+            log.info("Memory for KV blocks comes as it is used: errno %d.", ctypes.get_errno())
+            return False
+    return True

@@ -1,8 +1,9 @@
-"""KV export: tickets for the KV of finished prefills and for cached prefixes (loans).
+"""The leaving door: what a finished prefill hands over, or what is cached of a prompt that another
+worker will compute, and how long the blocks are kept.
 
-Holds the blocks of a ticket until the reader has pulled them, or the hold ends. Blocks to which a
-running step still writes are freed after that step (`Engine.release`). Knows nothing of links or
-readers. Owned by the engine's thread.
+Decides when blocks of a sequence that left go back; a step under way that still writes to them
+makes that later (`Engine.release`). Knows nothing of links or of who reads the blocks. Owned by the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ LOST_TTL_S = 1.0
 
 
 class KVExport:
-    """Issues tickets and holds their blocks.
+    """Blocks of sequences that left.
 
     Args:
-        peer: this worker's own record, which tickets name as their source.
+        peer: this worker's own, which tickets name as their source.
         generations: the slab's stamp table.
 
     Attributes:
@@ -47,10 +48,10 @@ class KVExport:
         return self._holds.num_holds + self._loans.num_holds
 
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
-        """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
+        """Take over the blocks of a sequence that ended here and issue the claim check for them.
 
-        The ticket covers all tokens with KV: all but the one that was just sampled. If no ticket
-        can be issued, the blocks are freed.
+        The ticket covers the tokens with KV: all but the one that was just sampled. If there is
+        none, for whatever error, the blocks are given back.
         """
         pool = self._engine.pool
         num_blocks = -(-sequence.num_computed // pool.block_size)
@@ -61,10 +62,10 @@ class KVExport:
         return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
 
     def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
-        """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
+        """For the full blocks so far of a sequence that will leave; None if there are none.
 
-        Nothing is held for it. If the sequence ends first and its blocks are reused, the reader
-        finds other stamps.
+        Nothing is held for it. Should the sequence end before it leaves, whoever reads its blocks
+        finds other stamps once they are used again.
         """
         num_full = sequence.num_computed // self._engine.pool.block_size
         if not num_full:
@@ -78,16 +79,16 @@ class KVExport:
         )
 
     def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
-        """A ticket for the prefix that is cached under the request's block hashes.
+        """A ticket for what is cached under the request's block hashes.
 
-        The blocks stay cached, but are evicted first from now on: otherwise both caches would spend
-        space on the same prefix.
+        The blocks stay findable, but who has lent them gives them up first: else the room of both
+        caches would be spent on what one holds.
 
         Args:
             name: of the ticket.
 
         Raises:
-            Unavailable: no block of the prefix is cached any more.
+            Unavailable: nothing is, any more.
         """
         pool = self._engine.pool
         found = pool.match(request.block_hashes)
@@ -106,7 +107,7 @@ class KVExport:
         now: float,
         until_s: float,
     ) -> KVTicket:
-        """Issue a ticket and hold the blocks for it; on failure free them."""
+        """A ticket for blocks that become the hold's, or free if there can be none."""
         ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # nobody comes later
         try:
             ticket = issue_ticket(
@@ -123,17 +124,17 @@ class KVExport:
         return ticket
 
     def release(self, ticket_id: str) -> None:
-        """End the hold of a ticket: the reader has the blocks, or does not need them."""
+        """The reader needs the blocks no longer."""
         (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
         self._count()
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
-        """Shorten the holds of these tickets, by id: the ingress that had them may be dead."""
+        """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
         for holds in (self._holds, self._loans):
             holds.expire_by(is_lost, now + LOST_TTL_S)
 
     def advance(self, now: float) -> bool:
-        """Free the blocks of holds that have ended. False: there were none."""
+        """Give back the blocks of holds that ended. False: there were none."""
         ended, passed_on = self._holds.collect(now), self._loans.collect(now)
         for block_ids in ended:
             self._engine.release(block_ids)
@@ -145,7 +146,7 @@ class KVExport:
         return True
 
     def break_oldest(self) -> None:
-        """Free the blocks of the oldest hold, because work here cannot go on without them."""
+        """Give back the blocks of the oldest hold: work here cannot go on without."""
         broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.release(broken)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
+from pathlib import Path
 
 import pytest
 
 from disagg.errors import StartupError
-from disagg.kvtransfer.slab import Slab, allocate_host
+from disagg.kvtransfer.slab import Slab, allocate_host, touch
 
 
 def test_blocks_lie_one_after_the_other() -> None:
@@ -37,3 +39,28 @@ def test_host_memory_is_zeroed_and_begins_at_a_page() -> None:
 def test_impossible_sizes_of_host_memory_are_refused(nbytes: int) -> None:
     with pytest.raises(StartupError, match="host memory"):
         allocate_host(nbytes)
+
+
+def test_all_memory_is_there_soon_and_what_was_written_stays() -> None:
+    """Not one page of a cache is first met by a request."""
+    nbytes = 96 << 20
+    before = resident_nbytes()
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[5] = 7
+    assert resident_nbytes() < before + nbytes // 2
+    assert touch(memory)
+    assert resident_nbytes() > before + nbytes * 9 // 10
+    assert memory[5] == 7 and memory[-1] == 0
+
+
+def test_a_slab_is_touched_by_itself() -> None:
+    nbytes = 96 << 20
+    before = resident_nbytes()
+    memory = allocate_host(nbytes)
+    (thread,) = [each for each in threading.enumerate() if each.name == "touch"]
+    thread.join()
+    assert resident_nbytes() > before + nbytes * 9 // 10 and memory[-1] == 0
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

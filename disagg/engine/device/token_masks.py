@@ -82,9 +82,8 @@ def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor:
     if grammar is None or grammars is None or not isinstance(sequence, Sequence):
         raise GrammarError("This engine follows no grammars.")
     state = sequence.grammar_state
-    if state is None:
-        state = grammars.follow(grammar, sequence.num_prompt_tokens)
-        sequence.grammar_state = state
+    if state is None:  # a step must not wait for the compiler
+        raise GrammarError("The grammar was not compiled before its request came to a step.")
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)
     state.fill_mask(sequence.tokens, mask.data_ptr())
     return mask

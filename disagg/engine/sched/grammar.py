@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from disagg.errors import GrammarError, Overloaded
+from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
 MAX_WAITING = 64  # grammars that wait to be compiled
+MAX_WORN = 64  # grammars of which it is remembered how many answers were too many for them
 MAX_CACHED = 16  # that nobody follows; compiling takes about a millisecond
 MAX_NBYTES = 512 << 20  # of all compiled grammars, whether followed or only kept
 MAX_LEXER_STATES = 10_000  # of one; who needs more begins anew, with the states of its answer alone
@@ -40,6 +41,7 @@ MAX_LEXER_STATES = 10_000  # of one; who needs more begins anew, with the states
 LEXER_STATE_NBYTES = 1200
 NBYTES_PER_SOURCE_BYTE = 110
 NUM_PROBES = 3
+OUT_OF_STATES = "too many states"  # llguidance's words for it
 # Recursion over a source of the largest size took 22 MB. Only pages that are touched take memory.
 STACK_NBYTES = 128 << 20
 # Between tokens of JSON: nothing, one space, or a new line and its indentation. Without a bound, a
@@ -57,15 +59,18 @@ class Compiled:
     """A grammar that is ready to be followed.
 
     num_mask_nbytes: of a mask, one bit for each token of the tokenizer.
+    num_followers: answers that have followed it so far, and left lexer states behind.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, num_mask_nbytes: int) -> None:
         self.grammar = grammar
         self.num_mask_nbytes = num_mask_nbytes
+        self.num_followers = 0
         self._matcher = matcher
 
     def matcher(self) -> LLMatcher:
         """At the beginning of an answer. Lexer states are shared with all others, and so found."""
+        self.num_followers += 1
         return self._matcher.deep_copy()
 
 
@@ -97,6 +102,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._max_followers: OrderedDict[Grammar, int] = OrderedDict()  # of those worn out lately
         self._states: WeakSet[GrammarState] = WeakSet()
 
     @property
@@ -109,6 +115,8 @@ class Grammars:
 
     def follow(self, grammar: Grammar, num_prompt_tokens: int) -> GrammarState:
         """Where an answer begins. The compiled grammar stays for as long as the state does.
+
+        Waits for the compiler unless `is_ready` was true before: not for an engine's thread.
 
         Raises:
             GrammarError: it cannot be followed.
@@ -126,7 +134,7 @@ class Grammars:
             Overloaded: too many others wait.
         """
         found = self._compiled.get(grammar)
-        if found is not None:
+        if found is not None and not self._has_enough_followers(grammar, found):
             self._compiled.move_to_end(grammar)
             return found
         check_size(grammar)
@@ -168,12 +176,22 @@ class Grammars:
                 return True
         return False
 
-    def refresh(self, worn: Compiled) -> Compiled:
-        """The same grammar without the lexer states that answers have left behind."""
+    def forget(self, worn: Compiled) -> None:
+        """Compile the grammar again when it is asked for, without the lexer states that answers
+        have left behind."""
         future = self._compiled.get(worn.grammar)
         if future is not None and future.done() and future.result() is worn:
             del self._compiled[worn.grammar]
-        return self.compile(worn.grammar).result()
+        # Those that come back may come together: each time half as many share the states.
+        self._max_followers[worn.grammar] = max(1, worn.num_followers // 2)
+        while len(self._max_followers) > MAX_WORN:
+            self._max_followers.popitem(last=False)
+
+    def _has_enough_followers(self, grammar: Grammar, future: Future[Compiled]) -> bool:
+        most = self._max_followers.get(grammar)
+        if most is None or not future.done() or future.exception() is not None:
+            return False
+        return future.result().num_followers >= most
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
@@ -228,15 +246,22 @@ class GrammarState:
 
         Raises:
             GrammarError: it has become too complex, or the answer does not follow it.
+            Unavailable: it has become too complex by what other answers needed.
         """
         self._advance(tokens, address)
-        if self._matcher.is_error():
+        if not self._matcher.is_error():
+            return
+        is_worn = OUT_OF_STATES in self._matcher.get_error()
+        if is_worn and self.compiled.num_followers > 1:
             # Lexer states are shared by all answers and never forgotten: with new ones it may fit.
-            self.compiled = self._grammars.refresh(self.compiled)
-            self._matcher = self.compiled.matcher()
-            self._num_seen = self._num_prompt_tokens
-            self._advance(tokens, address)
-            _refuse_error(self._matcher)
+            # A step must not wait for the compiler, so the request comes back: here or elsewhere
+            # it is let in again when its grammar is ready.
+            self._grammars.forget(self.compiled)
+            raise Unavailable(
+                "Other answers have used up the states of this request's grammar; it is compiled"
+                " again. Try again shortly."
+            )
+        _refuse_error(self._matcher)
 
     def _advance(self, tokens: Sequence[int], address: int) -> None:
         news = list(tokens[self._num_seen :])

@@ -27,7 +27,7 @@ from disagg.engine.sched.grammar import (
     GrammarState,
     most_nbytes,
 )
-from disagg.errors import GrammarError, Overloaded
+from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
 from tests.tiny_model import write_tiny_tokenizer
 
@@ -384,9 +384,15 @@ def test_answers_that_wear_a_grammar_out_do_not_end_later_ones(
     choices = ["".join(rng.choices("abcdefgh", k=8)) for _ in range(400)]
     words = Grammar("choice", json.dumps(choices))
     first = grammars.compile(words).result()
+    num_worn = 0
     for seed in range(60):
-        walk(grammars, words, seed, [])
-    assert grammars.compile(words).result() is not first
+        try:
+            walk(grammars, words, seed, [])
+        except Unavailable:  # its request is routed again, and finds it compiled anew
+            num_worn += 1
+            assert grammars.compile(words).result() is not first
+            walk(grammars, words, seed, [])
+    assert num_worn > 0
 
 
 def test_an_answer_that_is_too_complex_by_itself_ends(

@@ -1,8 +1,7 @@
-"""The part of a worker that runs in the engine's thread: streams, KV import, KV export, draining.
+"""An engine with both doors and its streams: what a worker does in the engine's thread.
 
-Decides where a request enters (KV import or engine) and what happens between two steps.
-Deterministic: it has no thread, no socket and no clock, so tests run whole fleets of these in one
-thread.
+Decides by which door a request comes in, and what happens between two steps. Deterministic: it
+has no thread, no socket and no clock, so tests play whole fleets of these in one thread.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
 log = logging.getLogger(__name__)
 
 
-class WorkerCore:
-    """The engine of a worker with its streams, KV import and KV export.
+class Doors:
+    """Every method is called in the thread that owns the engine. `now`: Unix seconds.
 
-    Every method is called in the thread that owns the engine. `now`: Unix seconds.
-
-    accepting: if False, new requests are refused with `Unavailable`; running ones go on.
+    accepting: False refuses every new request with `Unavailable`; those that run go on.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -69,11 +66,11 @@ class WorkerCore:
 
     @property
     def is_idle(self) -> bool:
-        """No stream is open, and no blocks are held for a reader."""
+        """No stream is open, and nobody may still come for blocks."""
         return not self._streams.num_open and not self._kv_export.num_holds
 
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
-        """Start a request. A refusal is the only delta of its stream."""
+        """Take in a request. A refusal is the only event of its stream."""
         sequence = self._streams.open(link_id, start, now)
         with self._ending(sequence):
             if not self.accepting:
@@ -84,7 +81,7 @@ class WorkerCore:
             self._kv_import.admit(sequence, start.ticket, now, traceparent)
 
     def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
-        """Answer a loan request: one delta, with a ticket for the cached prefix or an error."""
+        """The answer to a request for a loan, at once: the only delta of its stream."""
         try:
             if not self.accepting:
                 raise refusal()
@@ -95,12 +92,12 @@ class WorkerCore:
         return TokenDelta(start.stream_id, (), ticket=ticket)
 
     def prefetch(self, asked: Prefetch, now: float) -> None:
-        """Pull the blocks of an early ticket; the request will be sent here later."""
+        """Pull what is ready of a prompt that is half computed elsewhere, and will come here."""
         if self.accepting:
             self._kv_import.prefetch(asked, now)
 
     def drain(self, leave_by_s: float) -> None:
-        """Refuse new requests, and hand over the running ones that will not finish by then."""
+        """Take in nothing new, and give everything up that will not have ended by then."""
         self.accepting = False
         self._draining = Draining(
             self._engine,
@@ -110,26 +107,26 @@ class WorkerCore:
         )
 
     def cancel(self, link_id: LinkId, stream_id: int) -> None:
-        """Cancel a stream and its sequence, wherever that is; no delta follows."""
+        """Forget a stream, and its sequence wherever that is; no delta follows."""
         self._cancel(sequence_id(link_id, stream_id))
 
     def release(self, ticket_id: str) -> None:
-        """Free the blocks of a ticket of this worker: it will not be used."""
+        """Nobody will come for a ticket of this worker."""
         self._kv_export.release(ticket_id)
 
     def close_link(self, link_id: LinkId, now: float) -> None:
-        """Cancel all streams of a link. Shorten the holds of its tickets, which may be lost."""
+        """Cancel all streams of a link. Its tickets may be nobody's now: they end soon."""
         for name in self._streams.of_link(link_id):
             self._cancel(name)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
     def forget_peers(self, gone: Iterable[str]) -> None:
-        """Drop the transfer times of workers that have left."""
+        """What pulling from these took goes out with each step, and nobody asks for it any more."""
         for worker_id in gone:
             self._transfer_times.forget(worker_id)
 
     def add_peers(self, peers: Iterable[Peer]) -> None:
-        """Add workers whose KV may be pulled."""
+        """Get to know the workers whose KV may be pulled."""
         for peer in peers:
             try:
                 self._transport.add_peer(peer)
@@ -138,7 +135,7 @@ class WorkerCore:
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
 
     def advance(self, now: float) -> bool:
-        """Between two steps: advance imports, exports and the drain. True: call again soon."""
+        """Between two steps: move what is on its way in or out. True: look again soon."""
         for event in self._transport.poll():
             match event:
                 case PullDone():
@@ -155,7 +152,7 @@ class WorkerCore:
         return is_busy
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
-        """Turn the result of a step into deltas by link. Updates the time model."""
+        """What a step means for each link. Learns from its time."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
         ended = (event.sequence for event in result.events if event.is_last)
@@ -175,15 +172,15 @@ class WorkerCore:
         return deltas
 
     def take_host_events(self) -> tuple[KVEvent, ...]:
-        """KV events of the host tier since the last call: blocks cached and evicted there."""
+        """What became findable in host memory, or stopped being so, since the last call."""
         return self._host.take_events() if self._host is not None else ()
 
     def host_hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of all blocks cached in the host tier."""
+        """All names that are findable in host memory."""
         return self._host.hashes() if self._host is not None else ()
 
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
-        """The worker's load: the engine's (by default as of now), imports, holds and transfers."""
+        """The load of the engine, as of now if not given, plus what only the worker knows."""
         status = status or self._engine.status()
         return msgspec.structs.replace(
             status,
@@ -206,7 +203,7 @@ class WorkerCore:
         self._engine.check([*self._kv_export.holders(), *self._kv_import.holders()])
 
     def close(self) -> None:
-        """Close the transport and the tiers. The engine has stopped."""
+        """Give back what the doors hold outside of the engine, which has stopped."""
         self._transport.close()
         if self._host is not None:
             self._host.close()
@@ -218,7 +215,7 @@ class WorkerCore:
 
     @contextmanager
     def _ending(self, sequence: Sequence) -> Iterator[None]:
-        """A failure inside ends this request, and never the worker."""
+        """Whatever fails in here ends that request, and never the worker."""
         try:
             yield
         except DisaggError as error:
@@ -234,7 +231,7 @@ class WorkerCore:
             self._kv_export.release(name)  # it has left: the ticket will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
-        """Add early tickets for the finished blocks of prompts that will be handed over."""
+        """Tickets for what is ready of prompts that will leave, to be pulled meanwhile."""
         plan = self._engine.last_plan
         for sequence in plan.sequences[plan.num_decodes :]:
             if not sequence.hand_over or not self._streams.is_open(sequence):
