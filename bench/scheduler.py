@@ -31,23 +31,21 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import find_prefix
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import SampledToken, StepPlan
+from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1 << 16
 PROMPT, LONG_PROMPT, NUM_STEPS, NUM_PROMPTS = 2048, 8192, 256, 64
 HASH_ROOT = b"bench"
+TOKEN_ID = 7
 
 
 class NoModel:
-    def __init__(self) -> None:
-        self._token = SampledToken(7)
-
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         if not plan.features.num_new_tokens:
-            return [self._token] * plan.num_decodes
+            return [TOKEN_ID] * plan.num_decodes
         return [
-            self._token if num_tokens == sequence.num_uncomputed else None
+            TOKEN_ID if num_tokens == sequence.num_uncomputed else None
             for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
         ]
 

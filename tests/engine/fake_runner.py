@@ -137,7 +137,7 @@ class FakeRunner:
         if end < num_known:
             return None
         if end == num_known:
-            return self._next(sequence, end)
+            return self._next(sequence, end).token_id
         return tuple(self._next(sequence, position) for position in range(num_known, end + 1))
 
     def _next(self, sequence: Sequence, position: int) -> SampledToken:
@@ -182,7 +182,8 @@ class FakeDevice(FakeRunner):
                 if row.is_end:
                     kv = self.kv.read(row.block_ids, end)
                     chosen[row.request_id] = SampledToken(next_token(kv, row.seed))
-            return [chosen.get(row.request_id) for row in rows]
+            gained = [chosen.get(row.request_id) for row in rows]
+            return [None if token is None else token.token_id for token in gained]
 
         return read
 

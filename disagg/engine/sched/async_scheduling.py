@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import compress
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 from disagg.engine.sched.block_pool import BlockPool
@@ -34,24 +36,44 @@ class After:
     __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
 
     def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence]) -> None:
-        self.decodes: list[Sequence] = []
-        self.starts: list[int] = []
-        self.growing: list[Sequence] = []
+        # Those that ended while the plan was under way are left out.
+        found = map(by_id.get, map(attrgetter("request_id"), plan.sequences))
+        is_here = [*map(is_, found, plan.sequences)]
+        self.num_here = sum(is_here)
+        self._continue_decodes([*compress(plan.sequences[: plan.num_decodes], is_here)])
         self.prefills: list[tuple[Sequence, int]] = []
-        self.num_here = self.num_context = 0
-        for sequence, num_planned in zip(plan.sequences, plan.query_lens, strict=True):
-            if by_id.get(sequence.request_id) is not sequence:
-                continue  # it ended while the plan was under way
-            self.num_here += 1
-            start, num_known = sequence.num_computed + num_planned, len(sequence.tokens)
-            if start < num_known:
+        for i in range(plan.num_decodes, len(is_here)):
+            sequence = plan.sequences[i]
+            start = sequence.num_computed + plan.query_lens[i]
+            if not is_here[i]:
+                continue
+            if start < len(sequence.tokens):
                 self.prefills.append((sequence, start))
-            elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
+            elif not _ends_next(sequence):
                 self.decodes.append(sequence)
                 self.starts.append(start)
-                self.num_context += start + 1
                 if start == sequence.num_slots:
                     self.growing.append(sequence)
+        self.num_context = sum(self.starts) + len(self.starts)
+
+    def _continue_decodes(self, decodes: list[Sequence]) -> None:
+        looked_at = [
+            each for each in decodes if len(each.tokens) + 1 >= each.check_at or each.hand_over
+        ]
+        if ending := set(filter(_ends_next, looked_at)):
+            decodes = [each for each in decodes if each not in ending]
+        self.decodes = decodes
+        self.starts = [each.num_computed + 1 for each in decodes]
+        self.growing = [
+            each
+            for each in looked_at
+            if each.num_computed + 1 == each.num_slots and each not in ending
+        ]
+
+
+def _ends_next(sequence: Sequence) -> bool:
+    """Whether it ends or leaves with its next token, whatever that is."""
+    return len(sequence.tokens) + 1 >= sequence.max_num_tokens or sequence.hand_over
 
 
 class LateBlocks(NamedTuple):

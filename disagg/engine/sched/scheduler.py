@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import compress
+from typing import TypeGuard
 
 from disagg.engine.sched.async_scheduling import After, AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
@@ -195,24 +197,14 @@ class Scheduler:
         """
         if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
             self._has_drafts = True
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        growing: list[Sequence] = []
-        num_context, num_preempted = 0, self.num_preempted
-        for sequence in self.running:  # oldest first
-            num_tokens = len(sequence.tokens)
-            if num_tokens - sequence.num_computed == 1:
-                decodes.append(sequence)
-                num_context += num_tokens
-                if num_tokens > sequence.num_slots:
-                    growing.append(sequence)
-            else:
-                prefills.append(sequence)
+        decodes, prefills, num_preempted = *self._split_running(), self.num_preempted
+        growing = [each for each in decodes if len(each.tokens) > each.num_slots]
         if growing and not grow(self.pool, growing):
             self._grow_by_turns(growing)
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
-            num_context = sum(len(sequence.tokens) for sequence in decodes)
+        num_context = self.queues.num_computed + len(decodes)
+        num_context -= sum(sequence.num_computed for sequence in prefills)
         budget = self.max_num_batched_tokens - len(decodes)
         chunks = Chunks(self.pool, budget, self.running, num_context)
         if self._has_drafts:
@@ -224,6 +216,17 @@ class Scheduler:
         if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
         return chunks.step_plan(decodes)
+
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that have one token to compute, and the others; the oldest first."""
+        running = self.running
+        if self.queues.num_left == len(running):  # nobody has less than one
+            return [*running], []
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for each in running:
+            (decodes if len(each.tokens) - each.num_computed == 1 else prefills).append(each)
+        return decodes, prefills
 
     def plan_following(
         self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
@@ -365,41 +368,53 @@ class Scheduler:
 
         Those that ended since it was planned are left out.
         """
-        gone = self._async_scheduling.end() if plan.starts else ()
-        has_drafts, num_computed, num_sampled = self._has_drafts, plan.num_new_tokens, 0
-        events: list[TokenEvent] = []
-        rows = zip(plan.sequences, plan.query_lens, sampled, strict=True)
-        for sequence, num_tokens, token in rows:
-            if gone and sequence in gone:
-                num_computed -= num_tokens
-                continue
-            if type(token) is not SampledToken:
-                num_computed -= num_tokens
-                events += self._apply_rest(sequence, num_tokens, token)
-                continue
-            num_sampled += 1
-            sequence.num_computed += num_tokens
-            if sequence.num_computed >= sequence.publish_at:
-                publish(self.pool, sequence)
-            token_id, tokens = token.token_id, sequence.tokens
-            tokens.append(token_id)
-            if (
-                has_drafts and sequence.draft
-            ):  # of a step that was launched before the draft was there
-                sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
-            is_at_end = token_id in sequence.stop_ids or len(tokens) >= sequence.max_num_tokens
-            if is_at_end or sequence.hand_over or token.logprobs is not None:
-                logprobs = None if token.logprobs is None else (token.logprobs,)
-                events.append(self._gained(sequence, (token_id,), logprobs))
-            else:
-                events.append(TokenEvent(sequence, (token_id,)))
-        self.queues.advance(num_computed, num_sampled)
+        sequences, query_lens, num_plain = plan.sequences, plan.query_lens, plan.num_decodes
+        if plan.starts and (gone := self._async_scheduling.end()):
+            is_here = [sequence not in gone for sequence in sequences]
+            sequences, query_lens = (
+                [*compress(sequences, is_here)],
+                [*compress(query_lens, is_here)],
+            )
+            sampled, num_plain = [*compress(sampled, is_here)], sum(is_here[:num_plain])
+        plain = sampled[:num_plain]
+        if self._has_drafts or not _are_plain(plain):
+            num_plain, plain = 0, ()
+        events = self._apply_plain(sequences[:num_plain], plain)
+        for i in range(num_plain, len(sequences)):
+            events += self._apply_one(sequences[i], query_lens[i], sampled[i])
         return events
 
-    def _apply_rest(
+    def _apply_plain(
+        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
+    ) -> list[TokenEvent]:
+        """Advance sequences that decode, and have no drafts, by a token each."""
+        looked_at: list[int] = []
+        for row, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            tokens = sequence.tokens
+            tokens.append(token_id)
+            sequence.num_computed += 1
+            if (
+                len(tokens) >= sequence.check_at
+                or token_id in sequence.stop_ids
+                or sequence.hand_over
+            ):
+                looked_at.append(row)
+        self.queues.advance(len(sequences), len(sequences))
+        events = [*map(TokenEvent, sequences, zip(token_ids, strict=False))]
+        block_size = self.pool.block_size
+        for row in looked_at:
+            sequence = sequences[row]
+            if sequence.num_computed >= sequence.publish_at:
+                publish(self.pool, sequence)
+            num_full = sequence.num_computed // block_size
+            sequence.check_at = min((num_full + 1) * block_size + 1, sequence.max_num_tokens)
+            events[row] = self._gained(sequence, (token_ids[row],), None)
+        return events
+
+    def _apply_one(
         self, sequence: Sequence, num_tokens: int, result: Sampled
     ) -> tuple[TokenEvent, ...]:
-        """Advance a sequence that has not gained just one token: several, none, or an error."""
+        """Advance a sequence by any result: a token, several, none, or an error."""
         num_before = sequence.num_computed
         if isinstance(result, tuple):
             token_ids, logprobs = gain(self.pool, sequence, result)
@@ -408,9 +423,19 @@ class Scheduler:
             self.queues.advance(sequence.num_computed - num_before, len(token_ids))
             return (self._gained(sequence, token_ids, logprobs),)
         sequence.num_computed += num_tokens
-        self.queues.advance(num_tokens, 0)
         if sequence.num_computed >= sequence.publish_at:
             publish(self.pool, sequence)
+        if isinstance(result, int):
+            result = SampledToken(result)
+        if isinstance(result, SampledToken):
+            token_id = result.token_id
+            sequence.tokens.append(token_id)
+            self.queues.advance(num_tokens, 1)
+            if sequence.draft:  # of a step that was launched before the draft was there
+                sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
+            logprobs = None if result.logprobs is None else (result.logprobs,)
+            return (self._gained(sequence, (token_id,), logprobs),)
+        self.queues.advance(num_tokens, 0)
         if not isinstance(result, DisaggError):
             return ()
         self.remove(sequence.request_id)
@@ -456,3 +481,8 @@ class Scheduler:
         self._async_scheduling.forget(sequence)
         if self._short is sequence:
             self._short = None
+
+
+def _are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
+    """Whether each is a token id and nothing else."""
+    return set(map(type, sampled)) <= {int}

@@ -35,6 +35,7 @@ class Sequence:
     ngrams: where its runs of tokens are, for `prompt_lookup` alone.
     slot: its row of what the runner keeps of running sequences; see `slots`.
     max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
+    check_at: len(tokens) from which on the next token may end it or begin a block; never too large.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_ids",
+        "check_at",
         "deadline_unix_s",
         "draft",
         "grammar_state",
@@ -80,6 +82,7 @@ class Sequence:
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
         self.publish_at = 0  # num_computed at which the next block is full
+        self.check_at = 0
         self.deadline_unix_s = request.deadline_unix_s
         self.arrival = (request.priority, -1)
         self.was_admitted = False

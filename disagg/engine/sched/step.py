@@ -57,10 +57,10 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-# What a step chose for an item of its plan: no token where the chunk ends before the sequence's
-# tokens do; several where a draft was computed along, each as if what is before it were right.
-# An error ends that sequence alone.
-Sampled: TypeAlias = SampledToken | tuple[SampledToken, ...] | DisaggError | None
+# What a step chose for an item of its plan: a token's id, or with its log-probabilities if they
+# were asked for; none where the chunk ends before the sequence's tokens do; several where a draft
+# was computed along, each as if what is before it were right. An error ends that sequence alone.
+Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
