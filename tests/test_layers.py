@@ -55,7 +55,7 @@ THIRD_PARTY = {
         "doctor/transfer_probe.py",
     ],
     "triton": ["kernels/"],
-    "numpy": ["kvtransfer/nixl_transport.py"],
+    "numpy": ["kvtransfer/nixl_transport.py", "engine/device/batching.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "safetensors": ["models/weights.py"],
     "redis": ["store/redis_store.py"],

@@ -1,19 +1,25 @@
 """A step plan as tensors, most of which are on the device already.
 
 The block tables of running sequences and the tokens that were sampled last stay there, in a row for
-each slot. A step uploads what it changes of them and where each sequence goes on, in one copy; the
-rest of a `Batch` follows from that on the device. Must not know what a model does with it.
+each slot. A step uploads what it changes of them, and where each of its tokens goes, in one copy:
+worked out on the host, where a sum costs less than a launch. Must not know what a model does with
+it.
 """
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import add
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.device.slots import Slots
@@ -21,15 +27,18 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 
+Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What a device is told of a step, on the host.
 
-    numbers: int64, parts of these lengths: token ids, but for those that are read on the device;
-        for each sequence its start, its slot and its query length; rows whose logits are wanted;
-        cells of the block tables, and the blocks to write there. Slots are left out if they are
-        those of the step before; lengths and rows are if all sequences decode.
+    numbers: int64, parts of these lengths. Of each sequence its slot, of each token its position
+        and where its KV goes, of each sequence where its context ends; token ids, but for those
+        that are read on the device; cells of the block tables, and the blocks to write there.
+        Unless all sequences decode, also where the tokens of each begin and how many there are,
+        rows whose logits are wanted, and the slots that these belong to.
     num_unread: tokens that are read on the device, those of the first sequences.
     ends: where each sequence's context ends once the step is done.
     """
@@ -37,7 +46,6 @@ class StepInputs:
     numbers: Tensor
     lengths: list[int]
     num_unread: int
-    num_tokens: int
     num_decodes: int
     query_lens: tuple[int, ...]
     ends: tuple[int, ...]
@@ -45,6 +53,35 @@ class StepInputs:
     @property
     def are_decodes(self) -> bool:
         return self.num_decodes == len(self.ends)
+
+
+class _Decodes:
+    """Sequences that decode, of one step after another as long as they are the same.
+
+    slots, ends: of each.
+    places: int64 [4, num_seqs], of each its slot, its token's position, where that one's KV goes,
+        and its end.
+    """
+
+    def __init__(self, slots: list[int], starts: SequenceOf[int], kv_slots: list[int]) -> None:
+        self.slots = slots
+        self.ends = [start + 1 for start in starts]
+        self.places = np.array((slots, starts, kv_slots, self.ends), np.int64)
+        self._begin: deque[list[int]] | None = None  # rows, by the steps until they begin a block
+
+    def advance(self, block_size: int) -> list[int]:
+        """Each goes on by a token. Returns the rows of which it is the first in its block."""
+        if self._begin is None:
+            self._begin = deque([] for _ in range(block_size))
+            for row, end in enumerate(self.ends):
+                self._begin[-end % block_size].append(row)
+        self.places = self.places + _ONE_FURTHER
+        self.ends = self.places[3].tolist()
+        self._begin.rotate(-1)
+        return self._begin[-1]
+
+
+_ONE_FURTHER = np.array([[0], [1], [1], [1]])
 
 
 class Batching:
@@ -64,9 +101,8 @@ class Batching:
         self._device = device
         self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
-        self._counted = torch.zeros(0, dtype=torch.int64, device=device)  # 0, 1, 2, ...
-        self._sent_slots: list[int] = []  # by the step whose inputs were made last
-        self._last_slots = self._chosen  # of the step whose batch was made last
+        self._counted = self._chosen, self._chosen.int()
+        self._decodes = _Decodes([], [], [])  # of the step before, or of none
 
     # On the host.
 
@@ -78,42 +114,80 @@ class Batching:
         """
         for sequence in entered:
             sequence.num_listed = 0
-        sequences, query_lens = plan.sequences, tuple(plan.query_lens)
-        starts = plan.starts or [sequence.num_computed for sequence in sequences]
+        slots = [sequence.slot for sequence in plan.sequences]
+        starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
         token_ids, logits_rows = _tokens(plan, starts)
-        cells, block_ids = self._changes(sequences)
-        slots = [sequence.slot for sequence in sequences]
-        new_slots = [] if slots == self._sent_slots else slots
-        self._sent_slots = slots
-        new_lens = () if plan.num_decodes == len(slots) else query_lens
-        parts = (token_ids, starts, new_slots, new_lens, logits_rows, cells, block_ids)
-        numbers = torch.frombuffer(array("q", [*chain.from_iterable(parts)]), dtype=torch.int64)
+        if plan.num_decodes == len(slots):
+            changes = self._decode(plan.sequences, slots, starts, are_new=bool(entered))
+            ends = self._decodes.ends
+            parts: tuple[Ints, ...] = (*self._decodes.places, token_ids, *changes)
+        else:
+            self._decodes = _Decodes([], [], [])
+            ends = [*map(add, starts, plan.query_lens)]
+            spans = [*map(range, starts, ends)]
+            kv_slots = chain.from_iterable(map(self._kv_slots, plan.sequences, spans))
+            positions = [*chain.from_iterable(spans)]
+            begins = [0, *accumulate(plan.query_lens)]
+            wanted = [slots[bisect_right(begins, row) - 1] for row in logits_rows]
+            changes = self._changes(plan.sequences)
+            places = slots, positions, [*kv_slots], ends
+            parts = (*places, token_ids, *changes, begins, logits_rows, wanted)
+        # Unsafe for NumPy, which takes an empty list for one of floats.
+        packed = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        numbers = torch.from_numpy(packed)
         if self._device.type != "cpu":
             numbers = numbers.pin_memory()
         return StepInputs(
             numbers,
             [*map(len, parts)],
             plan.num_unread,
-            plan.num_new_tokens,
             plan.num_decodes,
-            query_lens,
-            tuple(map(add, starts, query_lens)),
+            tuple(plan.query_lens),
+            tuple(ends),
         )
+
+    def _decode(
+        self,
+        sequences: SequenceOf[Sequence],
+        slots: list[int],
+        starts: SequenceOf[int],
+        *,
+        are_new: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Bring `_decodes` to a step. Returns what that changes of the tables.
+
+        Where all are a token further than in the step before, a table can have changed only where
+        a block begins: whoever lost blocks meanwhile would be computed anew.
+        """
+        decodes = self._decodes
+        if are_new or slots != decodes.slots or starts != decodes.ends:
+            at = map(self._kv_slots, sequences, ((start,) for start in starts))
+            self._decodes = _Decodes(slots, starts, [*chain.from_iterable(at)])
+            return self._changes(sequences)
+        begun = decodes.advance(self._block_size)
+        for row in begun:
+            (decodes.places[2, row],) = self._kv_slots(sequences[row], (starts[row],))
+        return self._changes([sequences[row] for row in begun])
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
         """Cells of the tables that are not as these sequences' blocks are, and those blocks."""
         cells: list[int] = []
         block_ids: list[int] = []
-        for sequence in sequences:
+        changed = [each for each in sequences if each.num_listed != len(each.block_ids)]
+        for sequence in changed:
             num_listed, num_blocks = sequence.num_listed, len(sequence.block_ids)
-            if num_listed != num_blocks:
-                if num_blocks > self._max_num_blocks:
-                    raise ValueError(f"{sequence} does not fit into {self._max_num_blocks} columns")
-                first = sequence.slot * self._max_num_blocks
-                cells.extend(range(first + num_listed, first + num_blocks))
-                block_ids += sequence.block_ids[num_listed:]
-                sequence.num_listed = num_blocks
+            if num_blocks > self._max_num_blocks:
+                raise ValueError(f"{sequence} does not fit into {self._max_num_blocks} columns")
+            first = sequence.slot * self._max_num_blocks
+            cells.extend(range(first + num_listed, first + num_blocks))
+            block_ids += sequence.block_ids[num_listed:]
+            sequence.num_listed = num_blocks
         return cells, block_ids
+
+    def _kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
+        """Where the KV of these positions goes."""
+        block_ids, block_size = sequence.block_ids, self._block_size
+        return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
 
     # On the device, in the order of steps.
 
@@ -124,65 +198,50 @@ class Batching:
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
         numbers = step.numbers.to(self._device, non_blocking=True)
-        parts = torch.split(numbers, step.lengths)
-        known, starts, slots, query_lens, logits_rows, cells, block_ids = parts
+        parts = numbers.split_with_sizes(step.lengths)
+        slots, positions, kv_slots, ends, token_ids, cells, block_ids = parts[:7]
+        num_seqs = len(step.ends)
         if step.lengths[5]:
             self._tables.view(-1).index_copy_(0, cells, block_ids.int())
-        if step.lengths[2]:
-            self._last_slots = slots
-        slots = self._last_slots
-        num_tokens, num_seqs = step.num_tokens, len(step.ends)
         if step.are_decodes:
-            rows, positions, logits_rows = slots, starts, self._count(num_seqs)
-            query_start, context_lens = self._count(num_seqs + 1).int(), (starts + 1).int()
+            logits_rows, query_start = self._count(num_seqs)
+            slots_of_logits, max_query_len = slots, 1
         else:
-            rows = slots.repeat_interleave(query_lens, output_size=num_tokens)
-            # Of a sequence's first token the place among all and the position; others follow.
-            first = query_lens.cumsum(0) - query_lens
-            shifts = (starts - first).repeat_interleave(query_lens, output_size=num_tokens)
-            positions = shifts + self._count(num_tokens)
-            query_start = torch.cat((first, first[-1:] + query_lens[-1:])).int()
-            context_lens = (starts + query_lens).int()
-        token_ids = known
+            begins, logits_rows, slots_of_logits = parts[7:]
+            query_start, max_query_len = begins.int(), max(step.query_lens)
         if step.num_unread:
-            token_ids = self._chosen.index_select(0, slots[: step.num_unread])
-            token_ids = torch.cat((token_ids, known)) if step.lengths[0] else token_ids
+            unread_slots = slots if step.num_unread == num_seqs else slots[: step.num_unread]
+            unread = self._chosen.index_select(0, unread_slots)
+            token_ids = torch.cat((unread, token_ids)) if step.lengths[4] else unread
         longest = max(step.ends)
         num_columns = -(-longest // self._block_size)
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
-            slots=self._kv_slots(rows, positions),
+            slots=kv_slots,
             query_start=query_start,
-            context_lens=context_lens,
+            context_lens=ends.int(),
             block_tables=self._tables[:, :num_columns].index_select(0, slots),
             logits_rows=logits_rows,
             num_decodes=step.num_decodes,
-            max_query_len=1 if step.are_decodes else max(step.query_lens),
+            max_query_len=max_query_len,
             max_context_len=longest,
             query_lens=step.query_lens,
             context_lens_host=step.ends,
         )
-        is_all = logits_rows.shape[0] == num_tokens
-        return batch, rows if is_all else rows.index_select(0, logits_rows)
+        return batch, slots_of_logits
 
     @torch.inference_mode()
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled for the sequences in these slots, for the next step to go on with."""
         self._chosen.index_copy_(0, slots, token_ids)
 
-    def _kv_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where the KV of tokens goes, of sequences with these rows of the tables."""
-        columns = positions.div(self._block_size, rounding_mode="floor")
-        cells = columns.add(rows, alpha=self._max_num_blocks)
-        blocks = self._tables.view(-1).index_select(0, cells)
-        # block * block_size + offset, and offset = position - column * block_size
-        return positions.add(blocks - columns, alpha=self._block_size)
-
-    def _count(self, number: int) -> Tensor:
-        if self._counted.shape[0] < number:
-            self._counted = torch.arange(2 * number, device=self._device)
-        return self._counted[:number]
+    def _count(self, number: int) -> tuple[Tensor, Tensor]:
+        """0, 1, ...: int64 [number] and int32 [number + 1]."""
+        if self._counted[0].shape[0] != number:
+            counted = torch.arange(number + 1, device=self._device)
+            self._counted = counted[:-1], counted.int()
+        return self._counted
 
     def _make_room(self) -> None:
         missing = self._slots.num_slots - self._chosen.shape[0]

@@ -135,7 +135,8 @@ def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
     sequence.tokens += [3, 4, 5]
     sequence.num_computed += 3
     after = made.inputs(plan).numbers.shape[0]
-    assert (before, after) == (3 + 2 * 17, 2 + 2 * 1), "nor slots that it has"
+    # Its slot, position, end and token, and where its KV goes.
+    assert (before, after) == (5 + 2 * 17, 5 + 2 * 1)
 
 
 def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
