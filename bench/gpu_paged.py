@@ -82,7 +82,7 @@ class Paged:
         self._paging: TritonPaging
         if is_captured:
             fixed = self._ops.plan_decodes(batch, self.pages, [window])
-            fixed.fill(batch.context_lens_host)
+            fixed.cut()
             self._paging = fixed
         else:
             self._paging = self._ops.plan(batch, self.pages, [window])

@@ -1,23 +1,110 @@
-"""The attention work of decode steps in buffers of one shape, for a captured graph to read.
+"""The attention work of decode steps in buffers of one shape, cut by the device that reads it.
 
-A graph launches the grids that it was captured with, from the addresses that it saw then. So the
-list of pieces has room for the worst case, and what a step does not need of it is empty: a piece
-without queries and keys ends at once and writes nothing. A row without a sequence has a piece
-without keys, which writes zeros.
+A captured graph launches the grids of its capture, from the addresses that it saw then. So the list
+of pieces has room for the worst case, and what a step does not need of it is empty: a piece without
+queries and keys ends at once and writes nothing. A row without a sequence has a piece without keys,
+which writes zeros.
+
+The cut is that of `attention_work.split_keys`, which is its oracle. Every program works out the
+sizes of all pieces, which are a few sums over the step's sequences, and writes those of its own.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys
-from disagg.kernels.launcher import next_power_of_2
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_attention import KEY_TILE, Launch, PagedWork
 
-_NO_PIECE = (0, 0, 0, 0, 0, -1)
-_NO_REDUCTION = (0, 0, 0, 0)
+_LEAST_ROWS = 64  # of a program: fewer would only be one more kernel to compile
+
+
+@triton.jit
+def _store_piece(pieces_ptr, place, sequence, num_queries, start, end, partial, mask):
+    piece_ptr = pieces_ptr + place * 6
+    tl.store(piece_ptr, sequence, mask=mask)
+    tl.store(piece_ptr + 1, 0, mask=mask)
+    tl.store(piece_ptr + 2, num_queries, mask=mask)
+    tl.store(piece_ptr + 3, start, mask=mask)
+    tl.store(piece_ptr + 4, end, mask=mask)
+    tl.store(piece_ptr + 5, partial, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_pieces", "num_reductions"],
+    do_not_specialize_on_alignment=["slots_ptr", "context_lens_ptr", "reductions_ptr"],
+)
+def _cut_kernel(
+    slots_ptr,
+    context_lens_ptr,
+    pieces_ptr,
+    reductions_ptr,
+    num_seqs,
+    num_pieces,
+    num_reductions,
+    NUM_PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Write the pieces of one sequence, its reduction, and some of the empty ones."""
+    own = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    slots = tl.load(slots_ptr + rows, mask=rows < num_seqs, other=-1)
+    ends = tl.load(context_lens_ptr + rows, mask=slots >= 0, other=0)
+    starts = ends * 0
+    if WINDOW > 0:
+        starts = tl.maximum(ends - WINDOW, 0) // TILE * TILE
+    nums_keys = ends - starts
+    size = tl.maximum(tl.cdiv(tl.sum(nums_keys), NUM_PROGRAMS), LEAST_KEYS)
+    size = tl.cdiv(size, TILE) * TILE
+    nums_whole = nums_keys // size  # pieces of the common size, and keys that are left
+    nums_left = nums_keys - nums_whole * size
+    counts = nums_whole + (nums_left > 0).to(tl.int32)
+    is_cut = (counts > 1).to(tl.int32)
+
+    is_own = (rows == own).to(tl.int32)
+    is_before = (rows < own).to(tl.int32)
+    start, num_keys = tl.sum(starts * is_own), tl.sum(nums_keys * is_own)
+    num_whole, num_left = tl.sum(nums_whole * is_own), tl.sum(nums_left * is_own)
+    count = tl.sum(counts * is_own)
+    first_partial = tl.sum(counts * is_cut * is_before)
+
+    # Long pieces start early: the whole ones, then what is left of each sequence by its length.
+    index = tl.arange(0, PIECES)
+    first, last = start + index * size, start + num_whole * size
+    partials = tl.where(count > 1, first_partial + index, -1)
+    place = tl.sum(nums_whole * is_before) + index
+    _store_piece(pieces_ptr, place, own, 1, first, first + size, partials, index < num_whole)
+    has_last = (nums_left > 0) | (nums_keys == 0)
+    is_earlier = (nums_left > num_left) | ((nums_left == num_left) & (rows < own))
+    place = tl.sum(nums_whole) + tl.sum((has_last & is_earlier).to(tl.int32))
+    partial = tl.where(count > 1, first_partial + num_whole, -1)
+    is_one = (num_left > 0) | (num_keys == 0)
+    _store_piece(pieces_ptr, place, own, 1, last, last + num_left, partial, is_one)
+    reduction_ptr = reductions_ptr + tl.sum(is_cut * is_before) * 4
+    tl.store(reduction_ptr, own, mask=count > 1)
+    tl.store(reduction_ptr + 1, first_partial, mask=count > 1)
+    tl.store(reduction_ptr + 2, count, mask=count > 1)
+    tl.store(reduction_ptr + 3, 1, mask=count > 1)
+
+    num_used = tl.sum(tl.where(rows < num_seqs, tl.maximum(counts, 1), 0))
+    place = num_used + own + index * num_seqs
+    _store_piece(pieces_ptr, place, 0, 0, 0, 0, -1, place < num_pieces)
+    place = tl.sum(is_cut) + own
+    for field in tl.static_range(4):
+        tl.store(reductions_ptr + place * 4 + field, 0, mask=place < num_reductions)
+
+
+_cut = KernelLauncher(_cut_kernel)
 
 
 class FixedWork:
@@ -41,38 +128,43 @@ class FixedWork:
         # Each sequence ends with a piece that may be shorter; all others have the common size, of
         # which `num_programs` make up the whole step. So at most that many sequences have one of
         # them and are cut.
-        self._num_pieces = num_seqs + num_programs
-        self._num_reductions = min(num_seqs, num_programs)
-        num_first = 6 * self._num_pieces
-        num_numbers = num_first + 4 * self._num_reductions
-        self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
+        num_pieces = num_seqs + num_programs
+        num_reductions = min(num_seqs, num_programs)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
         launch = Launch(
-            pieces=self._numbers[:num_first].view(-1, 6),
-            reductions=self._numbers[num_first:].view(-1, 4),
-            num_partials=self._num_reductions + num_programs,
+            pieces=zeros(num_pieces, 6),
+            reductions=zeros(num_reductions, 4),
+            num_partials=num_reductions + num_programs,
             rows=max(16, next_power_of_2(group)),
             num_merged_rows=group,
         )
         self.work = PagedWork((launch,), window)
-        self.fill(())
 
-    def fill(self, context_lens: Sequence[int]) -> None:
-        """Cut the next step: `context_lens` of at most `num_seqs` sequences, in order."""
-        rows = [(sequence, 1, length) for sequence, length in enumerate(context_lens)]
-        pieces, reductions = split_keys(rows, self.work.window, KEY_TILE, self._num_programs)
-        pieces += [AttentionPiece(row, 0, 1, 0, 0, -1) for row in range(len(rows), self._num_seqs)]
-        numbers = self._filled_up(pieces, reductions)
-        uploaded = torch.tensor(numbers, dtype=torch.int32)
-        if self._numbers.device.type == "cuda":
-            uploaded = uploaded.pin_memory()
-        self._numbers.copy_(uploaded, non_blocking=True)
+    def cut(self, slots: Tensor, context_lens: Tensor) -> None:
+        """Cut a step, on the device and in the order of its work.
 
-    def _filled_up(self, pieces: list[AttentionPiece], reductions: list[Reduction]) -> list[int]:
-        numbers: list[int] = []
-        for p in pieces:
-            numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
-        numbers += _NO_PIECE * (self._num_pieces - len(pieces))
-        for r in reductions:
-            numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
-        numbers += _NO_REDUCTION * (self._num_reductions - len(reductions))
-        return numbers
+        Args:
+            slots: int64 [num_seqs], where each token's KV goes; negative: a row without a sequence.
+            context_lens: int32 [num_seqs].
+        """
+        (launch,) = self.work.launches
+        _cut(
+            (self._num_seqs,),
+            slots,
+            context_lens,
+            launch.pieces,
+            launch.reductions,
+            self._num_seqs,
+            launch.pieces.shape[0],
+            launch.reductions.shape[0],
+            NUM_PROGRAMS=self._num_programs,
+            WINDOW=self.work.window or 0,
+            TILE=KEY_TILE,
+            LEAST_KEYS=MIN_SPLIT_KEYS,
+            ROWS=max(_LEAST_ROWS, next_power_of_2(self._num_seqs)),
+            PIECES=next_power_of_2(self._num_programs),
+            num_warps=4,
+        )

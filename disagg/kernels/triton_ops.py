@@ -45,13 +45,14 @@ class TritonPaging:
 
 @dataclass(frozen=True, slots=True)
 class FixedPaging(TritonPaging):
-    """Paging that a captured graph reads: its pieces change with `fill`, its shapes never."""
+    """Paging that a captured graph reads: its pieces change with `cut`, its shapes never."""
 
     fixed: tuple[FixedWork, ...]
 
-    def fill(self, context_lens: Sequence[int]) -> None:
+    def cut(self) -> None:
+        """Cut the step that is in the batch's tensors, on the device."""
         for each in self.fixed:
-            each.fill(context_lens)
+            each.cut(self.batch.slots, self.batch.context_lens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ some numbers of sequences; a step uses the next larger one, and its unused rows 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -96,7 +96,7 @@ class DecodeGraphs:
         if not are_decodes or index == len(self._sizes):
             return None
         self._fill(batch, self._sizes[index])
-        self._graphs[index].replay(batch.context_lens_host)
+        self._graphs[index].replay()
         return self._logits[:num_seqs]
 
     def _fill(self, batch: Batch, size: int) -> None:
@@ -119,12 +119,13 @@ class _Graph:
         ops = decoder.ops
         if not isinstance(ops, TritonOps):
             raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
-        self._paging = paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
-        self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
+        paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
 
-    def replay(self, context_lens: Sequence[int]) -> None:
-        self._paging.fill(context_lens)
-        self._replay()
+        def forward() -> None:
+            paging.cut()
+            decoder.forward(batch, kv_cache, paging, logits)
+
+        self.replay = record(forward)
 
 
 def _first_rows(batch: Batch, num_seqs: int) -> Batch:
