@@ -38,6 +38,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 1 << 16
 PROMPT, LONG_PROMPT, NUM_STEPS, NUM_PROMPTS = 2048, 8192, 256, 64
 HASH_ROOT = b"bench"
 TOKEN_ID = 7
+ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 class NoModel:
@@ -50,9 +51,9 @@ class NoModel:
         ]
 
 
-def new_engine() -> Engine:
+def new_engine(block_size: int = BLOCK_SIZE) -> Engine:
     scheduler = Scheduler(
-        BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS))),
+        BlockPool(NUM_BLOCKS, block_size, array("Q", bytes(8 * NUM_BLOCKS))),
         max_num_seqs=512,
         max_num_batched_tokens=8192,
         max_model_len=1 << 15,
@@ -60,7 +61,9 @@ def new_engine() -> Engine:
     return Engine(scheduler, NoModel())
 
 
-def new_sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
+def new_sequence(
+    number: int, tokens: list[int], sampling: SamplingParams, block_size: int = BLOCK_SIZE
+) -> Sequence:
     return Sequence(
         GenerateRequest(
             request_id=str(number),
@@ -68,8 +71,8 @@ def new_sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
             token_ids=tuple(tokens),
             num_prompt_tokens=len(tokens),
             hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, BLOCK_SIZE)),
-            sampling=SamplingParams(max_tokens=max_tokens),
+            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
+            sampling=sampling,
             deadline_unix_s=float("inf"),
         )
     )
@@ -79,7 +82,8 @@ def decode(num_seqs: int, num_steps: int) -> dict[str, Any]:
     """Mean, not median: one step in sixteen has blocks to give and to publish."""
     engine = new_engine()
     for number in range(num_seqs):
-        engine.submit(new_sequence(number, [number + 8] * 129, 2 * num_steps + 8))
+        sampling = SamplingParams(max_tokens=2 * num_steps + 8)
+        engine.submit(new_sequence(number, [number + 8] * 129, sampling))
     while engine.scheduler.waiting or engine.last_plan.num_decodes < num_seqs:
         engine.step()
     began_s = time.process_time()
@@ -122,7 +126,7 @@ def admit(num_prompts: int) -> dict[str, Any]:
     seconds = []
     for number in range(num_prompts):
         tokens = [*range(8, 8 + PROMPT // 2), *([number] * (PROMPT // 2))]
-        sequence = new_sequence(number, tokens, 1)
+        sequence = new_sequence(number, tokens, ONE_TOKEN)
         began_s = time.process_time()
         engine.submit(sequence)
         while engine.has_work:
@@ -134,10 +138,10 @@ def admit(num_prompts: int) -> dict[str, Any]:
 def match(num_times: int) -> dict[str, Any]:
     engine = new_engine()
     prompt = [8 + i % 1000 for i in range(LONG_PROMPT)]
-    engine.submit(new_sequence(0, prompt, 1))
+    engine.submit(new_sequence(0, prompt, ONE_TOKEN))
     while engine.has_work:
         engine.step()
-    pool, sequence = engine.pool, new_sequence(1, prompt, 1)
+    pool, sequence = engine.pool, new_sequence(1, prompt, ONE_TOKEN)
     seconds = []
     for _ in range(num_times):
         began_s = time.process_time()

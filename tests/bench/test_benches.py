@@ -40,6 +40,7 @@ def test_named_benches_run_one_after_another() -> None:
         "engine",
         "grammar",
         "hand_over",
+        "host_step",
         "kv_formats",
         "prefix_index",
         "routing",
@@ -61,6 +62,7 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(row["mask us"] > 0 for row in results["grammar"]["rows"])
     assert all(row["us after"] > 0 for row in results["sampler"]["rows"])
     assert results["sampler_law"]["num_failed"] == 0
+    assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])

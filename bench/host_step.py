@@ -1,0 +1,132 @@
+"""What a decode step costs the host of a GPU: microseconds for each part, without any GPU.
+
+    python -m bench.host_step [--block-size 64] [--tiny]
+
+The real engine launches each step before the one before it is read, through the real batches and
+the real sampler with the defaults of a model family; kernels do nothing, so tokens mean nothing.
+`scheduler`: plans and results. `batch`: what the device is told, and the tensors made of that; the
+calls of torch are those of a CPU. `sampler`: all that is called to choose tokens, and reading them.
+What a graph is launched for is not in it. CPU time of the process, the mean of all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from bench.report import finish, print_table
+from bench.sampler import FAMILIES, kernels_that_do_nothing
+from bench.scheduler import new_engine, new_sequence
+from disagg.engine.device.batching import Batching
+from disagg.engine.device.sampler import Sampler, needs_host
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Results, Sampled, StepPlan
+from disagg.messages import SamplingParams
+
+MAX_MODEL_LEN = 1 << 15
+NUM_STEPS = 256
+PROMPT = 129
+
+
+class Host:
+    """A runner whose device computes nothing. Times are in seconds, of all steps."""
+
+    def __init__(self, max_num_seqs: int, block_size: int, vocab_size: int) -> None:
+        from disagg.kernels.triton_sampling import TritonSampling
+
+        cpu = torch.device("cpu")
+        self.batch_s = self.sampler_s = 0.0
+        self._slots = Slots(max_num_seqs)
+        self._batching = Batching(self._slots, block_size, MAX_MODEL_LEN // block_size, cpu)
+        self._sampler = Sampler(self._slots, vocab_size, cpu, TritonSampling())
+        self._logits = torch.zeros(max_num_seqs, vocab_size)
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        return plan.num_decodes == len(plan.sequences)
+
+    def needs_host(self, sequence: Sequence) -> bool:
+        return needs_host(sequence)
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """A prompt's chunk, outside of what is timed."""
+        lens = zip(plan.sequences, plan.query_lens, strict=True)
+        return [7 if each.num_uncomputed == query_len else None for each, query_len in lens]
+
+    def launch(self, plan: StepPlan) -> Results:
+        began_s = time.process_time()
+        entered = self._slots.enter(plan.sequences)
+        batch, slots = self._batching.batch(self._batching.inputs(plan, entered))
+        batched_s = time.process_time()
+        self._sampler.enter([sequence.slot for sequence in entered])
+        chosen = self._sampler.sample(
+            self._logits[: len(plan.sequences)],
+            plan.sequences,
+            batch.positions,
+            nums_unread=[1] * plan.num_unread,
+        )
+        sampled_s = time.process_time()
+        self._batching.remember(slots, chosen.token_ids)
+        self.batch_s += batched_s - began_s + time.process_time() - sampled_s
+        self.sampler_s += sampled_s - batched_s
+
+        def read() -> list[Sampled]:
+            began_s = time.process_time()
+            tokens: list[Sampled] = [*chosen.sampled()]
+            self.sampler_s += time.process_time() - began_s
+            return tokens
+
+        return read
+
+
+def measure(family: str, num_seqs: int, block_size: int, num_steps: int) -> dict[str, Any]:
+    vocab_size, defaults = FAMILIES[family]
+    engine = new_engine(block_size)
+    host = Host(num_seqs, block_size, vocab_size)
+    engine.runner = engine.launcher = host
+    for number in range(num_seqs):
+        # Blocks begin in all steps alike, as they do where requests come one by one.
+        tokens = [number + 8] * (PROMPT + number % block_size)
+        sampling = SamplingParams(max_tokens=2 * num_steps + 8, seed=number, **defaults)
+        engine.submit(new_sequence(number, tokens, sampling, block_size))
+    while engine.scheduler.waiting or not engine.last_plan.num_unread:
+        engine.step()
+    host.batch_s = host.sampler_s = 0.0
+    began_s = time.process_time()
+    for _ in range(num_steps):
+        engine.step()
+        engine.pool.take_events()
+    together_s = time.process_time() - began_s
+    assert engine.last_plan.num_unread == num_seqs
+    each_us = 1e6 / num_steps
+    return {
+        "defaults of": family,
+        "sequences": num_seqs,
+        "scheduler us": (together_s - host.batch_s - host.sampler_s) * each_us,
+        "batch us": host.batch_s * each_us,
+        "sampler us": host.sampler_s * each_us,
+        "together us": together_s * each_us,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--block-size", type=int, default=64, help="64 is the default of a GPU")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
+    arguments = parser.parse_args()
+    nums_seqs, num_steps = ((2,), 8) if arguments.tiny else ((1, 32, 256), NUM_STEPS)
+    with kernels_that_do_nothing():
+        rows = [
+            measure(family, num_seqs, arguments.block_size, num_steps)
+            for num_seqs in nums_seqs
+            for family in FAMILIES
+        ]
+    print_table(rows)
+    finish("host_step", rows, block_size=arguments.block_size)
+
+
+if __name__ == "__main__":
+    main()
