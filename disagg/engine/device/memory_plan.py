@@ -11,7 +11,7 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.engine.device.kv_cache import KVShape, choose_num_blocks
-from disagg.engine.device.workspace import captured_nbytes, step_nbytes
+from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import num_weights
@@ -81,6 +81,7 @@ def plan_memory(
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
     workspace_nbytes = step_nbytes(model, dtype.itemsize, num_seqs, num_tokens)
+    workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
     if claim_nbytes is not None and not config.enforce_eager:
         from disagg.engine.device.mixed_graphs import graph_sizes  # needs Triton
 

@@ -56,17 +56,25 @@ LoadModel = Callable[[ModelDescription, torch.dtype, torch.device, Progress], De
 
 
 class ModelRunner:
-    """A decoder over a KV cache; one call of `run` is one forward pass and one draw."""
+    """A decoder over a KV cache; one call of `run` is one forward pass and one draw.
+
+    Args:
+        max_num_seqs: sequences that tables have room for; a larger step makes more.
+    """
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, grammars: Grammars | None = None
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        grammars: Grammars | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.grammars = grammars
         self.graphs: tuple[DecodeGraphs | MixedGraphs, ...] | None = None
         self.threads = StepThreads(torch.get_num_threads())
-        self.slots = Slots()
+        self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
         max_num_blocks = -(-decoder.config.max_model_len // block_size)
         self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
@@ -93,10 +101,10 @@ class ModelRunner:
         self.batching.remember(slots, chosen.token_ids)
 
         def results() -> list[Sampled]:
-            tokens = iter(chosen.read())
+            tokens = iter(chosen.sampled())
             return [next(tokens) if is_end else None for is_end in ends]
 
-        return chosen.read if all(ends) else results
+        return chosen.sampled if all(ends) else results
 
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether the device alone finds a token for each sequence, and so can go on with it."""
@@ -143,22 +151,25 @@ class ModelRunner:
         sampled: list[Sampled] = []
         for each in continued:
             some = [next(tokens) for _ in each]
+            if len(some) < 2:
+                sampled.append(some[0] if some else None)
+                continue
+            with_logprobs = (SampledToken(one) if isinstance(one, int) else one for one in some)
             # A draft has no error: whoever follows a grammar has no draft.
-            verified = tuple(token for token in some if isinstance(token, SampledToken))
-            sampled.append(verified if len(verified) > 1 else some[0] if some else None)
+            sampled.append(tuple(one for one in with_logprobs if isinstance(one, SampledToken)))
         return sampled
 
     def _sample(
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
-    ) -> SequenceOf[SampledToken | DisaggError]:
+    ) -> SequenceOf[int | SampledToken | DisaggError]:
         """The next token of each, or why its grammar has none."""
         bound = [row for row, each in enumerate(sequences) if each.sampling.grammar is not None]
         if not bound:
-            return self.sampler.sample(logits, sequences, positions).read()
+            return self.sampler.sample(logits, sequences, positions).sampled()
         # On a GPU the logits are still being computed.
         masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
         chosen = self.sampler.sample(logits, sequences, positions, masks)
-        sampled: list[SampledToken | DisaggError] = [*chosen.read()]
+        sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
         for row, error in failed.items():
             sampled[row] = error
         return sampled
@@ -282,7 +293,7 @@ def build_engine(
     progress(StartStep("kv_blocks", 0, num_blocks))
     kv_cache = KVCache(shape, num_blocks, device)
     grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
-    runner = ModelRunner(decoder, kv_cache, grammars)
+    runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs)
     progress(StartStep("warm_up"))
     is_cpu = device.type == "cpu"
     num_tokens = min(memory.max_num_batched_tokens, max_model_len - 1)

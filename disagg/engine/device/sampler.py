@@ -140,9 +140,14 @@ class Chosen:
         self._read = _reader([token_ids, *(scores.tensors(token_ids) if scores else ())])
 
     def read(self) -> list[SampledToken]:
+        """As `sampled`, each with or without log-probabilities."""
+        tokens = self.sampled()
+        return [SampledToken(each) if isinstance(each, int) else each for each in tokens]
+
+    def sampled(self) -> list[int | SampledToken]:
         """Waits for the tokens, and for nothing that is launched after them."""
         token_ids, *scores = self._read()
-        sampled = [*map(SampledToken, token_ids)]
+        sampled: list[int | SampledToken] = token_ids
         if not scores:
             return sampled
         tops: list[Any] = [()] * len(self._wanted)

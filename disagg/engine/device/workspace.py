@@ -15,6 +15,7 @@ LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
 PARTIAL_ROWS = 64  # of a tile of queries, at most: what a cut of one sequence's keys leaves behind
+LEAST_BLOCK_SIZE = 16  # that a GPU is given
 SPARE_PARTIALS = 1024  # pieces that fill a device, over all KV heads: more than any has
 
 
@@ -29,6 +30,18 @@ def step_nbytes(
     activations = max_num_batched_tokens * _token_nbytes(model, itemsize)
     num_rows = max_num_seqs + MAX_AHEAD
     return activations + num_rows * model.vocab_size * SAMPLING_NBYTES + CUBLAS_NBYTES
+
+
+def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
+    """Of what is kept of running sequences beside the counts of each token, which are a part of
+    `SAMPLING_NBYTES`: which tokens penalties look at, and block tables.
+
+    A table of tokens is as wide as the longest sequence, at most; twice as wide if it grew to that;
+    and then there is also the one that it was copied from.
+    """
+    seen = 3 * 4 * (min(max_model_len, model.vocab_size) + 1)
+    blocks = 4 * -(-model.max_model_len // LEAST_BLOCK_SIZE)
+    return max_num_seqs * (seen + blocks)
 
 
 def captured_nbytes(

@@ -10,12 +10,19 @@ import dataclasses
 import torch
 
 from disagg.config import EngineConfig
+from disagg.engine.device.batching import Batching
 from disagg.engine.device.decode_graphs import capture_sizes
 from disagg.engine.device.kv_cache import KVShape
 from disagg.engine.device.memory_plan import plan_memory
 from disagg.engine.device.mixed_graphs import graph_sizes
-from disagg.engine.device.workspace import captured_nbytes
+from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
+from disagg.engine.device.workspace import SAMPLING_NBYTES, captured_nbytes, running_nbytes
+from disagg.engine.sched.step import StepPlan
 from disagg.kernels.kv_pages import FORMATS
+from disagg.messages import SamplingParams
+from disagg.time_model import StepFeatures
+from tests.engine.device.test_sampler import new_sequence
 from tests.models.paging import SMALL
 
 LLAMA_3_8B = dataclasses.replace(
@@ -53,3 +60,29 @@ def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     captured = workspace(claim_nbytes) - eager
     assert captured == captured_nbytes(LLAMA_3_8B, 2, graph_sizes(256, False), 2048 // 64)
     assert workspace(None) == eager
+
+
+def test_tables_of_running_sequences_are_kept_from_kv() -> None:
+    """All of a step with penalties, one of them as long as any can be, after shorter ones."""
+    num_seqs, max_model_len = 6, 500
+    model = dataclasses.replace(SMALL, vocab_size=900, max_model_len=1024)
+    slots, cpu = Slots(num_seqs), torch.device("cpu")
+    sampler = Sampler(slots, model.vocab_size, cpu)
+    batching = Batching(slots, 16, -(-model.max_model_len // 16), cpu)
+    penalised = SamplingParams(max_tokens=8, repetition_penalty=1.1)
+    for num_tokens in (2, 260, max_model_len):
+        sequences = [new_sequence(penalised, (1,) * (num_tokens - 1)) for _ in range(num_seqs)]
+        sampler.enter([each.slot for each in slots.enter(sequences)])
+        logits, positions = torch.zeros(num_seqs, 900), torch.full((num_seqs,), num_tokens - 2)
+        sampler.sample(logits, sequences, positions)
+        for each in sequences:
+            each.block_ids, each.num_computed = [*range(32)], num_tokens - 2
+        plan = StepPlan(sequences, [1] * num_seqs, num_seqs, num_seqs, StepFeatures())
+        batching.batch(batching.inputs(plan, sequences))
+    tables = sampler._state.tables
+    assert slots.num_slots == num_seqs, "as many as a step may have"
+    assert tables.seen_ids.shape[1] > max_model_len
+    assert tables.counts.nbytes <= num_seqs * model.vocab_size * SAMPLING_NBYTES // 8
+    kept = tables.numbers, tables.stop_ids, tables.seen_ids, tables.num_seen, batching._tables
+    room = running_nbytes(model, num_seqs, max_model_len)
+    assert room / 3 < sum(table.nbytes for table in kept) < room
