@@ -1,17 +1,17 @@
 """One tile of keys of paged attention, in Triton: the inner step of `paged_attention`.
 
-A cache of one byte a value or less has a scale for each key and each value vector. They multiply
-columns of scores and of weights; keys and values are only widened on their way into the products:
-e4m3 and what is read in pairs to float16, other integers to the type of the queries. All of these
-hold each of them exactly.
+A quantised cache (fp8, int8, int4) has a scale for each key and each value vector. The scales
+multiply columns of the scores and of the softmax weights; keys and values are only widened for the
+matrix products: e4m3 and values that are read in pairs to float16, other integers to the queries'
+dtype. All of these represent every stored value exactly.
 
-Tiles of few rows take keys and values straight from shared memory into the registers of a product.
-A GPU moves numbers of 16 bits there, transposed if need be, many in one instruction; bytes it moves
-one by one where they must be transposed, as values must. So such tiles read a cache of bytes as
-units of 16 bits, and take a unit apart in registers into two values, or four of int4. Each of them
-goes into a product of its own: the first values of all units are one half of a vector, the second
-ones the other. So nothing is put back in order but the result. Tiles of many rows pass widened
-values through shared memory in any case, and read bytes.
+Tiles of few rows load keys and values from shared memory straight into the registers of a matrix
+product. A GPU loads many 16-bit values in one instruction, also transposed; bytes that must be
+transposed, as the values must, it loads one by one. So such tiles read a quantised cache as 16-bit
+units, and split a unit in registers into two values, or four of int4. Each part goes into a matrix
+product of its own: the first values of all units are one half of a vector, the second values the
+other half; only the result is put back in order. Tiles of many rows pass widened values through
+shared memory anyway, and read bytes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, looked at without opening one: no memory of theirs is taken.
+"""Lists the GPUs of this machine without opening one, so that none of their memory is used.
 
-torch says how many it can use, the driver's `nvidia-smi` what they are and how full. Without that
-program a GPU's name and memory are not known here; whoever opens it finds out.
+torch says how many it can use, the driver's `nvidia-smi` their names and free memory. Without that
+program name and memory are unknown here; the worker that opens the GPU finds out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The attention work of short prompts, drafts and decodes in buffers of one shape, for a graph.
+"""The attention work of short prompts, drafts and decodes in buffers of fixed shape, for graphs.
 
-As `fixed_work` for decodes: there is room for the worst case, a piece without queries ends at once,
-and tokens without a sequence have pieces without keys, which write zeros. Sequences with few
-queries are cut along their keys, the others along their queries, in two launches.
+As `fixed_work` for decodes: the buffers have the size of the worst case, a piece without queries
+ends at once, and tokens without a sequence have pieces without keys, which write zeros. Sequences
+with few queries are split along their keys, the others along their queries, in two launches.
 """
 
 from __future__ import annotations

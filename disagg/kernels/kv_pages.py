@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: the formats, and one slab as the tensors that kernels index.
+"""The memory layout of keys and values: formats, and a slab as the tensors that kernels index.
 
 A page is what one head of one layer has in one block, keys or values: `block_size` vectors. A
 format of one byte a value, or half of one, keeps a float32 scale for each vector at the end of its
@@ -7,13 +7,13 @@ own page:
     values  block_size * head_dim * 1 byte, or half of that
     scales  block_size * 4 bytes
 
-each part filled up to 16 bytes, the widest load of a GPU, so that every page and its scales begin
-on such a boundary. So a block is one run of bytes, scales included, a page is one too, and whoever
-moves blocks need not know. Must not know who holds a block, or where the memory comes from.
+each part padded to 16 bytes, the widest load of a GPU, so that every page and its scales are
+aligned. A block, scales included, is one contiguous run of bytes, and transfers need not know the
+format. Must not know who holds a block, or where the memory comes from.
 
-An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Neighbours share
-a byte, the first in its lower half: a shift and a mask make both, each an int8 number, and beside
-each other where they belong.
+An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Two neighbours
+share a byte, the first in its lower half: a shift and a mask give both as int8 values, next to each
+other as a matrix product needs them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKED_TOP = 7  # steps from 0 to the largest; to the smallest it is one more
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """What one stored value is.
+    """The type of a stored value.
 
     Attributes:
         dtype: of a stored number.

@@ -1,4 +1,4 @@
-"""Launches Triton kernels again without Triton's search for their code.
+"""Launches Triton kernels without repeating Triton's search for the compiled code.
 
 `kernel[grid](...)` binds names, asks each argument what it specialises, and finds the compiled
 code under a text of all of that: 12 to 20 us of Python, six times a layer. What it finds is a
@@ -10,7 +10,7 @@ apart everything that Triton tells apart, and more:
 - integers by their value, or where Triton specialises nothing, only while they fit into 32 bits;
 - constants and options by name and value, and the current device.
 
-Anything else takes Triton's way each time, and so does everything under the interpreter.
+All other launches go through Triton each time, and so does everything under the interpreter.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

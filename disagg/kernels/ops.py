@@ -1,7 +1,7 @@
-"""What a decoder asks of a device: the operations, and the view of a batch they need.
+"""The operations that a decoder needs from a device, and the view of a batch that they read.
 
 Two implementations exist, `TorchOps` (any device, written for CPUs) and `TritonOps` (CUDA). A
-decoder is given one and calls nothing else, so tests run either on the same model.
+decoder is given one and calls nothing else, so tests run both on the same model.
 """
 
 from __future__ import annotations

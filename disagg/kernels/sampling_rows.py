@@ -1,6 +1,6 @@
-"""What the kernels that choose tokens read: numbers of each running sequence, and a step's rows.
+"""The inputs of the sampling kernels: tables of all running sequences, and a step's rows.
 
-Everything of a sequence lies in the row of tensors that is its slot, and stays there while it runs.
+A sequence's values are in the row of its slot, and stay there while it runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
 
 @dataclass(slots=True)
 class SamplingTables:
-    """What is known of running sequences, on the device that computes their logits.
+    """The sampling parameters and token counts of running sequences, on the device.
 
     numbers: int64 [num_slots, NUM_COLUMNS].
     stop_ids: int32 [num_slots, n], padded with -1; of those with `min_tokens`.
@@ -71,7 +71,7 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Whose rows a step's logits are.
+    """How each row of a step's logits is sampled.
 
     slots: int64 [num_rows].
     drawn: int64, the rows that are not greedy.
@@ -92,7 +92,7 @@ class SampledRows:
 
 
 class SamplingOps(Protocol):
-    """The device's part of choosing tokens. No call waits for the device."""
+    """The sampling operations of a device. No call waits for the device."""
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor

@@ -1,10 +1,9 @@
 """Attention of whole prompts by torch: cuDNN's kernel, or FlashAttention's where cuDNN has none.
 
-A prompt of which nothing is cached has all its keys and values in the projection of its own step,
-so no cache need be read and any dense kernel will do. Those of the libraries are written for one
-chip each, and ours for all. Which of them is faster is for `bench.gpu_kernels` to say; so this is
-used only where it is asked for, and never for what it cannot do: a cached prefix, a window inside
-the prompt, or a cache that stores something else than the step has computed.
+A prompt without a cached prefix has all its keys and values in the projection of its own step, so
+a dense kernel that reads no pages will do. The libraries' kernels are tuned for each chip, ours is
+not. Which is faster is not yet measured (`bench.gpu_kernels`), so this is off by default. It cannot
+do a cached prefix, a window inside the prompt, or a quantised cache.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Choosing tokens on CUDA: few launches, none of which needs an answer from the device.
+"""Sampling on CUDA: few kernel launches, and no wait for the device.
 
-Nothing is sorted. What top-k and top-p keep lies above a threshold, which is found exactly by
-dividing an interval of float32 bit patterns: each look at a row counts tokens, or adds up their
-probabilities, above several thresholds at once. Probabilities are added as integers, so that the
-order of adding changes nothing. Before that, the largest logit of each group of neighbouring token
-ids rules out all groups in which nothing can be kept; mostly few are left.
+Nothing is sorted. Top-k and top-p keep the tokens above a threshold, which is found exactly by
+bisecting an interval of float32 bit patterns: each pass over a row counts tokens, or adds up their
+probabilities, above several thresholds at once. Probabilities are added as integers, so the order
+of addition does not matter. Before that, the largest logit of each group of neighbouring token ids
+excludes all groups without candidates; usually few remain.
 
-`torch_sampling` is the twin, and says in few words what is chosen.
+`torch_sampling` is the plain-torch twin and the specification.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""The tensors that one forward pass needs, and nothing else."""
+"""The input tensors of one forward pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The decoder family: Llama, Mistral, Qwen2 and Qwen3 are one program with a few switches.
 
-Decides the order of operations of a forward pass. How each one is done on a device is the `Ops`
-it is given; where tokens come from and what becomes of the logits is the engine's.
+Decides the order of operations of a forward pass. Each operation is done by the `Ops` of the
+device; batching and sampling are the engine's.
 """
 
 from __future__ import annotations

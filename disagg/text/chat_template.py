@@ -1,4 +1,4 @@
-"""Messages to one prompt text, by the model's own Jinja template in a sandbox.
+"""Renders messages to a prompt text with the model's own Jinja template, in a sandbox.
 
 Equal to transformers' `apply_chat_template`, whose filters and globals templates are written
 against. The template comes from the operator's model directory, never from a request. The sandbox

@@ -1,8 +1,8 @@
-"""Token ids to text as they come, and where the text must end.
+"""Streaming detokenizer: token ids to text, up to a stop string.
 
 The result does not depend on how the ids were split into deltas: everything happens token by
-token. A code point never leaves in halves, and text that may be the beginning of a stop string
-waits until it is clear that it is not.
+token. An incomplete code point is held back, and so is text that may be the beginning of a stop
+string, until that is decided.
 """
 
 from __future__ import annotations

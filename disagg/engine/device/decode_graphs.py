@@ -1,8 +1,8 @@
-"""Decode steps as captured CUDA graphs: one launch in the place of hundreds.
+"""Decode steps as captured CUDA graphs: one launch instead of hundreds.
 
-A step that decodes few sequences is over on the device before the host has launched its kernels
-one by one. A graph has them all, with the addresses and grids of its capture, so it is captured for
-some numbers of sequences; a step uses the next larger one, and its unused rows write nothing.
+The kernels of a small decode step run faster than the host can launch them one by one. A graph
+replays all of them, with the addresses and grids of its capture. So graphs are captured for some
+batch sizes; a step uses the next larger one, and its unused rows write nothing.
 """
 
 from __future__ import annotations
