@@ -114,6 +114,7 @@ class LinkServer:
         self._status = status or WorkerStatus()
         self._links: dict[LinkId, _IngressLink] = {}
         self._strangers: set[_IngressLink] = set()
+        self._accepted: set[_IngressLink] = set()  # all whose connections are not yet gone
         self._ids = count(1)
         self._server: asyncio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -137,7 +138,7 @@ class LinkServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: _IngressLink(self), self.record.host, self.record.port
+                self._accept, self.record.host, self.record.port
             )
         except OSError as error:
             raise StartupError(
@@ -189,8 +190,14 @@ class LinkServer:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._server is not None:
+            loop = asyncio.get_running_loop()
+            for listening in self._server.sockets:
+                loop.remove_reader(listening.fileno())
+            # Whom the loop has accepted before is in `_accepted` then; a server that is closed
+            # drops such a connection without closing it (asyncio's Server._attach).
+            await asyncio.sleep(0)
             self._server.close()
-        ends = [*self._links.values(), *self._strangers]
+        ends = list(self._accepted)
         for link in ends:
             link.end("the worker shuts down", flush=True)
         if ends:
@@ -198,13 +205,20 @@ class LinkServer:
             for link in ends:
                 link.abort()
             if slow:
-                await asyncio.wait(slow)
+                await asyncio.wait(slow, timeout=flush_s)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for link in list(self._links.values()):
                 link.beat(self._status)
+
+    def _accept(self) -> _IngressLink:
+        """For a connection that the loop has accepted; `arrived` hears of it some turns later."""
+        link = _IngressLink(self)
+        self._accepted.add(link)
+        link.ended.add_done_callback(lambda _: self._accepted.discard(link))
+        return link
 
     # called by the links
 

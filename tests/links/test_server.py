@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+from typing import Any
 
 import pytest
 
@@ -236,6 +238,30 @@ async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None
             await asyncio.wait_for(link.ended, timeout=5)
             assert link.reason == "the worker shuts down"
     assert worker.received == []
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+def test_who_was_accepted_while_it_closes_is_gone_when_it_has_closed(num_turns: int) -> None:
+    """The loop accepts a connection some turns before anybody hears of it."""
+
+    async def close_early() -> list[asyncio.Transport]:
+        worker = server.LinkServer(key=KEY, record=make_record(), receive=lambda *_: None)
+        record = await worker.start()
+        address = (record.host, record.port)
+        ingress.extend(socket.create_connection(address) for _ in range(3))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await worker.close()
+        loop: Any = asyncio.get_running_loop()
+        return [each for each in loop._transports.values() if each._sock is not None]
+
+    ingress: list[socket.socket] = []
+    try:
+        assert not asyncio.run(close_early())
+        gc.collect()  # which warns of connections that nobody has closed
+    finally:
+        for each in ingress:
+            each.close()
 
 
 async def test_a_crowd_of_strangers_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
