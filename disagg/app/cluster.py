@@ -82,7 +82,7 @@ class Cluster:
         """Raises `StartupError` with Ray's own words, of which there are many."""
         try:
             init()
-        except (RayError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises this very class when its node is not there in time
             if self._address is None:
                 raise StartupError(f"Ray did not start: {_first_sentence(error)}") from error
             raise StartupError(

@@ -118,12 +118,12 @@ class HAProxyWatch:
             self._stand_in.wait()
 
     def _find(self) -> list[psutil.Process]:
-        """Serve's HAProxy: the processes that have its configuration."""
+        """Serve's HAProxy: the processes that run with its configuration, and no reader of it."""
         config = self._config()
         found = []
         for process in psutil.process_iter() if config is not None else ():
             with contextlib.suppress(psutil.Error):
-                if str(config) in process.cmdline()[1:] and _runs(process):
+                if {"-db", str(config)} <= set(process.cmdline()[1:]) and _runs(process):
                     found.append(process)
         return found
 

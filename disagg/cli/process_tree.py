@@ -1,8 +1,8 @@
 """Everything that a command has started, down to the last grandchild, and how to end it.
 
-What a run keeps on disk lies in one directory, which its processes name in their arguments or
-environments. The directory says whether its run is alive by a lock, which the kernel takes away
-from a process that dies in whatever way. So the next start finds what a killed one has left.
+What a run keeps on disk lies in one directory, which its processes have in their environments. The
+directory says whether its run is alive by a lock, which the kernel takes away from a process that
+dies in whatever way. So the next start finds what a killed one has left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ import psutil
 
 PREFIX = "disagg-"
 MARK = "DISAGG_RUN"  # variable with the directory of the run, for all its processes
+
+STILL_S = 10.0
+STILL_WORK = 0.2  # of a processor; a start on a busy machine has 0.8, one that hangs 0.02 to 0.1
 
 _LOCK = "alive"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,15 +69,22 @@ def end_dead_runs() -> list[EndedProcess]:
 
 
 def end_run(directory: Path) -> list[EndedProcess]:
-    """Kill the processes that name a run's directory, other than this one, and remove it."""
-    found = [each for each in psutil.process_iter() if each.pid != os.getpid()]
-    found = [each for each in found if _names(each, str(directory))]
+    """Kill the processes of a run, other than this one, and remove its directory.
+
+    Some of Ray's overwrite their environment with a title: they are children of others.
+    """
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if _is_of(process, directory):
+                found |= {process, *process.children(recursive=True)}
+    found.discard(psutil.Process())
     ended = []
     for process in found:
         with contextlib.suppress(psutil.Error):
             ended.append(EndedProcess(process.pid, process.name()))
             process.kill()
-    psutil.wait_procs(found, timeout=2)
+    psutil.wait_procs(list(found), timeout=2)
     shutil.rmtree(directory, ignore_errors=True)
     return ended
 
@@ -112,6 +123,48 @@ def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
         time.sleep(0.02)
 
 
+class Standstill:
+    """Tells a start that hangs from one that is slow, by what the family does.
+
+    Work is the time in which its threads computed or waited for a processor, so that a machine
+    that is too busy does not look like a start that hangs. Where the system does not say (other
+    than Linux), nothing ever stands still.
+    """
+
+    def __init__(self) -> None:
+        self._work_s: dict[psutil.Process, float] = {}
+        self._total_s = 0.0
+        self._seen: deque[tuple[float, float]] = deque()  # times, and the work until then
+
+    def is_there(self, now_s: float) -> bool:
+        """Whether there was next to no work for `STILL_S`. To be asked about once a second."""
+        is_busy = not os.path.exists("/proc/self/schedstat")
+        for process in family():
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                is_busy |= process.status() == psutil.STATUS_DISK_SLEEP
+                work_s = _work_s(process.pid)
+                self._total_s += max(work_s - self._work_s.get(process, 0.0), 0.0)
+                self._work_s[process] = work_s
+        if is_busy:
+            self._seen.clear()
+        self._seen.append((now_s, self._total_s))
+        while len(self._seen) > 1 and self._seen[1][0] <= now_s - STILL_S:
+            self._seen.popleft()
+        began_s, before_s = self._seen[0]
+        passed_s = now_s - began_s
+        return passed_s >= STILL_S and self._total_s - before_s < STILL_WORK * passed_s
+
+
+def _work_s(pid: int) -> float:
+    """Of all threads of a process. Raises `OSError`."""
+    total_ns = 0
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+            total_ns += int(ran_ns) + int(waited_ns)
+    return total_ns / 1e9
+
+
 def keep_logs(directory: Path, log_directory: Path) -> None:
     """Copy what Ray has written about a run to where it outlives the run."""
     session = directory / "ray" / "session_latest" / "logs"
@@ -137,11 +190,9 @@ def _is_dead(directory: Path) -> bool:
     return True
 
 
-def _names(process: psutil.Process, directory: str) -> bool:
+def _is_of(process: psutil.Process, directory: Path) -> bool:
+    """Whether a run has started a process; not whether somebody reads its files."""
     with contextlib.suppress(psutil.Error, OSError):
-        if process.uids().real != os.getuid():
-            return False
-        if any(directory in word for word in process.cmdline()):
-            return True
-        return process.environ().get(MARK) == directory
+        is_mine: bool = process.uids().real == os.getuid()
+        return is_mine and process.environ().get(MARK) == str(directory)
     return False

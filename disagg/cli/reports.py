@@ -29,12 +29,14 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
     """A part of the start begins.
 
     limit_s: after which the start is over, for the reason `too_late`; 0: never.
+    may_stand_still: whether it is right that nothing of ours computes for long.
     pool_sizes: workers of each pool, where these start.
     """
 
     name: str
     limit_s: float = 0.0
     too_late: str = ""
+    may_stand_still: bool = True
     pool_sizes: dict[str, int] = {}
 
 

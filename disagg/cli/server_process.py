@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
-from disagg.cli.process_tree import MARK, end_family, end_run, join_run, keep_logs
+from disagg.cli.process_tree import end_family, end_run, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
 from disagg.cli.reports import (
     STOP,
@@ -56,7 +56,7 @@ SERVE_TIMEOUT_S = 90.0  # its proxies are given 60
 TOO_LATE = (
     f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; are the machines too busy for it?"
 )
-JOIN_TIMEOUT_S = 15.0
+JOIN_TIMEOUT_S = 10.0  # its head has answered before
 
 
 class Orders:
@@ -86,7 +86,6 @@ def main() -> int:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     order = msgspec.json.decode(pipe.readline(), type=Order)
-    os.environ[MARK] = order.directory
     join_run(Path(order.directory))
     orders = Orders(pipe, order)
     try:
@@ -120,7 +119,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         _connect(cluster, order, plan.device_ids, reports)
         if not is_here:
             config = _plan(config, cluster.gpus(), order, reports).config
-        reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE))
+        reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE, not is_here))
         cluster.start(config.http)
         reports.send(Phase("starting workers", pool_sizes=pool_sizes(config)))
         cluster.deploy(config)
@@ -171,6 +170,7 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
             "starting Ray",
             RAY_TIMEOUT_S,
             f"Ray did not start within {RAY_TIMEOUT_S:.0f} s; is the machine too busy for it?",
+            may_stand_still=False,
         )
     else:
         phase = Phase(

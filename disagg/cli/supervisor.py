@@ -38,6 +38,7 @@ from disagg.cli.start_lines import StartLog, one_line
 from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 0.2
+STANDSTILL_PERIOD_S = 1.0
 LEAVE_TIMEOUT_S = 15.0  # for taking an application off a cluster that stays
 END_TIMEOUT_S = 20.0  # for Serve and Ray to end after the last stream
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,6 +76,8 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._phase = Phase("checking")
         self._phase_ends_s = 0.0
+        self._standstill: process_tree.Standstill | None = None  # where it must not be
+        self._next_standstill_s = 0.0
         self._ends_by_s = 0.0  # once it was told to stop
         self._refused: StartRefused | None = None
         self._broken: Broken | None = None
@@ -113,6 +116,7 @@ class Supervisor:
                     stdout=log,
                     stderr=log,
                     pass_fds=[write],
+                    env={**os.environ, process_tree.MARK: self._order.directory},
                     start_new_session=True,  # Ctrl-C is for the command alone
                 )
         finally:
@@ -160,6 +164,14 @@ class Supervisor:
         if self._phase.limit_s and now_s > self._phase_ends_s:
             self._refused = StartRefused(self._phase.too_late)
             return True
+        if self._stands_still(now_s):
+            self._refused = StartRefused(
+                f"{self._phase.name[0].upper()}{self._phase.name[1:]} came to a standstill: none of"
+                f" its processes has done anything for {process_tree.STILL_S:.0f} s. Are they"
+                " stopped, or does a disk not answer? What they said last is in"
+                f" {self._order.log_directory}."
+            )
+            return True
         if self._signals.num == 0:
             return False
         if self._signals.num > 1 or (self._ends_by_s and now_s > self._ends_by_s):
@@ -167,6 +179,12 @@ class Supervisor:
         if not self._ends_by_s:
             return self._begin_stop(now_s)
         return False
+
+    def _stands_still(self, now_s: float) -> bool:
+        if self._standstill is None or now_s < self._next_standstill_s or self._signals.num:
+            return False
+        self._next_standstill_s = now_s + STANDSTILL_PERIOD_S
+        return self._standstill.is_there(now_s)
 
     def _begin_stop(self, now_s: float) -> bool:
         """The first signal. Returns whether there is nothing to wait for."""
@@ -201,6 +219,7 @@ class Supervisor:
                 self._phase = report
                 self._log = StartLog(report.pool_sizes)
                 self._phase_ends_s = time.monotonic() + report.limit_s
+                self._standstill = None if report.may_stand_still else process_tree.Standstill()
                 self._lines.show(report.name)
                 if not self._lines.is_live:
                     self._lines.say("phase", report.name)

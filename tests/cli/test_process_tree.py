@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from disagg.cli import process_tree
@@ -40,16 +41,42 @@ def test_a_dead_run_is_ended_and_a_living_one_is_not(
 ) -> None:
     dead, lock = process_tree.new_run()
     alive, _ = process_tree.new_run()
-    by_argument = run_with(f"{dead}/haproxy.cfg")
-    by_environment = run_with(**{process_tree.MARK: str(dead)})
-    bystander = run_with(f"{alive}/haproxy.cfg")
-    left_behind += [by_argument, by_environment, bystander]
+    orphan = run_with(**{process_tree.MARK: str(dead)})
+    at_work = run_with(**{process_tree.MARK: str(alive)})
+    left_behind += [orphan, at_work]
     assert process_tree.end_dead_runs() == []  # its lock is held by this process
     os.close(lock)
-    ended = {each.pid for each in process_tree.end_dead_runs()}
-    assert ended == {by_argument.pid, by_environment.pid}
-    assert [each.poll() is None for each in left_behind] == [False, False, True]
+    assert [each.pid for each in process_tree.end_dead_runs()] == [orphan.pid]
+    assert [each.poll() is None for each in left_behind] == [False, True]
     assert not dead.exists() and alive.exists()
+
+
+def test_who_reads_the_files_of_a_dead_run_is_left_alone(
+    left_behind: list[subprocess.Popen[bytes]],
+) -> None:
+    """Such as `tail -f` on its logs; and a run whose directory's name begins with the same."""
+    dead, lock = process_tree.new_run()
+    os.close(lock)
+    left_behind += [run_with(f"{dead}/server.log"), run_with(**{process_tree.MARK: f"{dead}-2"})]
+    assert process_tree.end_dead_runs() == []
+    assert [each.poll() for each in left_behind] == [None, None]
+
+
+def test_a_process_that_has_overwritten_its_environment_ends_with_its_parent(
+    left_behind: list[subprocess.Popen[bytes]],
+) -> None:
+    dead, lock = process_tree.new_run()
+    os.close(lock)
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], env={{}})"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, process_tree.MARK: str(dead)}
+    )
+    left_behind.append(parent)
+    while not (children := psutil.Process(parent.pid).children()):
+        assert parent.poll() is None
+    ended = {each.pid for each in process_tree.end_dead_runs()}
+    assert ended == {parent.pid, children[0].pid}
+    assert not children[0].is_running()
 
 
 def test_a_run_lives_while_any_of_its_processes_does() -> None:
@@ -76,3 +103,25 @@ def test_a_whole_family_is_ended() -> None:
         assert child.poll() is None
     assert process_tree.end_family() == []
     assert child.poll() is not None
+
+
+def test_a_standstill_is_told_from_work(
+    left_behind: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are this test's; the work is the kernel's."""
+    monkeypatch.setattr(process_tree, "STILL_WORK", 1e-5)
+    left_behind.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+    busy = psutil.Process(left_behind[0].pid)
+    while busy.cpu_times().user < 0.1:
+        assert busy.is_running()
+    standstill = process_tree.Standstill()
+    for now_s in range(30):
+        used_s = busy.cpu_times().user
+        assert not standstill.is_there(float(now_s))
+        while busy.cpu_times().user == used_s:
+            assert busy.is_running()
+    busy.suspend()
+    while busy.status() != psutil.STATUS_STOPPED:
+        assert busy.is_running()
+    found = [standstill.is_there(float(now_s)) for now_s in range(30, 60)]
+    assert not any(found[:9]) and all(found[11:])
