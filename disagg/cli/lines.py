@@ -71,4 +71,5 @@ class Lines:
     def close(self) -> None:
         self.show("")
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk, to which the last line still goes
+                self._file.close()

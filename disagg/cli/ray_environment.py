@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from disagg import logs
+from disagg.app.address import find_token, wants_token
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
@@ -30,7 +31,7 @@ def prepare_environment(order: Order) -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if order.ray_address is not None:
-        _use_token_of_ray()
+        _use_token_of(order.ray_address)
         return
     os.environ.setdefault(logs.DIRECTORY, order.log_directory)
     if order.haproxy:
@@ -41,11 +42,14 @@ def prepare_environment(order: Order) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def _use_token_of_ray() -> None:
-    """Authenticate with the token that Ray itself would find: in RAY_AUTH_TOKEN, in the file named
-    by RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token, where `ray start --head` has put it."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    if os.environ.get("RAY_AUTH_TOKEN") or file.is_file():
+def _use_token_of(address: str) -> None:
+    """Send Ray's token to a cluster that wants one, and to no other.
+
+    The cluster decides, not RAY_AUTH_MODE: who sends none where one is wanted waits for ever, and
+    who wants one where none is sent is not answered.
+    """
+    is_wanted = wants_token(address)
+    if is_wanted is not None:
+        os.environ["RAY_AUTH_MODE"] = "token" if is_wanted else "disabled"
+    elif "RAY_AUTH_MODE" not in os.environ and find_token()[0]:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import resource
 import shutil
-import socket
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from disagg.app.address import check_address
 from disagg.cli import start_checks
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
@@ -51,12 +49,3 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(StartupError, match="Cannot listen on 192"):
         start_checks.check_port(HttpConfig(host="192.0.2.1"))
-
-
-def test_a_cluster_that_is_not_there() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and nobody listens
-        port = closed.getsockname()[1]
-        with pytest.raises(StartupError, match=f"No Ray cluster answers at 127.0.0.1:{port}"):
-            check_address(f"127.0.0.1:{port}")
-    check_address("auto")

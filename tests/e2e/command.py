@@ -48,10 +48,12 @@ class Command:
         home: Path,
         environment: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
-        before: str = "",
+        before: str = "true",
+        mounts: str = "",
     ) -> None:
         """Args:
         before: what a shell does first, such as `ulimit`.
+        mounts: such commands that only the command shall see the effect of, such as `mount`.
         """
         self.port = free_port()
         netloc = f"[{host}]" if ":" in host else host
@@ -63,9 +65,11 @@ class Command:
         if host not in arguments:
             command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
+        apart = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-rm"]
+        shell = [*(apart if mounts else []), "/bin/sh", "-c"]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                ["/bin/sh", "-c", f"{before} exec {command}"],
+                [*shell, f"{mounts or before} && exec {command}"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **own, **(environment or {})},

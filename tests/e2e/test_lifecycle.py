@@ -5,8 +5,14 @@ After each end nothing may be left: no process, port, directory or shared memory
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import secrets
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,15 +166,18 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     command.assert_nothing_left()
 
 
-def test_a_node_that_dies_ends_the_command_with_a_sentence(home: Path) -> None:
+@pytest.mark.parametrize("name", ["raylet", "gcs_server", "ray::DashboardAgent"])
+def test_a_node_that_dies_ends_the_command_with_a_sentence(home: Path, name: str) -> None:
+    """A raylet ends when its agent does."""
     command = Command(MODEL, home)
     try:
         command.wait_ready()
-        command.one("raylet").kill()
+        command.one(name).kill()
     finally:
         assert command.ended() == 1
     (line,) = command.events("broken")
-    assert "Ray's raylet process died" in line["message"]
+    died = "gcs_server" if name == "gcs_server" else "raylet"
+    assert f"Ray's {died} process died" in line["message"]
     assert_only_own_lines(command)
     command.assert_nothing_left()
 
@@ -218,7 +227,7 @@ def test_a_dead_cluster(home: Path) -> None:
 
 
 def test_few_open_files(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, before="ulimit -n 300;"))
+    said = _refusal(Command(MODEL, home, before="ulimit -n 300"))
     assert "300 files" in said and "ulimit -n" in said
 
 
@@ -230,3 +239,125 @@ def test_no_haproxy(home: Path) -> None:
 def test_a_log_directory_that_cannot_be(home: Path) -> None:
     said = _refusal(Command(f"{MODEL} --log-dir /proc/logs", home))
     assert "/proc/logs cannot be written to" in said
+
+
+def test_a_small_shared_memory(home: Path) -> None:
+    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o size=32m tmpfs /dev/shm"))
+    assert "/dev/shm has 32 MiB left" in said and "--shm-size" in said
+
+
+def test_a_full_disk(home: Path) -> None:
+    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o size=99m tmpfs /tmp"))
+    assert "/tmp has 98 MiB left" in said and "make 256 MiB free" in said
+
+
+def test_a_disk_without_a_byte_left(home: Path) -> None:
+    filled = "mount -t tmpfs -o size=1m tmpfs /tmp && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
+    said = _refusal(Command(MODEL, home, mounts=filled))
+    assert "/tmp has 0 MiB left" in said
+
+
+def test_a_temporary_directory_that_is_read_only(home: Path) -> None:
+    mounts = "mount -t tmpfs -o ro tmpfs /tmp && mount -t tmpfs tmpfs /mnt"
+    said = _refusal(Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=mounts))
+    assert "/tmp cannot be written to (Read-only file system)" in said
+
+
+def test_no_place_for_logs(home: Path) -> None:
+    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o ro tmpfs /tmp"))
+    assert "nor /tmp can be written to; name a place with --log-dir" in said
+
+
+def test_a_read_only_home_is_no_reason_to_fail(home: Path) -> None:
+    """Nothing but logs would be kept there, and they go elsewhere."""
+    (home / "of-the-user").mkdir()
+    own = {"HOME": str(home / "of-the-user")}
+    command = Command(MODEL, home, own, mounts=f"mount -t tmpfs -o ro tmpfs {own['HOME']}")
+    try:
+        command.wait_ready()
+        assert ask(command.url).status_code == 200
+        assert command.events("logs")[0]["directory"].startswith("/tmp/")
+        command.process.send_signal(signal.SIGTERM)
+    finally:
+        assert command.ended() == 0
+    assert_only_own_lines(command)
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_start_that_stands_still(home: Path, name: str) -> None:
+    command = Command(MODEL, home)
+    try:
+        until(lambda: name in [each.name() for each in command.family()])
+        command.one(name).suspend()
+    finally:
+        said = _refusal(command)
+    assert "Starting Ray came to a standstill" in said
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address and home of a Ray cluster of others that wants the token in its user's home."""
+    home, port = tmp_path_factory.mktemp("others"), free_port()
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    # Ray's sockets lie in it, whose paths may have 107 characters only.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
+        words = (
+            f"start --head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4"
+            f" --include-dashboard=false --temp-dir {short} --disable-usage-stats"
+        )
+        environment = {**os.environ, "HOME": str(home), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+        ray = Path(sys.executable).parent / "ray"
+        with (home / "ray.log").open("w") as log:
+            head = subprocess.Popen(
+                [str(ray), *words.split()], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            until(lambda: "Ray runtime started" in (home / "ray.log").read_text())
+            yield f"127.0.0.1:{port}", home
+        finally:
+            family = psutil.Process(head.pid).children(recursive=True)
+            head.kill()
+            head.wait(TIMEOUT_S)
+            for each in family:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+
+
+def test_a_cluster_that_wants_a_token(cluster: tuple[str, Path], home: Path) -> None:
+    address, _ = cluster
+    said = _refusal(Command(f"{MODEL} --ray-address {address}", home))
+    assert f"{address} wants its token" in said and "RAY_AUTH_TOKEN" in said
+    wrong = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    said = _refusal(Command(f"{MODEL} --ray-address {address}", home, wrong))
+    assert "does not take the token in RAY_AUTH_TOKEN" in said
+
+
+def test_who_has_its_token_is_let_in(cluster: tuple[str, Path], home: Path) -> None:
+    address, of_head = cluster
+    own = {"RAY_AUTH_TOKEN_PATH": str(of_head / ".ray" / "auth_token")}
+    command = Command(f"{MODEL} --ray-address {address}", home, own)
+    try:
+        command.wait_ready()
+        assert ask(command.url).status_code == 200
+        command.process.send_signal(signal.SIGTERM)
+    finally:
+        assert command.ended() == 0
+    assert_only_own_lines(command)
+
+
+def test_a_cluster_whose_head_is_frozen(cluster: tuple[str, Path], home: Path) -> None:
+    """Last of those with this cluster."""
+    address, _ = cluster
+    port = f"--gcs_server_port={address.rpartition(':')[2]}"
+    (head,) = [each for each in psutil.process_iter() if port in _words(each)]
+    head.suspend()
+    said = _refusal(Command(f"{MODEL} --ray-address {address}", home))
+    assert "does not answer within 5 s" in said
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
