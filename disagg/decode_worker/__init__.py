@@ -1,1 +1,1 @@
-"""KV import: sequences come in with KV that was computed, or kept, elsewhere."""
+"""KV import: brings KV from peers, host memory and the store into a worker's cache."""

@@ -1,17 +1,19 @@
-"""KV that comes into a worker: one machine, wherever the KV is.
+"""KV import: one state machine for KV from any source.
 
     wanted ──> reserved ──> moving ──> accepted
        └───────────┴───────────┴─────> computed
 
-Wanted: the sequence waits for blocks, for a source's answer, for its grammar, or for a move of the
-same blocks that is under way. Reserved: what is cached here is held, and there are blocks for the
-rest. Moving: the source writes them. Accepted: the KV is the sequence's, or findable by name.
-Computed: whatever went wrong or took too long; the next source is asked, or the engine computes.
+- wanted: the import waits for free blocks, for the source's answer, for the sequence's grammar, or
+  for a transfer of the same blocks that is in progress;
+- reserved: the cached blocks are held, and blocks for the others are allocated;
+- moving: the source writes the blocks;
+- accepted: the blocks belong to the sequence, or are cached under their hashes;
+- computed: it failed or took too long; the next source is asked, or the engine computes.
 
-Where the KV comes from is a value, a `KVSource`: the ticket of a peer, which goes to this request
-alone; an early ticket, for which nobody waits; or what a `KVTier` has of a prompt, such as host
-memory or the store. Blocks that a source may still write come back when its move ends, whoever has
-given up on it before. Knows nothing of links or models. Owned by the engine's thread.
+The source is a `KVSource`: a peer's ticket, for one sequence; an early ticket, for which no
+sequence waits yet; or what a `KVTier` (host memory, the store) has of a prompt. Blocks that a
+source may still write are freed only when its transfer ends, even if its sequence was given up.
+Knows nothing of links or models. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ def _place(each: _Import) -> tuple[int, int]:
 
 
 class KVImport:
-    """Sequences on their way into the engine, and KV that comes before its sequence.
+    """All imports of a worker, with their sequences, and prefetches without one.
 
     Args:
-        transfer_times: predictions as of now.
-        tiers: asked in this order for prompts that come without a ticket.
-        prefill_times: the step model as of now, for what computing would take instead.
+        transfer_times: predicted seconds of a pull.
+        tiers: asked in this order for prompts without a ticket.
+        prefill_times: predicted seconds of computing instead.
 
     Attributes:
         pulls: how many pulls have ended how.
@@ -102,7 +104,7 @@ class KVImport:
 
     @property
     def is_stuck(self) -> bool:
-        """Some wait for blocks, and no move under way will lead to any."""
+        """Imports wait for blocks, and no transfer in progress will free any."""
         return bool(self._wanted) and self._is_full and not self._is_awaited
 
     @property
@@ -152,7 +154,7 @@ class KVImport:
             self._start(_Import(None, source, (), math.inf), now)
 
     def advance(self, now: float) -> bool:
-        """Take every import as far as it goes. True while another look soon is worth it."""
+        """Advance every import as far as possible. True: call again soon."""
         is_busy = False
         for tier in self._tiers:
             for move, error in tier.poll():
@@ -192,8 +194,8 @@ class KVImport:
         return False
 
     def take_waiting(self) -> list[Sequence]:
-        """Give up those that can as well begin elsewhere, with their tickets: all whose pull has
-        not begun."""
+        """Give up the sequences whose transfer has not begun, with their tickets: they can begin
+        elsewhere."""
         wanted, self._wanted = self._wanted, []
         for each in wanted:
             if not each.has_ticket:
@@ -352,9 +354,10 @@ class KVImport:
 
 
 def enter_or_end(engine: Engine, sequence: Sequence, enter: Callable[[Sequence], T]) -> T | None:
-    """Let a sequence on, mostly by `engine.submit` or `engine.join`; a refusal is its only event.
+    """Enter a sequence, mostly by `engine.submit` or `engine.join`; a refusal is its only event.
 
-    So is any other failure, unless it left the sequence half inside: then the engine is broken.
+    Any other failure ends it as well, unless the sequence is already in the engine: then the engine
+    is broken.
     """
     try:
         return enter(sequence)

@@ -1,4 +1,4 @@
-"""What every source of KV is to `kv_import`, and the source that is another worker's cache."""
+"""The interfaces `KVSource` and `KVTier` of KV import, and the source for a peer's ticket."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TransferTimes = Callable[[str, int], float]  # (source id, blocks) -> seconds
 
 
 class KVSource(Protocol):
-    """Where the KV of one import is. Blocks are counted from the prompt's first; nothing waits.
+    """Has the KV of one import. Blocks are counted from the prompt's first; no method waits.
 
-    names: of the full blocks up to which it may bring KV.
-    num_tokens: how many have their KV in its blocks, the last of which may not be full. The source
-        keeps them for this sequence, which waits for room. 0: full blocks, which others may find.
-    answer_s: how long to wait until `find` knows.
+    names: hashes of the full blocks that it can bring at most.
+    num_tokens: tokens with KV in its blocks, the last of which may be partial; the source keeps
+        them for this sequence, which waits for free blocks. 0: full blocks, which others may use.
+    answer_s: how long to wait for an answer of `find`.
     """
 
     names: SequenceOf[BlockHash]
@@ -34,15 +34,15 @@ class KVSource(Protocol):
     answer_s: float
 
     def find(self, first_block: int) -> int | None:
-        """How many blocks it can bring from there on; None: it does not know yet."""
+        """How many blocks it can bring from `first_block` on; None: not known yet."""
         ...
 
     def patience_s(self, num_blocks: int) -> float:
-        """How long so many blocks may take to move."""
+        """Seconds that a transfer of so many blocks may take before it is given up."""
         ...
 
     def begin(self, first_block: int, into: list[int]) -> Hashable | None:
-        """Start to write blocks. Returns what names this move at its end; None: it has ended.
+        """Start writing blocks. Returns the key that reports the end; None: it has ended already.
 
         Raises:
             TransferFailed: nothing was started.
@@ -50,14 +50,14 @@ class KVSource(Protocol):
         ...
 
     def drop(self) -> None:
-        """It will not be begun."""
+        """Release the source: it will not be used."""
         ...
 
 
 class KVTier(Protocol):
-    """A place behind the cache where blocks are by name. No method waits.
+    """A tier behind the cache that stores blocks by hash. No method waits.
 
-    num_under_way: copies whose ends `poll` should see soon.
+    num_under_way: copies in progress; poll often while there are any.
     """
 
     @property
@@ -66,15 +66,15 @@ class KVTier(Protocol):
     def ask(
         self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
     ) -> KVSource | None:
-        """A source of blocks `names[num_here:]`; None: it has none, or computing is quicker.
+        """A source for blocks `names[num_here:]`; None: it has none, or computing is faster.
 
         Args:
-            compute_s: what computing the first so many of them would take; any thread may call it.
+            compute_s: predicted seconds to compute the first n of them; any thread may call it.
         """
         ...
 
     def poll(self) -> Iterable[tuple[Hashable, str | None]]:
-        """Moves that have ended since the last call, and why one failed."""
+        """Keys of the transfers that ended since the last call, each with its error or None."""
         ...
 
 

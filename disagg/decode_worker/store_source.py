@@ -1,8 +1,7 @@
-"""What host memory and the store have of a prompt, as sources of `kv_import`, where loading beats
-computing.
+"""Host memory and the store as tiers of KV import: used if loading is predicted to beat computing.
 
-A source that is slower than predicted costs at most what computing would have cost. Knows nothing
-of devices or of Redis. Owned by the engine's thread.
+A source that is slower than predicted costs at most the time of computing. Knows nothing of
+devices or Redis. Owned by the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The leaving door: what a finished prefill hands over, or what is cached of a prompt that another
-worker will compute, and how long the blocks are kept.
+"""KV export: tickets for the KV of finished prefills and for cached prefixes (loans).
 
-Decides when blocks of a sequence that left go back; a step under way that still writes to them
-makes that later (`Engine.release`). Knows nothing of links or of who reads the blocks. Owned by the
-engine's thread.
+Holds the blocks of a ticket until the reader has pulled them, or the hold ends. Blocks to which a
+running step still writes are freed after that step (`Engine.release`). Knows nothing of links or
+readers. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ LOST_TTL_S = 1.0
 
 
 class KVExport:
-    """Blocks of sequences that left.
+    """Issues tickets and holds their blocks.
 
     Args:
-        peer: this worker's own, which tickets name as their source.
+        peer: this worker's own record, which tickets name as their source.
         generations: the slab's stamp table.
 
     Attributes:
@@ -48,10 +47,10 @@ class KVExport:
         return self._holds.num_holds + self._loans.num_holds
 
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
-        """Take over the blocks of a sequence that ended here and issue the claim check for them.
+        """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
 
-        The ticket covers the tokens with KV: all but the one that was just sampled. If there is
-        none, for whatever error, the blocks are given back.
+        The ticket covers all tokens with KV: all but the one that was just sampled. If no ticket
+        can be issued, the blocks are freed.
         """
         pool = self._engine.pool
         num_blocks = -(-sequence.num_computed // pool.block_size)
@@ -62,10 +61,10 @@ class KVExport:
         return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
 
     def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
-        """For the full blocks so far of a sequence that will leave; None if there are none.
+        """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
 
-        Nothing is held for it. Should the sequence end before it leaves, whoever reads its blocks
-        finds other stamps once they are used again.
+        Nothing is held for it. If the sequence ends first and its blocks are reused, the reader
+        finds other stamps.
         """
         num_full = sequence.num_computed // self._engine.pool.block_size
         if not num_full:
@@ -79,16 +78,16 @@ class KVExport:
         )
 
     def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
-        """A ticket for what is cached under the request's block hashes.
+        """A ticket for the prefix that is cached under the request's block hashes.
 
-        The blocks stay findable, but who has lent them gives them up first: else the room of both
-        caches would be spent on what one holds.
+        The blocks stay cached, but are evicted first from now on: otherwise both caches would spend
+        space on the same prefix.
 
         Args:
             name: of the ticket.
 
         Raises:
-            Unavailable: nothing is, any more.
+            Unavailable: no block of the prefix is cached any more.
         """
         pool = self._engine.pool
         found = pool.match(request.block_hashes)
@@ -107,7 +106,7 @@ class KVExport:
         now: float,
         until_s: float,
     ) -> KVTicket:
-        """A ticket for blocks that become the hold's, or free if there can be none."""
+        """Issue a ticket and hold the blocks for it; on failure free them."""
         ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # nobody comes later
         try:
             ticket = issue_ticket(
@@ -124,17 +123,17 @@ class KVExport:
         return ticket
 
     def release(self, ticket_id: str) -> None:
-        """The reader needs the blocks no longer."""
+        """End the hold of a ticket: the reader has the blocks, or does not need them."""
         (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
         self._count()
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
-        """Of those tickets, by id, nobody may know any more: keep their blocks a moment longer."""
+        """Shorten the holds of these tickets, by id: the ingress that had them may be dead."""
         for holds in (self._holds, self._loans):
             holds.expire_by(is_lost, now + LOST_TTL_S)
 
     def advance(self, now: float) -> bool:
-        """Give back the blocks of holds that ended. False: there were none."""
+        """Free the blocks of holds that have ended. False: there were none."""
         ended, passed_on = self._holds.collect(now), self._loans.collect(now)
         for block_ids in ended:
             self._engine.release(block_ids)
@@ -146,7 +145,7 @@ class KVExport:
         return True
 
     def break_oldest(self) -> None:
-        """Give back the blocks of the oldest hold: work here cannot go on without."""
+        """Free the blocks of the oldest hold, because work here cannot go on without them."""
         broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.release(broken)

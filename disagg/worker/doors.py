@@ -1,7 +1,8 @@
-"""An engine with both doors and its streams: what a worker does in the engine's thread.
+"""The part of a worker that runs in the engine's thread: streams, KV import, KV export, draining.
 
-Decides by which door a request comes in, and what happens between two steps. Deterministic: it
-has no thread, no socket and no clock, so tests play whole fleets of these in one thread.
+Decides where a request enters (KV import or engine) and what happens between two steps.
+Deterministic: it has no thread, no socket and no clock, so tests run whole fleets of these in one
+thread.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class Doors:
-    """Every method is called in the thread that owns the engine. `now`: Unix seconds.
+    """The engine of a worker with its streams, KV import and KV export.
 
-    accepting: False refuses every new request with `Unavailable`; those that run go on.
+    Every method is called in the thread that owns the engine. `now`: Unix seconds.
+
+    accepting: if False, new requests are refused with `Unavailable`; running ones go on.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -66,11 +69,11 @@ class Doors:
 
     @property
     def is_idle(self) -> bool:
-        """No stream is open, and nobody may still come for blocks."""
+        """No stream is open, and no blocks are held for a reader."""
         return not self._streams.num_open and not self._kv_export.num_holds
 
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
-        """Take in a request. A refusal is the only event of its stream."""
+        """Start a request. A refusal is the only delta of its stream."""
         sequence = self._streams.open(link_id, start, now)
         with self._ending(sequence):
             if not self.accepting:
@@ -81,7 +84,7 @@ class Doors:
             self._kv_import.admit(sequence, start.ticket, now, traceparent)
 
     def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
-        """The answer to a request for a loan, at once: the only delta of its stream."""
+        """Answer a loan request: one delta, with a ticket for the cached prefix or an error."""
         try:
             if not self.accepting:
                 raise refusal()
@@ -92,12 +95,12 @@ class Doors:
         return TokenDelta(start.stream_id, (), ticket=ticket)
 
     def prefetch(self, asked: Prefetch, now: float) -> None:
-        """Pull what is ready of a prompt that is half computed elsewhere, and will come here."""
+        """Pull the blocks of an early ticket; the request will be sent here later."""
         if self.accepting:
             self._kv_import.prefetch(asked, now)
 
     def drain(self, leave_by_s: float) -> None:
-        """Take in nothing new, and give everything up that will not have ended by then."""
+        """Refuse new requests, and hand over the running ones that will not finish by then."""
         self.accepting = False
         self._draining = Draining(
             self._engine,
@@ -107,26 +110,26 @@ class Doors:
         )
 
     def cancel(self, link_id: LinkId, stream_id: int) -> None:
-        """Forget a stream, and its sequence wherever that is; no delta follows."""
+        """Cancel a stream and its sequence, wherever that is; no delta follows."""
         self._cancel(sequence_id(link_id, stream_id))
 
     def release(self, ticket_id: str) -> None:
-        """Nobody will come for a ticket of this worker."""
+        """Free the blocks of a ticket of this worker: it will not be used."""
         self._kv_export.release(ticket_id)
 
     def close_link(self, link_id: LinkId, now: float) -> None:
-        """Cancel all streams of a link. Its tickets may be nobody's now: they end soon."""
+        """Cancel all streams of a link. Shorten the holds of its tickets, which may be lost."""
         for name in self._streams.of_link(link_id):
             self._cancel(name)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
     def forget_peers(self, gone: Iterable[str]) -> None:
-        """What pulling from these took goes out with each step, and nobody asks for it any more."""
+        """Drop the transfer times of workers that have left."""
         for worker_id in gone:
             self._transfer_times.forget(worker_id)
 
     def add_peers(self, peers: Iterable[Peer]) -> None:
-        """Get to know the workers whose KV may be pulled."""
+        """Add workers whose KV may be pulled."""
         for peer in peers:
             try:
                 self._transport.add_peer(peer)
@@ -135,7 +138,7 @@ class Doors:
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
 
     def advance(self, now: float) -> bool:
-        """Between two steps: move what is on its way in or out. True: look again soon."""
+        """Between two steps: advance imports, exports and the drain. True: call again soon."""
         for event in self._transport.poll():
             match event:
                 case PullDone():
@@ -152,7 +155,7 @@ class Doors:
         return is_busy
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
-        """What a step means for each link. Learns from its time."""
+        """Turn the result of a step into deltas by link. Updates the time model."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
         ended = (event.sequence for event in result.events if event.is_last)
@@ -172,15 +175,15 @@ class Doors:
         return deltas
 
     def take_host_events(self) -> tuple[KVEvent, ...]:
-        """What became findable in host memory, or stopped being so, since the last call."""
+        """KV events of the host tier since the last call: blocks cached and evicted there."""
         return self._host.take_events() if self._host is not None else ()
 
     def host_hashes(self) -> tuple[BlockHash, ...]:
-        """All names that are findable in host memory."""
+        """The hashes of all blocks cached in the host tier."""
         return self._host.hashes() if self._host is not None else ()
 
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
-        """The load of the engine, as of now if not given, plus what only the worker knows."""
+        """The worker's load: the engine's (by default as of now), imports, holds and transfers."""
         status = status or self._engine.status()
         return msgspec.structs.replace(
             status,
@@ -203,7 +206,7 @@ class Doors:
         self._engine.check([*self._kv_export.holders(), *self._kv_import.holders()])
 
     def close(self) -> None:
-        """Give back what the doors hold outside of the engine, which has stopped."""
+        """Close the transport and the tiers. The engine has stopped."""
         self._transport.close()
         if self._host is not None:
             self._host.close()
@@ -215,7 +218,7 @@ class Doors:
 
     @contextmanager
     def _ending(self, sequence: Sequence) -> Iterator[None]:
-        """Whatever fails in here ends that request, and never the worker."""
+        """A failure inside ends this request, and never the worker."""
         try:
             yield
         except DisaggError as error:
@@ -231,7 +234,7 @@ class Doors:
             self._kv_export.release(name)  # it has left: the ticket will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
-        """Tickets for what is ready of prompts that will leave, to be pulled meanwhile."""
+        """Add early tickets for the finished blocks of prompts that will be handed over."""
         plan = self._engine.last_plan
         for sequence in plan.sequences[plan.num_decodes :]:
             if not sequence.hand_over or not self._streams.is_open(sequence):

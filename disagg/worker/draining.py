@@ -41,7 +41,7 @@ class Draining:
         self._leave_by_s = leave_by_s
 
     def advance(self, now: float) -> None:
-        """Refuse who waits, and ask those to leave who would not end in time."""
+        """Refuse waiting sequences, and hand over those that would not finish in time."""
         for sequence in [*self._engine.scheduler.waiting, *self._take_waiting()]:
             self._engine.end(sequence, refusal())
         scheduler = self._engine.scheduler

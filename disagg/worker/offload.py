@@ -1,4 +1,4 @@
-"""KV on its way out of a worker's cache: to host memory as blocks fill, to the store as they go.
+"""KV offload: saves blocks to host memory when they fill, and to the store when they are evicted.
 
 Owned by the engine's thread.
 """
