@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from disagg.errors import ModelError
+from disagg.models import description, model_config
 from disagg.models.decoder import Decoder, load_model, random_decoder
 from disagg.models.description import describe_model
+from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope import RopeConfig
+from tests.models import checkpoints
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.paging import Tokens, make_batch, new_slab, run_step
 
@@ -68,6 +72,24 @@ def test_float32_equals_transformers(variant: str, tmp_path: Path) -> None:
             ends[id(sequence)].append(sequence.num_computed)
     worst = _worst(sequences, checkpoint, [ends[id(sequence)] for sequence in sequences])
     assert worst <= 1e-4
+
+
+def test_a_family_whose_layers_have_nothing_new_is_one_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed-OSS, which is not in the table: biases of q, k and v as Qwen2 has them."""
+    monkeypatch.setitem(checkpoints.VARIANTS, "seed-oss", ("SeedOss", {"head_dim": 16}))
+    checkpoint = write_checkpoint(tmp_path, "seed-oss")
+    with pytest.raises(ModelError, match="SeedOssForCausalLM; supported are Llama"):
+        describe_model(tmp_path)
+    seed_oss = replace(FAMILIES["Qwen2ForCausalLM"], model_type="seed_oss", windows="none")
+    table = {**FAMILIES, "SeedOssForCausalLM": seed_oss}
+    for module in (model_config, description):
+        monkeypatch.setattr(module, "FAMILIES", table)
+    decoder, config = _load(checkpoint, torch.float32)
+    (tokens,) = _sequences(1, 40, 16)
+    run_step(decoder, new_slab(config, 16, BLOCK_SIZE, torch.float32), [(tokens, 40)], BLOCK_SIZE)
+    assert _worst([tokens], checkpoint, [[40]]) <= 1e-4
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows"])
