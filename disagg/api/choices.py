@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from disagg.api.openai.answers import Choice, Job
+from disagg.api.openai.answers import Job
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Text, Wanted
 from disagg.blocks import hash_blocks, hash_root
@@ -41,7 +42,7 @@ def name_choices(
         prompts: in token ids.
         sampling: of the first choice; others have seeds derived from its.
     """
-    choices: list[Choice] = []
+    requests: list[GenerateRequest] = []
     for token_ids in prompts:
         unnamed = GenerateRequest(
             request_id=caller.request_id,
@@ -57,20 +58,11 @@ def name_choices(
             traceparent=caller.traceparent,
             cache_salt=wanted.cache_salt,
         )
-        request, first = named(unnamed, wanted.model), len(choices)
-        indices = range(first, first + wanted.num_choices)
-        choices += [_choice(wanted, request, index) for index in indices]
-    return Job(
-        id=caller.request_id,
-        created_unix_s=int(created_unix_s),
-        model=wanted.model,
-        choices=tuple(choices),
-        num_choices=wanted.num_choices,
-        num_logprobs=sampling.logprobs,
-        stream=wanted.stream,
-        include_usage=wanted.include_usage,
-        echoes=_texts(wanted, prompts) if wanted.echo else (),
-    )
+        request, first = named(unnamed, wanted.model), len(requests)
+        requests += [_choice(request, first + index) for index in range(wanted.num_choices)]
+    echoes = _texts(wanted, prompts) if wanted.echo else ()
+    answered = dataclasses.replace(wanted, prompts=())
+    return Job(caller.request_id, int(created_unix_s), answered, tuple(requests), echoes)
 
 
 def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
@@ -87,22 +79,15 @@ def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
     )
 
 
-def _choice(wanted: Wanted, request: GenerateRequest, index: int) -> Choice:
+def _choice(request: GenerateRequest, index: int) -> GenerateRequest:
     """Choice `index` of all: the first has the request's id and seed, the others derived ones."""
-    if index > 0:
-        seed = _derived_seed(request.sampling.seed, index)
-        request = replace(
-            request,
-            request_id=f"{request.request_id}-{index}",
-            sampling=replace(request.sampling, seed=seed),
-        )
-    return Choice(
-        index,
+    if index == 0:
+        return request
+    seed = _derived_seed(request.sampling.seed, index)
+    return replace(
         request,
-        stops=wanted.stops,
-        include_stop=wanted.include_stop,
-        skip_special_tokens=wanted.skip_special_tokens,
-        calls=wanted.calls,
+        request_id=f"{request.request_id}-{index}",
+        sampling=replace(request.sampling, seed=seed),
     )
 
 

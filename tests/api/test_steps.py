@@ -157,7 +157,7 @@ def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> No
         created_unix_s=8.5,
         deadline_unix_s=20.0,
     )
-    requests = [choice.request for choice in job.choices]
+    requests = job.requests
     assert [request.request_id for request in requests] == ["id", "id-1", "id-2", "id-3"]
     assert len({request.sampling.seed for request in requests}) == 4
     assert requests[0].sampling == sampling
@@ -196,7 +196,7 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
     api = Api("msg_", read, understand, responses.ChatFrames, body)
     service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
-    prompt = TOKENIZER.decode(run.job.choices[0].request.token_ids, skip_special_tokens=False)
+    prompt = TOKENIZER.decode(run.job.requests[0].token_ids, skip_special_tokens=False)
     assert "system\nbe kind" in prompt and "user\nhi" in prompt
     answer = ChoiceDelta(0)
     async for batch in run.batches():

@@ -264,7 +264,7 @@ class HttpApp:
         )
         run = await self._service.prepare(api, body, caller)
         self._begin(request, run, arrived_s, read_s)
-        if run.job.stream:
+        if run.job.wanted.stream:
             return self._events(request, run, api.frames(run.job), arrived_s)
         return Reply(api.body(run, await self._collect(request, run, arrived_s)))
 
@@ -285,7 +285,7 @@ class HttpApp:
         self, request: HttpRequest, run: RunningJob, arrived_s: float
     ) -> list[ChoiceDelta]:
         """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
-        answers = [ChoiceDelta(choice.index) for choice in run.job.choices]
+        answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
         async with aclosing(run.batches()) as batches:
             with self._timer(request, run, arrived_s) as timer:
                 async for batch in batches:

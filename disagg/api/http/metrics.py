@@ -236,7 +236,7 @@ class RequestTimer:
         self._run = run
         self._tenant = tenant
         self._model = run.job.model.name
-        self._num_choices = len(run.job.choices)
+        self._num_choices = len(run.job.requests)
         self._itl = metrics.itl.labels(self._model)
         self._arrived_s = arrived_s
         self._first_s: float | None = None

@@ -12,8 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from disagg.api.openai.tool_calls import Call, CallReader, CallSyntax
+from disagg.api.openai.tool_calls import Call, CallReader
 from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 from disagg.router.cascade import CascadeDecision
@@ -52,53 +53,51 @@ class ChoiceDelta:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One answer to generate."""
-
-    index: int
-    request: GenerateRequest
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    calls: CallSyntax | None = None  # how tool calls are read in it; None: it is text
-
-
-@dataclass(frozen=True)
 class Job:
-    """A checked request: `num_choices` consecutive choices for each prompt."""
+    """A checked request.
+
+    Attributes:
+        wanted: without its prompts.
+        requests: for each prompt those of `wanted.num_choices` choices.
+        echoes: the prompts' texts, when they are to be repeated.
+    """
 
     id: str
     created_unix_s: int
-    model: ServedModel
-    choices: tuple[Choice, ...]
-    num_choices: int
-    num_logprobs: int | None = None
-    stream: bool = False
-    include_usage: bool = False
-    echoes: tuple[str, ...] = ()  # the prompts' texts, when they are to be repeated
+    wanted: Wanted
+    requests: tuple[GenerateRequest, ...]
+    echoes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> ServedModel:
+        return self.wanted.model
 
     @property
     def num_prompt_tokens(self) -> int:
-        firsts = self.choices[:: self.num_choices]
-        return sum(choice.request.num_prompt_tokens for choice in firsts)
+        firsts = self.requests[:: self.wanted.num_choices]
+        return sum(request.num_prompt_tokens for request in firsts)
 
 
 class Answer:
     """The state of one choice while it runs."""
 
-    def __init__(self, choice: Choice, model: ServedModel, explain: Explain) -> None:
-        self._choice = choice
+    def __init__(
+        self, index: int, request: GenerateRequest, wanted: Wanted, explain: Explain
+    ) -> None:
+        self.index = index
+        self.request = request
+        self._include_stop = wanted.include_stop
         self._explain = explain
         self._detokenizer = Detokenizer(
-            model.tokenizer,
-            stops=choice.stops,
-            include_stop=choice.include_stop,
-            skip_special_tokens=choice.skip_special_tokens,
-            num_unchecked=choice.request.sampling.min_tokens,
+            wanted.model.tokenizer,
+            stops=wanted.stops,
+            include_stop=wanted.include_stop,
+            skip_special_tokens=wanted.skip_special_tokens,
+            num_unchecked=request.sampling.min_tokens,
         )
         self._calls = None
-        if choice.calls is not None:
-            self._calls = CallReader(choice.calls, choice.request.request_id)
+        if wanted.calls is not None:
+            self._calls = CallReader(wanted.calls, request.request_id)
         self._num_deltas = 0
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
@@ -109,9 +108,9 @@ class Answer:
             raise delta.error.to_error()
         if self._num_deltas == 0:
             self.num_cached_tokens = delta.num_cached_tokens
-            self.decision = self._explain(self._choice.request.request_id)
+            self.decision = self._explain(self.request.request_id)
         self._num_deltas += 1
-        piece = ChoiceDelta(self._choice.index)
+        piece = ChoiceDelta(self.index)
         scores = delta.logprobs or ()
         num_shown = len(delta.token_ids) - self._ends_unseen(delta)
         for position, token_id in enumerate(delta.token_ids):
@@ -140,9 +139,9 @@ class Answer:
         """Whether the last token only says that the answer is over."""
         return (
             delta.finish_reason == "stop"
-            and not self._choice.include_stop
+            and not self._include_stop
             and bool(delta.token_ids)
-            and delta.token_ids[-1] in self._choice.request.sampling.stop_token_ids
+            and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         )
 
 
@@ -163,12 +162,16 @@ class RunningJob:
         self.job = job
         self.num_completion_tokens = 0
         self._generate = generate
-        self._answers = [Answer(choice, job.model, explain) for choice in job.choices]
+        self._answers = [
+            Answer(index, request, job.wanted, explain)
+            for index, request in enumerate(job.requests)
+        ]
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were not computed; further choices of a prompt do not count."""
-        return sum(answer.num_cached_tokens for answer in self._answers[:: self.job.num_choices])
+        firsts = self._answers[:: self.job.wanted.num_choices]
+        return sum(answer.num_cached_tokens for answer in firsts)
 
     @property
     def decisions(self) -> list[CascadeDecision | None]:
@@ -193,19 +196,19 @@ class RunningJob:
         Raises:
             DisaggError: the first failure of any choice; the others are cancelled.
         """
-        choices = self.job.choices
-        return self._alone(choices[0]) if len(choices) == 1 else self._side_by_side()
+        answers = self._answers
+        return self._alone(answers[0]) if len(answers) == 1 else self._side_by_side()
 
-    async def _alone(self, choice: Choice) -> AsyncGenerator[list[ChoiceDelta], None]:
+    async def _alone(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
         """The common case, without a task of its own: that would cost as much as a token does."""
-        async with aclosing(self._pieces(choice)) as pieces:
+        async with aclosing(self._pieces(answer)) as pieces:
             async for piece in pieces:
                 yield [piece]
 
     async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """A task for each choice, so that one that is slow to start delays no other."""
-        inbox = _Inbox({choice.index for choice in self.job.choices})
-        tasks = [asyncio.create_task(self._follow(choice, inbox)) for choice in self.job.choices]
+        inbox = _Inbox({answer.index for answer in self._answers})
+        tasks = [asyncio.create_task(self._follow(answer, inbox)) for answer in self._answers]
         num_open = len(tasks)
         try:
             while num_open:
@@ -217,19 +220,18 @@ class RunningJob:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, choice: Choice, inbox: _Inbox) -> None:
+    async def _follow(self, answer: Answer, inbox: _Inbox) -> None:
         """Feed the inbox until this choice ended, one way or another."""
         try:
-            async with aclosing(self._pieces(choice)) as pieces:
+            async with aclosing(self._pieces(answer)) as pieces:
                 async for piece in pieces:
                     inbox.put(piece)
         except Exception as error:  # whatever it is, the client must hear of an end
             inbox.put(error)
 
-    async def _pieces(self, choice: Choice) -> AsyncGenerator[ChoiceDelta, None]:
+    async def _pieces(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
         """What a choice gains, up to its end; a stop string closes the source early."""
-        answer = self._answers[choice.index]
-        async with aclosing(self._generate(choice.request)) as deltas:
+        async with aclosing(self._generate(answer.request)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
                 self.num_completion_tokens += piece.num_tokens

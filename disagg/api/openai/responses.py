@@ -196,7 +196,9 @@ def chat_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
         ChatChoice(
             answer.index,
             _message(answer),
-            None if job.num_logprobs is None else chat_logprobs(answer.scored, job.model.tokenizer),
+            None
+            if job.wanted.sampling.logprobs is None
+            else chat_logprobs(answer.scored, job.model.tokenizer),
             answer.finish_reason,
         )
         for answer in answers
@@ -220,7 +222,7 @@ def completion_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
         echo = _echo(job, answer.index)
         logprobs = (
             None
-            if job.num_logprobs is None
+            if job.wanted.sampling.logprobs is None
             else completion_logprobs(answer.scored, job.model.tokenizer, len(echo))
         )
         choices.append(
@@ -238,8 +240,8 @@ class Frames(ABC):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = job.model.tokenizer
-        self._preambles = [self._preamble(job.model.name)] * len(job.choices)
-        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
+        self._preambles = [self._preamble(job.model.name)] * len(job.requests)
+        self._tail = b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n"
 
     def name_models(self, run: RunningJob) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
@@ -276,7 +278,7 @@ class Frames(ABC):
 
     def closing(self, run: RunningJob) -> bytes:
         """The usage chunk when it was asked for, and `[DONE]`."""
-        if not self._job.include_usage:
+        if not self._job.wanted.include_usage:
             return DONE
         preamble = self._preamble(run.model_name)
         return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
@@ -312,7 +314,7 @@ class ChatFrames(Frames):
 
     def opening(self) -> bytes:
         delta = b'{"role":"assistant","content":""}'
-        events = (self._event(c.index, delta, b"null", b"null") for c in self._job.choices)
+        events = (self._event(i, delta, b"null", b"null") for i in range(len(self._job.requests)))
         return b"".join(events)
 
     def _text(self, text: str) -> bytes:
@@ -329,7 +331,7 @@ class CompletionFrames(Frames):
     def opening(self) -> bytes:
         if not self._job.echoes:
             return b""
-        indices = range(len(self._job.choices))
+        indices = range(len(self._job.requests))
         events = (
             self._event(index, self._text(_echo(self._job, index)), b"null", b"null")
             for index in indices
@@ -355,4 +357,4 @@ def error_frame(error: DisaggError) -> bytes:
 
 
 def _echo(job: Job, index: int) -> str:
-    return job.echoes[index // job.num_choices] if job.echoes else ""
+    return job.echoes[index // job.wanted.num_choices] if job.echoes else ""

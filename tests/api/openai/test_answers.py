@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.api.openai.answers import Choice, ChoiceDelta, Generate, Job, RunningJob
+from disagg.api.openai.answers import ChoiceDelta, Generate, Job, RunningJob
+from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from tests.api.fakes import END, TOKENIZER, served_model
@@ -27,8 +28,15 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
         sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
         deadline_unix_s=30.0,
     )
-    choices = tuple(Choice(i, request, stops=tuple(stops)) for i in range(num_choices))
-    return Job("r", 0, served_model(), choices, num_choices)
+    wanted = Wanted(
+        model=served_model(),
+        prompts=(),
+        prompt_param="prompt",
+        sampling=request.sampling,
+        num_choices=num_choices,
+        stops=tuple(stops),
+    )
+    return Job("r", 0, wanted, (request,) * num_choices)
 
 
 def playing(*deltas: TokenDelta | Exception) -> Generate:
@@ -45,7 +53,7 @@ def playing(*deltas: TokenDelta | Exception) -> Generate:
 
 
 async def result(run: RunningJob) -> list[ChoiceDelta]:
-    whole = [ChoiceDelta(choice.index) for choice in run.job.choices]
+    whole = [ChoiceDelta(index) for index in range(len(run.job.requests))]
     async for batch in run.batches():
         for piece in batch:
             assert whole[piece.index].finish_reason is None  # one end for each
