@@ -3,7 +3,7 @@
     python -m bench.faults_churn [--requests 1536] [--joins 250] [--leaves 150]
 
 One process, without Ray: the dispatcher, fleet and links of an ingress, and workers behind loopback
-connections with real engines, doors and holds, whose fake model shows every wrong KV block
+connections with real engines, KV import and export, whose fake model shows every wrong KV block
 (tests/engine/fake_runner.py). Workers join, leave after a drain, or are gone at once; links are
 cut; engines stand still. Clients leave, and some have little time. Ends with status 1 unless every
 request had exactly one terminal event, all text was right, and everything came back.
@@ -313,9 +313,9 @@ def _name(worker: Worker) -> str:
 
 
 def _is_empty(worker: Worker) -> bool:
-    doors = worker._doors
-    status = doors.status()
-    return doors.is_idle and not status.num_waiting and status.num_free_blocks == status.num_blocks
+    core = worker._core
+    status = core.status()
+    return core.is_idle and not status.num_waiting and status.num_free_blocks == status.num_blocks
 
 
 async def _until(condition: Callable[[], bool]) -> None:

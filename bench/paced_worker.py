@@ -1,6 +1,6 @@
 """A worker whose model only keeps time: everything around it is the product's.
 
-The scheduler, block pool, doors, streams and links are real; a step takes `STEP_S` whatever is in
+Scheduler, block pool, KV import, streams and links are real; a step takes `STEP_S` whatever is in
 it and gives every sequence the same token.
 """
 

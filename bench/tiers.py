@@ -3,7 +3,7 @@
     python -m bench.tiers [--shape 160m] [--prompt 1040] [--threads 1] [--rounds 5] [--tiny]
     python -m bench.tiers --device cuda --shape llama-3-8b --prompt 8192    # without Redis
 
-One worker each (doors, engine, real threads for copies; no links), with equal random weights in
+One worker each (its core, engine, real threads for copies; no links), with equal random weights in
 bf16, taking turns: with no tier it computes the prompt again, with host memory or Redis it loads
 what the time model says is worth it; `another worker` has it in its cache and lends it, over NIXL.
 Before each turn every block of the cache is given to somebody else. `first time`: a prompt that
@@ -38,7 +38,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
 from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel
-from disagg.worker.doors import Doors
+from disagg.worker.core import WorkerCore
 from disagg.worker.first_steps import first_steps
 from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport
 
@@ -101,7 +101,7 @@ class Contender:
             self.host = HostTier(copier, num_slots, nbytes, made[0].generations)
         self.transport = new_transport(serve, name, 1, slab, made[0], LocalFleet())
         times = first_steps(self.engine, time.perf_counter, StepTimeModel())
-        self.doors = Doors(
+        self.core = WorkerCore(
             Parts(
                 self.engine,
                 made[0],
@@ -132,13 +132,13 @@ class Contender:
         began_s = time.perf_counter()
         ticket = None if lender is None else lender.lend(request)
         start = Start(self._num_requests, request, ticket=ticket)
-        self.doors.start(LINK, start, time.time())
+        self.core.start(LINK, start, time.time())
         while not (deltas := self._turn()):
             pass
         seconds = time.perf_counter() - began_s
         (delta,) = deltas
         self.num_cached.append(delta.num_cached_tokens)
-        while self.doors.advance(time.time()):
+        while self.core.advance(time.time()):
             time.sleep(IN_FLIGHT_WAIT_S)
         return seconds
 
@@ -147,7 +147,7 @@ class Contender:
         self._num_requests += 1
         loan = RequestState(request).loan(self.engine.pool.block_size)
         start = Start(self._num_requests, loan, hand_over=True)
-        delta = self.doors.lend(LINK, start, time.time())
+        delta = self.core.lend(LINK, start, time.time())
         assert delta.ticket is not None, delta.error
         return delta.ticket
 
@@ -162,7 +162,7 @@ class Contender:
 
     def _turn(self) -> list[TokenDelta]:
         """What an engine's thread does in a turn."""
-        in_flight = self.doors.advance(time.time())
+        in_flight = self.core.advance(time.time())
         began_s = time.perf_counter()
         events = self.engine.step()
         seconds = time.perf_counter() - began_s
@@ -177,7 +177,7 @@ class Contender:
             features if has_stepped else None,
             seconds,
         )
-        return self.doors.take(result, time.time()).get(LINK, [])
+        return self.core.take(result, time.time()).get(LINK, [])
 
 
 def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[str, Any]]:
@@ -198,15 +198,15 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
         contenders[BORROWER] = Contender(shape, device, length, 0, None, "nixl")
         lender = Contender(shape, device, length, 0, None, "nixl")
         lender.first_token_s(known)
-        contenders[BORROWER].doors.add_peers([lender.transport.peer])
+        contenders[BORROWER].core.add_peers([lender.transport.peer])
 
     def ask(contender: Contender) -> float:
         if contender is not contenders.get(BORROWER):
             return contender.first_token_s(known)
         assert lender is not None
         seconds = contender.first_token_s(known, lender)
-        while not lender.doors.is_idle:  # until it has heard that its blocks were read
-            lender.doors.advance(time.time())
+        while not lender.core.is_idle:  # until it has heard that its blocks were read
+            lender.core.advance(time.time())
         return seconds
 
     for contender in contenders.values():
@@ -247,7 +247,7 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
             }
         )
     for contender in (*contenders.values(), *([lender] if lender else [])):
-        contender.doors.close()
+        contender.core.close()
     return rows
 
 

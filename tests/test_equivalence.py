@@ -1,6 +1,6 @@
 """The promise of the whole system: apart, workers answer exactly what one big engine answers.
 
-Two prefill and two decode workers, real doors, real slabs and stamps, played in one thread in a
+Two prefill and two decode workers, real cores, real slabs and stamps, played in one thread in a
 drawn order: tiny caches, shared prefixes, preemption, tickets that are late, lost or never used,
 pulls that are torn, fail or hang, notifications lost or doubled, holds that expire or are broken,
 requests that are cancelled, moved or too late, links that are cut, workers that die, break or are

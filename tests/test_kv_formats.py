@@ -71,8 +71,8 @@ async def test_pulled_blocks_give_the_text_of_one_engine(
             assert status == 200, answer
             said = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
             assert said == reference.chat(prompt, 24)
-        doors = [worker._doors for worker in running.workers]
-        assert sum(len(door.status().transfers) for door in doors), "nothing was pulled"
+        cores = [worker._core for worker in running.workers]
+        assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
 
 
 def test_formats_never_mix(model: Path) -> None:

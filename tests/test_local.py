@@ -85,7 +85,7 @@ def text(answer: dict[str, Any], index: int = 0) -> str:
 
 
 def has_stepped(worker: Worker) -> bool:
-    costs = worker._doors.status().step_costs
+    costs = worker._core.status().step_costs
     return costs is not None and costs.num_observed > 0
 
 
@@ -93,8 +93,8 @@ async def until_empty(worker: Worker) -> None:
     """All blocks are back and nobody holds a ticket."""
 
     def is_empty() -> bool:
-        status = worker._doors.status()
-        return worker._doors.is_idle and status.num_free_blocks == status.num_blocks
+        status = worker._core.status()
+        return worker._core.is_idle and status.num_free_blocks == status.num_blocks
 
     async with asyncio.timeout(30):
         while not await worker._ask(is_empty):
@@ -118,8 +118,8 @@ async def test_text_is_one_engines_text(
         for answer, (content, temperature, seed) in zip(answers, wanted, strict=True):
             alone = reference.chat(content, 24, temperature=temperature, seed=seed)
             assert text(answer) == alone
-        doors = [worker._doors for worker in running.workers if worker.record.role == "decode"]
-        assert sum(len(door.status().transfers) for door in doors), "nothing was pulled"
+        cores = [worker._core for worker in running.workers if worker.record.role == "decode"]
+        assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
         told = [(await client.get(f"/debug/requests/{each['id']}")).json() for each in answers]
         lanes = {transfer["lane"] for each in told for transfer in each["transfers"]}
         assert lanes == {"cma" if transport == "nixl" else ""}

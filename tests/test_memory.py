@@ -95,7 +95,7 @@ async def one_round(cluster: LocalCluster, client: httpx.AsyncClient, questions:
         assert [each.status_code for each in replies] == [200] * 4 + [400]
         await leaving
     await client.get("/metrics")
-    await until(lambda: all(worker._doors.is_idle for worker in cluster.workers))
+    await until(lambda: all(worker._core.is_idle for worker in cluster.workers))
 
 
 async def left(cluster: LocalCluster, text: str) -> None:

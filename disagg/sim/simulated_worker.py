@@ -39,7 +39,7 @@ from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.sim.steps import StepRun, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
-from disagg.worker.doors import Doors
+from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from disagg.worker.streams import sequence_id
 
@@ -91,7 +91,7 @@ class SimulatedWorker:
         self.transport = SimulatedTransport(
             network, spec.worker_id, epoch, slab, stamps, self._wake
         )
-        self._doors = Doors(
+        self._core = WorkerCore(
             Parts(
                 self._engine,
                 stamps,
@@ -126,14 +126,14 @@ class SimulatedWorker:
             pid=0,
             max_num_seqs=spec.max_num_seqs,
         )
-        fleet.worker_synced(record, (), self._doors.status())
+        fleet.worker_synced(record, (), self._core.status())
 
     @property
     def num_prompt_tokens(self) -> int:
         return self._runner.num_prompt_tokens
 
     def meet(self, others: list[SimulatedWorker]) -> None:
-        self._doors.add_peers(other.transport.peer for other in others)
+        self._core.add_peers(other.transport.peer for other in others)
 
     async def stream(
         self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
@@ -153,40 +153,40 @@ class SimulatedWorker:
                 yield delta
         finally:
             if self._streams.pop(name, None) is not None:
-                self._post(lambda now: self._doors.cancel(LINK, stream_id))
+                self._post(lambda now: self._core.cancel(LINK, stream_id))
 
     def _start(self, start: Start, now: float) -> None:
-        self._doors.start(LINK, start, now)
+        self._core.start(LINK, start, now)
 
     def _lend(self, start: Start, now: float) -> None:
-        self._hand_over(self._doors.lend(LINK, start, now), now)
+        self._hand_over(self._core.lend(LINK, start, now), now)
 
     def release(self, ticket_id: str) -> None:
         """Free the blocks of a ticket of this worker: it will not be used."""
-        self._post(lambda now: self._doors.release(ticket_id))
+        self._post(lambda now: self._core.release(ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
         """See `router.dispatch.Workers`."""
-        self._post(lambda now: self._doors.prefetch(asked, now))
+        self._post(lambda now: self._core.prefetch(asked, now))
 
     @property
     def is_idle(self) -> bool:
         """No stream is open, and no hold either."""
-        return self._run is None and self._doors.is_idle
+        return self._run is None and self._core.is_idle
 
     def drain(self, leave_by_s: float) -> None:
         """Refuse new requests; hand over those that will not have finished by then."""
         self._post(lambda now: self._begin_drain(leave_by_s, now))
 
     def _begin_drain(self, leave_by_s: float, now: float) -> None:
-        self._doors.drain(leave_by_s)
+        self._core.drain(leave_by_s)
         self._tell(StepResult((), (), self._engine.status()), now)
 
     def die(self) -> None:
         """Without a word: its streams end, and nothing of it is left."""
         self._is_alive = False
         self._plan_turn(None)
-        self._doors.close()
+        self._core.close()
         self._fleet.worker_lost(self.spec.worker_id)
         for stream in self._streams.values():
             stream.deltas.put_nowait(None)
@@ -200,7 +200,7 @@ class SimulatedWorker:
 
     def check(self) -> None:
         """Recount every block. Raises `AssertionError`."""
-        self._doors.check()
+        self._core.check()
 
     def _post(self, message: Callable[[float], None]) -> None:
         self._messages.append(message)
@@ -229,7 +229,7 @@ class SimulatedWorker:
         messages, self._messages = self._messages, []
         for message in messages:
             message(now)
-        is_moving = self._doors.advance(now)
+        is_moving = self._core.advance(now)
         self._engine.expire(now)
         events = tuple(self._engine.step())
         kv_events = self._engine.pool.take_events()
@@ -250,7 +250,7 @@ class SimulatedWorker:
         num_more = num_alike(self._engine) if is_plain else 0
         self._run = StepRun(self._engine.last_plan.features, self.spec.times, now, num_more)
         if num_more:
-            self._status = self._doors.status()
+            self._status = self._core.status()
         self._plan_turn(self._run.ends_s)
 
     def _end_run(self, run: StepRun, now: float) -> None:
@@ -290,10 +290,10 @@ class SimulatedWorker:
             self._fleet.worker_stepped(self.spec.worker_id, (), status)
 
     def _tell(self, result: StepResult, now: float) -> None:
-        for deltas in self._doors.take(result, now).values():
+        for deltas in self._core.take(result, now).values():
             for delta in deltas:
                 self._hand_over(delta, now)
-        status = self._doors.status(result.status)
+        status = self._core.status(result.status)
         self._fleet.worker_stepped(self.spec.worker_id, result.kv_events, status)
 
     def _hand_over(self, delta: TokenDelta, now: float) -> None:

@@ -3,7 +3,7 @@
     link server (event loop)  --Start, Cancel, Release, ...-->  engine thread
     link server (event loop)  <--one call per step: deltas, KV events, load--  engine thread
 
-Everything that touches the engine or the transport is in `doors.py` and runs in the engine's
+Everything that touches the engine or the transport is in `core.py` and runs in the engine's
 thread; it is reached from here only through `EngineThread.post`.
 """
 
@@ -23,7 +23,7 @@ from disagg.errors import EngineFailed
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import Cancel, Peers, Prefetch, Release, Resync, Role, Start, WorkerRecord
 from disagg.time_model import StepTimeModel
-from disagg.worker.doors import Doors
+from disagg.worker.core import WorkerCore
 from disagg.worker.liveness import LOOK_S, Liveness
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.streams import LinkId
@@ -50,17 +50,17 @@ class Worker:
         self._engine = parts.engine
         self._loop = loop
         self._clock = clock
-        self._doors = Doors(parts)
+        self._core = WorkerCore(parts)
         self._thread = EngineThread(
             parts.engine,
             publish=self._publish,
             clock=clock,
             timer=time.monotonic,
-            between_steps=self._doors.advance,
+            between_steps=self._core.advance,
             name=f"engine-{record.role}",
         )
         self._server = LinkServer(
-            key=key, record=record, receive=self._receive, status=self._doors.status()
+            key=key, record=record, receive=self._receive, status=self._core.status()
         )
         self._liveness = Liveness()
         self._first_times = parts.first_times
@@ -142,7 +142,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 # Asked, not told: the engine's thread has no event of this loop to set.
-                while not await self._ask(lambda: self._doors.is_idle):  # noqa: ASYNC110
+                while not await self._ask(lambda: self._core.is_idle):  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.close()
 
@@ -154,11 +154,11 @@ class Worker:
         await self._server.close()
         if stopped:  # a thread that hangs may still use them
             # Waits for threads of theirs: for a store that hangs up to seconds.
-            await self._loop.run_in_executor(None, self._doors.close)
+            await self._loop.run_in_executor(None, self._core.close)
 
     async def check(self) -> None:
         """Recount every block and hold, between two steps. Raises `AssertionError`."""
-        await self._ask(self._doors.check)
+        await self._ask(self._core.check)
 
     async def _ask(self, question: Callable[[], T]) -> T:
         """Run `question` in the engine's thread and return its result."""
@@ -203,48 +203,48 @@ class Worker:
     # On the event loop: what ingresses say.
 
     def _receive(self, link_id: LinkId, message: Received) -> None:
-        doors, post = self._doors, self._thread.post
+        core, post = self._core, self._thread.post
         match message:
             case Start() if message.is_loan:
                 post(lambda: self._lend(link_id, message))
             case Start():
-                post(lambda: doors.start(link_id, message, self._clock()))
+                post(lambda: core.start(link_id, message, self._clock()))
             case Prefetch():
-                post(lambda: doors.prefetch(message, self._clock()))
+                post(lambda: core.prefetch(message, self._clock()))
             case Cancel(stream_id=stream_id):
-                post(lambda: doors.cancel(link_id, stream_id))
+                post(lambda: core.cancel(link_id, stream_id))
             case Release(ticket_id=ticket_id):
-                post(lambda: doors.release(ticket_id))
+                post(lambda: core.release(ticket_id))
             case Peers(peers=peers, gone=gone):
-                post(lambda: doors.add_peers(peers))
-                post(lambda: doors.forget_peers(gone))
+                post(lambda: core.add_peers(peers))
+                post(lambda: core.forget_peers(gone))
             case Resync():
                 post(lambda: self._snapshot(link_id))
             case LinkClosed():
-                post(lambda: doors.close_link(link_id, self._clock()))
+                post(lambda: core.close_link(link_id, self._clock()))
 
     # In the engine's thread.
 
     def _begin_drain(self, leave_by_s: float) -> None:
-        self._doors.drain(leave_by_s)
-        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._doors.status())
+        self._core.drain(leave_by_s)
+        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._core.status())
 
     def _lend(self, link_id: LinkId, start: Start) -> None:
         # Nobody who asks for a loan should wait for a step to be computed first.
-        delta = self._doors.lend(link_id, start, self._clock())
-        deltas, status = {link_id: [delta]}, self._doors.status()
+        delta = self._core.lend(link_id, start, self._clock())
+        deltas, status = {link_id: [delta]}, self._core.status()
         self._loop.call_soon_threadsafe(self._server.publish, deltas, (), status)
 
     def _snapshot(self, link_id: LinkId) -> None:
         # Posted like a step, so that it arrives in order with the cache events.
-        hashes, in_host = self._engine.pool.hashes(), self._doors.host_hashes()
+        hashes, in_host = self._engine.pool.hashes(), self._core.host_hashes()
         self._loop.call_soon_threadsafe(
-            self._server.publish_snapshot, link_id, hashes, self._doors.status(), in_host
+            self._server.publish_snapshot, link_id, hashes, self._core.status(), in_host
         )
 
     def _publish(self, result: StepResult) -> None:
-        deltas = self._doors.take(result, self._clock())
-        kv_events = result.kv_events + self._doors.take_host_events()
+        deltas = self._core.take(result, self._clock())
+        kv_events = result.kv_events + self._core.take_host_events()
         self._loop.call_soon_threadsafe(
-            self._server.publish, deltas, kv_events, self._doors.status(result.status)
+            self._server.publish, deltas, kv_events, self._core.status(result.status)
         )

@@ -64,7 +64,7 @@ def started(
 
 
 def submit(thread: EngineThread, sequence: Sequence) -> None:
-    """As a worker's doors do: a refusal is the sequence's only event."""
+    """As a worker does: a refusal is the sequence's only event."""
 
     def enter() -> None:
         try:

@@ -1,7 +1,7 @@
 """A fake model for the real system: its KV can be checked, and steps take as long as it says.
 
 A directory that looks like a checkpoint to the API (tokenizer, limits), and the parts that a
-worker makes of it. Everything else is the product's: scheduler, doors, transport, links, store.
+worker makes of it. Everything else is real: scheduler, KV import, transport, links, store.
 Token i is the character `letter(i)`, so text shows tokens one to one, and `expected_text` knows
 every answer without any engine. Greedy requests ignore their seed, as greedy requests must.
 """

@@ -128,15 +128,15 @@ def _wire_faults() -> WireFaults:
 
 
 def _recount(worker: Worker) -> dict[str, Any]:
-    doors = worker._doors
-    doors.check()
-    status = doors.status()
+    core = worker._core
+    core.check()
+    status = core.status()
     return {
         "num_blocks": status.num_blocks,
         "num_held_blocks": status.num_blocks - status.num_free_blocks,
         "num_holds": status.num_holds,
         "num_sequences": status.num_running + status.num_waiting,
-        "num_streams": doors._streams.num_open,
+        "num_streams": core._streams.num_open,
         "num_computed": worker._engine.runner.num_computed,  # type: ignore[attr-defined]
     }
 

@@ -115,7 +115,7 @@ class Fleet:
                 self.members[worker].runner.breaks = True
             case 31 if self._draining is None:
                 self._draining = worker
-                self.members[worker].doors.drain(self.world.now + 3.0 * (arg > 5))
+                self.members[worker].core.drain(self.world.now + 3.0 * (arg > 5))
             case _:
                 self._turn(worker)
 
@@ -130,7 +130,7 @@ class Fleet:
         if member.is_broken:
             self.met["engine broke"] += 1
             self._replace(worker)
-        elif self._draining == worker and member.doors.is_idle:
+        elif self._draining == worker and member.core.is_idle:
             self.met["drained"] += 1
             assert not self._replace(worker), "a worker left before its streams had ended"
 
@@ -151,8 +151,8 @@ class Fleet:
             encode(Start(next(member.stream_ids[link_id]), request, hand_over=True))
         )
         assert isinstance(start, Start) and start.is_loan
-        delta = member.doors.lend(link_id, start, self.world.now)
-        member.doors.check()
+        delta = member.core.lend(link_id, start, self.world.now)
+        member.core.check()
         if delta.ticket is None:
             assert delta.error is not None and delta.error.code == "unavailable"
             return
@@ -161,7 +161,7 @@ class Fleet:
             case "leave" | "lose":
                 pass
             case "give back":
-                member.doors.release(delta.ticket.ticket_id)
+                member.core.release(delta.ticket.ticket_id)
             case "spoil":
                 journey.ticket = spoiled(delta.ticket, trip.seed + len(trip.prompt))
             case _:
@@ -183,8 +183,8 @@ class Fleet:
         journey.place = worker, link_id, stream_id
         journey.last_worker = worker
         self._serving[journey.place] = journey
-        member.doors.start(link_id, start, self.world.now)
-        member.doors.check()
+        member.core.start(link_id, start, self.world.now)
+        member.core.check()
 
     def _take(self, journey: Journey, delta: TokenDelta) -> None:
         output, expected = journey.output, journey.expected
@@ -224,8 +224,8 @@ class Fleet:
         message = decode_to_worker(encode(Prefetch(ticket, names)))
         assert isinstance(message, Prefetch)
         member = self.members[trip.second]
-        member.doors.prefetch(message, self.world.now)
-        member.doors.check()
+        member.core.prefetch(message, self.world.now)
+        member.core.check()
 
     def _take_error(self, journey: Journey, error: WireError) -> None:
         """Too late is too late; whatever else a worker says, another one may not."""
@@ -247,7 +247,7 @@ class Fleet:
                 self._end(journey, "gone")
             case "give back":
                 source = next(each for each in self.members if each.name == ticket.source_id)
-                source.doors.release(ticket.ticket_id)
+                source.core.release(ticket.ticket_id)
                 self._end(journey, "gone")
             case "late":
                 journey.postponed = True
@@ -279,8 +279,8 @@ class Fleet:
         worker, link_id, stream_id = journey.place
         del self._serving[journey.place]
         journey.place = None
-        self.members[worker].doors.cancel(link_id, stream_id)
-        self.members[worker].doors.check()
+        self.members[worker].core.cancel(link_id, stream_id)
+        self.members[worker].core.check()
         return True
 
     def _move(self, journey: Journey, worker: int) -> None:
@@ -292,8 +292,8 @@ class Fleet:
     def _close_link(self, worker: int, which: int) -> None:
         member = self.members[worker]
         link_id, member.links[which] = member.links[which], next(member.link_ids)
-        member.doors.close_link(link_id, self.world.now)
-        member.doors.check()
+        member.core.close_link(link_id, self.world.now)
+        member.core.check()
         self.met["link cut"] += self._lose(worker, link_id) > 0
 
     def _replace(self, worker: int) -> bool:
@@ -319,7 +319,7 @@ class Fleet:
     def _introduce(self) -> None:
         peers = [member.transport.peer for member in self.members]
         for member in self.members:
-            member.doors.add_peers(peers)
+            member.core.add_peers(peers)
 
     # The end.
 

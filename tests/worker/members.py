@@ -1,4 +1,4 @@
-"""Workers for a fleet in one thread: engines and doors without threads and without sockets."""
+"""Workers for a fleet in one thread: worker cores without threads and sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.store.memory_store import MemoryStore
 from disagg.time_model import TransferTimeModel
-from disagg.worker.doors import Doors
+from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from tests.engine.fake_runner import FakeKV
 from tests.worker.fates import (
@@ -98,8 +98,8 @@ class Member:
             kv.write_block,
             host_tier=self.host_tier,
         )
-        self.doors = Doors(self.parts)
-        self.holds = self.doors._kv_export._holds
+        self.core = WorkerCore(self.parts)
+        self.holds = self.core._kv_export._holds
         self.link_ids = count(1)
         self.links = [next(self.link_ids), next(self.link_ids)]
         self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))
@@ -110,7 +110,7 @@ class Member:
     def turn(self) -> dict[int, list[TokenDelta]]:
         """What `EngineThread` and `Worker` do in one turn. Returns deltas by link."""
         now = self._world.now
-        self.doors.advance(now)
+        self.core.advance(now)
         self.engine.expire(now)
         try:
             events = tuple(self.engine.step())
@@ -120,8 +120,8 @@ class Member:
         has_tier = self.tier is not None or self.host_tier is not None
         features = plan.features if plan.work and has_tier else None
         result = StepResult(events, kv_events, self.engine.status(), features, STEP_S)
-        deltas = self.doors.take(result, now)
-        kv_events += self.doors.take_host_events()
+        deltas = self.core.take(result, now)
+        kv_events += self.core.take_host_events()
         for event in kv_events:
             names = self._findable if event.tier == "cache" else self._in_host
             if event.kind == "stored":
@@ -129,20 +129,20 @@ class Member:
             else:
                 names.difference_update(event.block_hashes)
         assert self._findable == set(self.pool.hashes()), "the events tell another story"
-        assert self._in_host == set(self.doors.host_hashes()), "of host memory, too"
+        assert self._in_host == set(self.core.host_hashes()), "of host memory, too"
         frame = StepFrame(
             1,
             tuple(d for link in deltas.values() for d in link),
             kv_events,
-            self.doors.status(result.status),
+            self.core.status(result.status),
         )
         assert decode_to_ingress(encode(frame)) == frame
-        self.doors.check()
+        self.core.check()
         return deltas
 
     def is_empty(self) -> bool:
         is_free = self.pool.num_free == self.pool.num_blocks
-        return is_free and self.doors.is_idle and self.doors.status().num_waiting == 0
+        return is_free and self.core.is_idle and self.core.status().num_waiting == 0
 
     def note(self) -> None:
         """Add to the world's count what happened here."""
@@ -168,8 +168,8 @@ class Member:
         self.is_broken = True
         events = tuple(self.engine.abandon(failure))
         result = StepResult(events, (), self.engine.status(), failure=failure)
-        deltas = self.doors.take(result, self._world.now)
-        assert not self.doors._streams.num_open, "a stream outlives its engine"
+        deltas = self.core.take(result, self._world.now)
+        assert not self.core._streams.num_open, "a stream outlives its engine"
         return deltas
 
 

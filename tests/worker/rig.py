@@ -146,11 +146,11 @@ class Rig:
     async def until_empty(self, worker_id: str) -> None:
         """Everything allocated came back, and the books are right."""
         worker = self.workers[worker_id]
-        doors = worker._doors
+        core = worker._core
 
         def is_empty() -> bool:
-            pool, num_waiting = doors._engine.pool, doors.status().num_waiting
-            return doors.is_idle and not num_waiting and pool.num_free == pool.num_blocks
+            pool, num_waiting = core._engine.pool, core.status().num_waiting
+            return core.is_idle and not num_waiting and pool.num_free == pool.num_blocks
 
         while not await worker._ask(is_empty):
             await worker.check()

@@ -111,7 +111,7 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
         await r.start("decode")
         await r.start("decode", worker_id="other")
         r.transports["decode"].hangs = True
-        kv_import = r.workers["decode"]._doors._kv_import
+        kv_import = r.workers["decode"]._core._kv_import
         visits, firsts = [], []
         for start in (30, 31):
             request = make_request(60, prompt=tuple(range(start, 200)))

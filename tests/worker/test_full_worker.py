@@ -24,7 +24,7 @@ async def all_of(r: Rig, num: int) -> list[asyncio.Task[list[TokenDelta]]]:
 async def test_what_does_not_fit_is_refused_retryably_and_harms_nobody() -> None:
     async with rig() as r:
         await r.start("decode")
-        r.workers["decode"]._doors._max_requests_nbytes = 2 * TOKEN_NBYTES * len(PROMPT)
+        r.workers["decode"]._core._max_requests_nbytes = 2 * TOKEN_NBYTES * len(PROMPT)
         runner = r.runners["decode"]
         runner.gate.clear()
         taken = await all_of(r, 1)
@@ -57,7 +57,7 @@ async def test_routers_hear_how_much_waits() -> None:
 async def test_one_request_alone_is_never_too_much() -> None:
     async with rig() as r:
         await r.start("decode")
-        r.workers["decode"]._doors._max_requests_nbytes = 1
+        r.workers["decode"]._core._max_requests_nbytes = 1
         assert tokens(await r.all("decode", make_request())) == answer_to(make_request())
 
 
@@ -67,8 +67,8 @@ async def test_a_refused_arrival_keeps_its_ticket_for_another_worker() -> None:
         for role in ("prefill", "decode"):
             await r.start(role)
         moved, first = await prefilled(r, make_request())
-        doors = r.workers["decode"]._doors
-        doors._max_requests_nbytes = TOKEN_NBYTES
+        core = r.workers["decode"]._core
+        core._max_requests_nbytes = TOKEN_NBYTES
         r.runners["decode"].gate.clear()
         (running,) = await all_of(r, 1)
         await until(lambda: r.runners["decode"].is_waiting)
@@ -78,7 +78,7 @@ async def test_a_refused_arrival_keeps_its_ticket_for_another_worker() -> None:
         (end,) = await refused
         assert end.error is not None and end.error.code == "overloaded"
         assert tokens(await running) == answer_to(make_request())
-        assert r.workers["prefill"]._doors.status().num_holds == 1
+        assert r.workers["prefill"]._core.status().num_holds == 1
         deltas = await r.all("decode", moved, ticket=first.ticket)
         assert [*first.token_ids, *tokens(deltas)] == answer_to(make_request())
         for role in ("prefill", "decode"):

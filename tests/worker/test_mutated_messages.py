@@ -49,7 +49,7 @@ class Pair:
         self._world = World(Play(BLOCK_SIZE, (64,) * 4, ()))
         self._source, self.worker = Member(self._world, 0), Member(self._world, 1)
         for member in (self._source, self.worker):
-            member.doors.add_peers([self._source.transport.peer, self.worker.transport.peer])
+            member.core.add_peers([self._source.transport.peer, self.worker.transport.peer])
         self._num_prefilled = 0
         self.link_id, self.last_stream_id = 1, 0
         self.ends: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Pair:
         self._num_prefilled += 1
         prompt = tuple(4 + (self._num_prefilled * 7 + i) % 50 for i in range(21))
         request = request_of(Trip(0, prompt, 6, deadline_s=1e12), "request", BLOCK_SIZE)
-        self._source.doors.start(1, Start(self._num_prefilled, request, True), self._world.now)
+        self._source.core.start(1, Start(self._num_prefilled, request, True), self._world.now)
         while True:
             for delta in self._source.turn().get(1, ()):
                 if delta.ticket is not None:
@@ -80,23 +80,23 @@ class Pair:
 
     def tell(self, message: ToWorker) -> None:
         """What `LinkServer` and `Worker` do with a message; then a turn of the engine."""
-        doors = self.worker.doors
+        core = self.worker.core
         match message:
             case Start(stream_id=stream_id):
                 if stream_id <= self.last_stream_id:  # the server hangs up
-                    doors.close_link(self.link_id, self._world.now)
+                    core.close_link(self.link_id, self._world.now)
                     self.link_id += 1
                 self.last_stream_id = stream_id
-                doors.start(self.link_id, message, self._world.now)
+                core.start(self.link_id, message, self._world.now)
             case Prefetch():
-                doors.prefetch(message, self._world.now)
+                core.prefetch(message, self._world.now)
             case Cancel(stream_id=stream_id):
-                doors.cancel(self.link_id, stream_id)
+                core.cancel(self.link_id, stream_id)
             case Release(ticket_id=ticket_id):
-                doors.release(ticket_id)
+                core.release(ticket_id)
             case Peers(peers=peers):
-                doors.add_peers(peers)
-        doors.check()
+                core.add_peers(peers)
+        core.check()
         self.turn()
 
     def turn(self, seconds: float = 0.01) -> None:
@@ -122,7 +122,7 @@ def test_mutated_messages_harm_nobody() -> None:
         pair.tell(message)
     assert all(taken[kind] > 100 for kind in ("Start", "Cancel", "Release", "Peers")), taken
     assert all(pair.ends[end] > 50 for end in ("answer", "error")), pair.ends
-    pair.worker.doors.close_link(pair.link_id, pair._world.now)
+    pair.worker.core.close_link(pair.link_id, pair._world.now)
     for _ in range(4):
         pair.turn(seconds=30.0)
     assert pair.worker.is_empty()

@@ -110,13 +110,13 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         await r.start("decode")
         request = make_request()
         early, last = await prefilled_in_two(r, request)
-        transport, doors = r.transports["decode"], r.workers["decode"]._doors
+        transport, core = r.transports["decode"], r.workers["decode"]._core
         transport.hangs = True
         r.links["decode"].prefetch(Prefetch(early, request.block_hashes[:4]))
-        await until(lambda: bool(doors._kv_import._moving))
+        await until(lambda: bool(core._kv_import._moving))
         moved = grown(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
-        await until(lambda: bool(doors._kv_import._wanted))
+        await until(lambda: bool(core._kv_import._wanted))
         transport.hangs = False
         assert [*last.token_ids, *tokens(await answer)] == answer_to(request)
         assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
@@ -129,10 +129,10 @@ async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
         await r.start("decode", worker_id="leaver")
         request = make_request()
         early, _ = await prefilled_in_two(r, request)
-        doors = r.workers["leaver"]._doors
-        doors.accepting = False
-        doors.prefetch(Prefetch(early, request.block_hashes[:4]), 0.0)
-        assert not doors._kv_import._moving
+        core = r.workers["leaver"]._core
+        core.accepting = False
+        core.prefetch(Prefetch(early, request.block_hashes[:4]), 0.0)
+        assert not core._kv_import._moving
 
 
 async def test_a_prefix_is_lent_and_only_the_rest_is_computed() -> None:
@@ -229,7 +229,7 @@ async def _while_pulling(r: Rig) -> None:
 async def _while_waiting_for_blocks(r: Rig) -> None:
     """Another arrival has them, and its pull takes long."""
     r.transports["decode"].hangs = True
-    kv_import = r.workers["decode"]._doors._kv_import
+    kv_import = r.workers["decode"]._core._kv_import
     tasks = []
     for start in (30, 31):
         moved, first = await prefilled(r, make_request(prompt=tuple(range(start, 200))))
@@ -419,10 +419,10 @@ async def test_what_pulls_took_is_forgotten_with_their_source() -> None:
         await r.start("decode")
         moved, first = await prefilled(r, make_request())
         await r.all("decode", moved, ticket=first.ticket)
-        doors = r.workers["decode"]._doors
-        assert [figure.source_id for figure in doors.status().transfers] == ["prefill"]
+        core = r.workers["decode"]._core
+        assert [figure.source_id for figure in core.status().transfers] == ["prefill"]
         r.links["decode"].send_peers((), ["prefill"])
-        await until(lambda: not doors.status().transfers)
+        await until(lambda: not core.status().transfers)
 
 
 async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,14 +430,14 @@ async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.Monke
     idents: list[int] = []
     async with rig() as r:
         await r.start("decode")
-        doors = r.workers["decode"]._doors
-        close = doors.close
+        core = r.workers["decode"]._core
+        close = core.close
 
         def noted() -> None:
             idents.append(threading.get_ident())
             close()
 
-        monkeypatch.setattr(doors, "close", noted)
+        monkeypatch.setattr(core, "close", noted)
         await r.workers["decode"].close()
         assert idents and idents[0] != threading.get_ident()
-        monkeypatch.setattr(doors, "close", lambda: None)  # the rig closes it once more
+        monkeypatch.setattr(core, "close", lambda: None)  # the rig closes it once more

@@ -27,7 +27,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest
 from disagg.prefill_worker.kv_export import KVExport
 from disagg.store.memory_store import MemoryStore
-from disagg.worker.doors import Doors
+from disagg.worker.core import WorkerCore
 from tests.engine.workload import ROOT
 from tests.worker import plays as plays_module
 from tests.worker.fleet import (
@@ -214,7 +214,7 @@ def _skipped_blocks_are_not_acquired(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_closed_link_leaves_its_streams(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Doors, "close_link", lambda doors, link_id, now: None)
+    patch.setattr(WorkerCore, "close_link", lambda core, link_id, now: None)
 
 
 def _the_store_mixes_up_blocks(patch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
 log = logging.getLogger(__name__)
 
 
-class Doors:
+class WorkerCore:
     """The engine of a worker with its streams, KV import and KV export.
 
     Every method is called in the thread that owns the engine. `now`: Unix seconds.
