@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from bench import faults_long
+from bench import faults_long, faults_memory
 from bench.__main__ import run
 from bench.faults_gates import CREW, LONE, REHEARSAL, Gates, Sizes, row
 from bench.report import finish, print_table
@@ -54,7 +54,7 @@ GATES: dict[str, Callable[[Gates], Awaitable[Rows]]] = {
     "scale_downs": Gates.scale_downs,
     "rolling_update": Gates.rolling_update,
     "overload": faults_long.overload,
-    "soak": faults_long.soak,
+    "soak": faults_memory.soak,
 }
 IN_PROCESS = ("property_steps", "churn")
 NUM_END_TO_END = 2000

@@ -1,4 +1,4 @@
-"""The gates of `bench.faults` that take long: memory under a soak, and an overload."""
+"""The gate of `bench.faults` that overloads a pool."""
 
 from __future__ import annotations
 
@@ -6,53 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-import numpy as np
-
-from bench.faults_gates import CREW, Gates, row, verdict, why
+from bench.faults_gates import Gates, row, verdict, why
 from tests.faults.clients import Answer, ask, load
 
 RUSH = "rush"  # the pool that is overloaded: 1 + 1 slow workers
 RUSH_SLO_S = 3.0
-SAMPLE_S = 5.0
-SOAK_RATE = 10.0
-WARM_UP = 1 / 3  # of a soak
-MB_PER_MIN = 1.0
 OVERLOAD = 3.0
 NUM_AT_ONCE = 32  # more than the overloaded pool runs at once: to find out what it can do
 LEAST_S = 15.0  # of that
-
-
-async def soak(gates: Gates) -> list[dict[str, Any]]:
-    """How the memory of each process grows under prompts that nobody sent before."""
-    system = gates.system
-    processes = {"router": system.ingress()} | {
-        f"worker {member.pid}": member.process for member in system.members(CREW)
-    }
-    times: list[float] = []
-    sizes: dict[str, list[float]] = {name: [] for name in processes}
-    async with load(system.port, gates.questions(num_prefixes=0), SOAK_RATE) as running:
-        ends_at = time.monotonic() + gates.sizes.soak_s
-        while time.monotonic() < ends_at:
-            await asyncio.sleep(SAMPLE_S)
-            times.append(time.monotonic())
-            gone = [name for name, process in processes.items() if not process.is_running()]
-            if gone:
-                return [row("memory of the same processes", "all live", f"{gone} ended", False)]
-            for name, process in processes.items():
-                sizes[name].append(process.memory_info().rss / 1e6)
-            gates.tally.take(running.take_done())
-    gates.tally.take(await running.answers())
-    first = int(len(times) * WARM_UP)
-    slopes = {name: _per_min(times[first:], size[first:]) for name, size in sizes.items()}
-    worst = max(slopes, key=lambda name: slopes[name])
-    workers = [slope for name, slope in slopes.items() if name != "router"]
-    measured = f"router {slopes['router']:.2f}, workers at most {max(workers):.2f} MB/min"
-    name = f"memory over {gates.sizes.soak_s / 60:g} minutes of new prefixes"
-    return [row(name, f"< {MB_PER_MIN:g} MB/min", measured, slopes[worst] < MB_PER_MIN)]
-
-
-def _per_min(times: list[float], sizes: list[float]) -> float:
-    return float(60 * np.polyfit(times, sizes, 1)[0]) if len(times) > 1 else 0.0
 
 
 async def overload(gates: Gates) -> list[dict[str, Any]]:
