@@ -30,7 +30,7 @@ from disagg.ingress.fleet_metrics import FleetMetrics
 from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
-from disagg.messages import GenerateRequest, WorkerRecord
+from disagg.messages import GenerateRequest, Role, WorkerRecord
 from disagg.models.description import describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
@@ -106,7 +106,12 @@ class IngressCore:
             slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_slo_s) for tier in config.tiers}
         )
         metrics.registry.register(
-            FleetMetrics(self.fleet.reports, standby.stands_by, self.links.num_buffered_bytes)
+            FleetMetrics(
+                self.fleet.reports,
+                standby.stands_by,
+                self.links.num_buffered_bytes,
+                _pools(config),
+            )
         )
         self.admission_queue = AdmissionQueue(
             self.fleet,
@@ -342,3 +347,9 @@ def _served_model(tier: TierConfig) -> ServedModel:
 
 def _differs(model: ServedModel, record: WorkerRecord) -> bool:
     return (model.block_size, model.max_model_len) != (record.block_size, record.max_model_len)
+
+
+def _pools(config: ServeConfig) -> list[Pool]:
+    """Of every tier, whether workers are there or not."""
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    return [(tier.name, role) for tier in config.tiers for role in roles]

@@ -6,7 +6,7 @@ asked for, so series of workers that have left are gone by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from disagg.messages import PullCounts, WorkerRecord, WorkerStatus
+from disagg.messages import PullCounts, Role, WorkerRecord, WorkerStatus
 from disagg.metric import Metric
 
 Reports: TypeAlias = Callable[[], list[tuple[WorkerRecord, WorkerStatus]]]
@@ -45,6 +45,7 @@ def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterato
 
 FIELDS = tuple(fields_of(WorkerStatus))
 
+_STATES = ("serving", "standing_by", "draining")
 _OUTCOMES: dict[str, Callable[[PullCounts], int]] = {
     "ok": lambda counts: counts.num_ok,
     "torn": lambda counts: counts.num_torn,
@@ -62,6 +63,7 @@ class FleetMetrics(Collector):
         reports: what each worker said last.
         stands_by: whether a worker that takes no requests only stands by, by id.
         link_nbytes: what waits here to be sent to a worker, by id.
+        pools: that are configured: a pool without workers is shown with 0 of them.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class FleetMetrics(Collector):
         reports: Reports,
         stands_by: Callable[[str], bool] = lambda worker_id: False,
         link_nbytes: Callable[[str], int] = lambda worker_id: 0,
+        pools: Collection[tuple[str, Role]] = (),
     ) -> None:
         self._reports = reports
         self._stands_by = stands_by
         self._link_nbytes = link_nbytes
+        self._pools = pools
 
     def describe(self) -> Iterable[Family]:
         """Nothing: names are not checked against other collectors' before the first scrape."""
@@ -105,13 +109,13 @@ class FleetMetrics(Collector):
             " serves when another is gone; draining: finishes what it has",
             ("model_name", "role", "state"),
         )
-        numbers: dict[tuple[str, str, str], int] = {}
+        numbers = {(*pool, state): 0 for pool in self._pools for state in _STATES}
         for record, status in reports:
             series = _series(record)
             usage.add_metric(series, 1.0 - status.num_free_blocks / record.num_blocks)
             blocks.add_metric(series, record.num_blocks)
             links.add_metric(series, self._link_nbytes(record.worker_id))
-            for state in ("serving", "standing_by", "draining"):
+            for state in _STATES:
                 numbers.setdefault((record.model, record.role, state), 0)
             state = "serving" if status.accepting else "draining"
             if not status.accepting and self._stands_by(record.worker_id):

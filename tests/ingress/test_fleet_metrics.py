@@ -126,6 +126,13 @@ def test_workers_are_counted_by_state() -> None:
         assert f'disagg_workers{{model_name="m",role="decode",state="{state}"}} 1.0' in lines
 
 
+def test_a_pool_that_lost_all_workers_is_still_shown() -> None:
+    registry = CollectorRegistry()
+    registry.register(FleetMetrics(list, pools=[("m", "decode")]))
+    lines = generate_latest(registry).decode().splitlines()
+    assert 'disagg_workers{model_name="m",role="decode",state="serving"} 0.0' in lines
+
+
 def test_pairs_are_bounded() -> None:
     names = [f"d{i}" for i in range(40)]
     status = WorkerStatus(transfers=tuple(TransferFigure(name, 0.1, 1.0) for name in names))
