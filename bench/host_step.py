@@ -6,7 +6,8 @@ The real engine launches each step before the one before it is read, through the
 the real sampler with the defaults of a model family; kernels do nothing, so tokens mean nothing.
 `scheduler`: plans and results. `batch`: what the device is told, and the tensors made of that; the
 calls of torch are those of a CPU. `sampler`: all that is called to choose tokens, and reading them.
-What a graph is launched for is not in it. CPU time of the process, the mean of all steps.
+What launches a graph is not in it. `together` is CPU time of the process, the mean of all steps;
+the parts divide it as they divide the time that passed.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class Host:
         return [7 if each.num_uncomputed == query_len else None for each, query_len in lens]
 
     def launch(self, plan: StepPlan) -> Results:
-        began_s = time.process_time()
+        began_s = time.perf_counter()
         entered = self._slots.enter(plan.sequences)
         batch, slots = self._batching.batch(self._batching.inputs(plan, entered))
-        batched_s = time.process_time()
+        batched_s = time.perf_counter()
         self._sampler.enter([sequence.slot for sequence in entered])
         chosen = self._sampler.sample(
             self._logits[: len(plan.sequences)],
@@ -68,15 +69,15 @@ class Host:
             batch.positions,
             nums_unread=[1] * plan.num_unread,
         )
-        sampled_s = time.process_time()
+        sampled_s = time.perf_counter()
         self._batching.remember(slots, chosen.token_ids)
-        self.batch_s += batched_s - began_s + time.process_time() - sampled_s
+        self.batch_s += batched_s - began_s + time.perf_counter() - sampled_s
         self.sampler_s += sampled_s - batched_s
 
         def read() -> list[Sampled]:
-            began_s = time.process_time()
+            began_s = time.perf_counter()
             tokens: list[Sampled] = [*chosen.sampled()]
-            self.sampler_s += time.process_time() - began_s
+            self.sampler_s += time.perf_counter() - began_s
             return tokens
 
         return read
@@ -95,20 +96,21 @@ def measure(family: str, num_seqs: int, block_size: int, num_steps: int) -> dict
     while engine.scheduler.waiting or not engine.last_plan.num_unread:
         engine.step()
     host.batch_s = host.sampler_s = 0.0
-    began_s = time.process_time()
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         engine.step()
         engine.pool.take_events()
-    together_s = time.process_time() - began_s
+    cpu_us = 1e6 / num_steps * (time.process_time() - cpu_began_s)
+    passed_s = time.perf_counter() - began_s
     assert engine.last_plan.num_unread == num_seqs
-    each_us = 1e6 / num_steps
+    scheduler_s = passed_s - host.batch_s - host.sampler_s
     return {
         "defaults of": family,
         "sequences": num_seqs,
-        "scheduler us": (together_s - host.batch_s - host.sampler_s) * each_us,
-        "batch us": host.batch_s * each_us,
-        "sampler us": host.sampler_s * each_us,
-        "together us": together_s * each_us,
+        "scheduler us": scheduler_s / passed_s * cpu_us,
+        "batch us": host.batch_s / passed_s * cpu_us,
+        "sampler us": host.sampler_s / passed_s * cpu_us,
+        "together us": cpu_us,
     }
 
 

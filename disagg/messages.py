@@ -132,7 +132,7 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     compute_s: float
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One item of an answer: what a sequence gained in one engine step.
 
     The last delta of a stream has exactly one of `finish_reason`, `error` and `ticket` (the last

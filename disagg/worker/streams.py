@@ -6,7 +6,7 @@ Owned by the engine's thread. Knows nothing of sockets, transports or models.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.engine.sched.limits import TOKEN_NBYTES
@@ -114,11 +114,17 @@ class Streams:
         """
         self._end_queues(now - step_s)
         deltas: dict[LinkId, list[TokenDelta]] = {}
-        for event, stream in self._known(events):
+        for event in events:
+            stream = self._by_sequence.get(event.sequence.request_id)
+            if stream is None:
+                continue
             is_last = event.is_last
             try:
-                ticket = leave(event.sequence) if event.left else None
-                delta = _delta(event, stream, ticket, now)
+                if is_last or stream.is_first_delta or event.logprobs is not None:
+                    ticket = leave(event.sequence) if event.left else None
+                    delta = _delta(event, stream, ticket, now)
+                else:
+                    delta = TokenDelta(stream.stream_id, event.token_ids)
                 stream.phases.gained(now, event)
             except Exception as error:
                 named = {"request_id": event.sequence.request_id}
@@ -147,12 +153,6 @@ class Streams:
         self._queued.clear()
         self.nbytes = 0
         return deltas
-
-    def _known(self, events: tuple[TokenEvent, ...]) -> Iterator[tuple[TokenEvent, WorkerStream]]:
-        for event in events:
-            stream = self._by_sequence.get(event.sequence.request_id)
-            if stream is not None:
-                yield event, stream
 
     def _end_queues(self, step_began_s: float) -> None:
         admitted = [name for name, each in self._queued.items() if each.sequence.was_admitted]

@@ -26,6 +26,7 @@ from disagg.engine.sched.step import StepPlan
 class After:
     """The state of a plan's sequences after it is applied, if none of them ends early.
 
+    by_id: those that have not ended while the plan was under way; None: none of its own has.
     decodes, starts: those with one token to compute, which the plan samples, and its position.
     growing: those of them that need a block for it.
     prefills: those in the middle of a prompt, with the position where they go on.
@@ -35,10 +36,11 @@ class After:
 
     __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
 
-    def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence]) -> None:
-        # Those that ended while the plan was under way are left out.
-        found = map(by_id.get, map(attrgetter("request_id"), plan.sequences))
-        is_here = [*map(is_, found, plan.sequences)]
+    def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence] | None) -> None:
+        is_here = [True] * len(plan.sequences)
+        if by_id is not None:
+            found = map(by_id.get, map(attrgetter("request_id"), plan.sequences))
+            is_here = [*map(is_, found, plan.sequences)]
         self.num_here = sum(is_here)
         self._continue_decodes([*compress(plan.sequences[: plan.num_decodes], is_here)])
         self.prefills: list[tuple[Sequence, int]] = []
@@ -93,6 +95,11 @@ class AsyncScheduling:
         self._pool = pool
         self._num_planned = 0
         self._gone: set[Sequence] = set()
+
+    @property
+    def has_ended_rows(self) -> bool:
+        """Somebody has ended since the step under way was planned."""
+        return bool(self._gone)
 
     @property
     def is_under_way(self) -> bool:

@@ -240,7 +240,8 @@ class Scheduler:
             self._has_drafts = True
         if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
-        after = After(plan, self.queues.by_id)
+        has_ended_rows = self._async_scheduling.has_ended_rows
+        after = After(plan, self.queues.by_id if has_ended_rows else None)
         prefills = after.prefills
         if after.num_here < len(self.running):
             planned = set(map(id, plan.sequences))

@@ -6,6 +6,7 @@ arrival from another worker are all values of `num_computed`; there are no phase
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from disagg.blocks import BlockHash
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     from disagg.engine.sched.prompt_lookup import Ngrams
 
 NO_SLOT = -1
+
+
+@lru_cache(maxsize=64)
+def _as_set(token_ids: tuple[int, ...]) -> frozenset[int]:
+    """One for all that stop alike: each is looked into for every token, and stays in a cache."""
+    return frozenset(token_ids)
 
 
 class Sequence:
@@ -94,7 +101,7 @@ class Sequence:
         self.num_listed = 0
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
-        self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)
+        self.stop_ids = _as_set(sampling.stop_token_ids)
 
     @property
     def num_tokens(self) -> int:
