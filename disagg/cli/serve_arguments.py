@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help=f"model directories or bundled models, small to large (default: {DEFAULT_MODEL})",
     )
+    parser.epilog = (
+        "environment: DISAGG_PROMPT_ATTENTION=sdpa (on a GPU) has torch's attention, cuDNN's or"
+        " FlashAttention's, compute prompts of 1,024 tokens or more of which nothing is cached;"
+        " the default, triton, is the kernel that computes all others. Every worker needs to see"
+        " it. It changes nothing with a quantised KV cache."
+    )
     _add_serving_arguments(parser.add_argument_group("serving"))
     _add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
     _add_cluster_arguments(parser.add_argument_group("cluster"))

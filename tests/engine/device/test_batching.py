@@ -96,6 +96,25 @@ def test_tables_follow_whatever_happens_to_blocks(data: st.DataObject, block_siz
             sequences.remove(some[0])
 
 
+@given(st.data(), st.integers(1, 5))
+def test_the_next_step_of_the_same_decodes(data: st.DataObject, block_size: int) -> None:
+    """Also where a sequence has more blocks than it needs, and after a step of others."""
+    made, pool = Made(block_size), iter(range(10_000))
+    lengths = data.draw(st.lists(st.integers(2, 12), min_size=2, max_size=4))
+    sequences = [new_sequence(tuple(range(5, 5 + length)), block_size) for length in lengths]
+    for step in range(data.draw(st.integers(1, 3 * block_size + 3))):
+        some = sequences[: data.draw(st.sampled_from([len(sequences)] * 9 + [1]))]
+        for sequence in some:
+            sequence.tokens.append(20 + step)
+            num_blocks = -(-len(sequence.tokens) // block_size) + data.draw(st.integers(0, 1))
+            while len(sequence.block_ids) < num_blocks:
+                sequence.block_ids.append(next(pool))
+            sequence.num_computed = len(sequence.tokens) - 1
+        num = len(some)
+        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        check(plan, block_size, made.batch(plan))
+
+
 class Taken(BlockPool):
     """Takes back whatever it is given."""
 
