@@ -75,13 +75,11 @@ class _Decodes:
             self._begin = deque([] for _ in range(block_size))
             for row, end in enumerate(self.ends):
                 self._begin[-end % block_size].append(row)
-        self.places = self.places + _ONE_FURTHER
-        self.ends = self.places[3].tolist()
+        further = self.places[1:]
+        further += 1
+        self.ends = further[2].tolist()
         self._begin.rotate(-1)
         return self._begin[-1]
-
-
-_ONE_FURTHER = np.array([[0], [1], [1], [1]])
 
 
 class Batching:
@@ -100,6 +98,7 @@ class Batching:
         self._max_num_blocks = max_num_blocks
         self._device = device
         self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
+        self._cells = self._tables.view(-1)
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
         self._counted = self._chosen, self._chosen.int()
         self._decodes = _Decodes([], [], [])  # of the step before, or of none
@@ -202,7 +201,7 @@ class Batching:
         slots, positions, kv_slots, ends, token_ids, cells, block_ids = parts[:7]
         num_seqs = len(step.ends)
         if step.lengths[5]:
-            self._tables.view(-1).index_copy_(0, cells, block_ids.int())
+            self._cells.index_copy_(0, cells, block_ids.int())
         if step.are_decodes:
             logits_rows, query_start = self._count(num_seqs)
             slots_of_logits, max_query_len = slots, 1
@@ -247,6 +246,7 @@ class Batching:
         missing = self._slots.num_slots - self._chosen.shape[0]
         rows = self._tables.new_zeros(missing, self._max_num_blocks)
         self._tables = torch.cat((self._tables, rows))
+        self._cells = self._tables.view(-1)
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
 
 
