@@ -126,7 +126,8 @@ def floors(scaled: Tensor, numbers: Tensor, rows: SampledRows) -> Tensor:
     narrowed, vocab_size = rows.narrowed, scaled.shape[1]
     top_k, top_p = _column(numbers, TOP_K), _column(floats, TOP_P)
     first = SORTED_COLUMNS[0]
-    for num_columns in (min(first, rows.largest_top_k), *SORTED_COLUMNS, vocab_size):
+    # One more than top-k keeps shows whether the last has ties.
+    for num_columns in (min(first, rows.largest_top_k + 1), *SORTED_COLUMNS, vocab_size):
         if not narrowed.shape[0]:
             break
         some = scaled, found, top_k, top_p
@@ -159,9 +160,10 @@ def floors_of_sorted(
     is_kept = ordered >= lowest
     ends_inside = is_limited | ~is_kept[:, -1:]
     totals = ordered.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    is_whole = ends_inside | (top_k < vocab_size)
-    if not bool(is_whole.all()):
-        # The probabilities are relative to all that is kept, also in columns not looked at.
+    # Of what is kept some may lie behind these columns: more likely tokens, if the last one is not
+    # limited by top-k, or else ties with the last. Probabilities are relative to all of them.
+    is_whole = ~is_kept[:, -1:] | ~is_limited & (top_k < vocab_size)
+    if num_columns < vocab_size and not bool(is_whole.all()):
         whole = scaled.masked_fill(scaled < lowest, -torch.inf).logsumexp(dim=-1, keepdim=True)
         totals = torch.where(is_whole, totals, whole)
     mass = (ordered - totals).double().exp().masked_fill(~is_kept, 0.0)

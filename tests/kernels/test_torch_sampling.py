@@ -19,12 +19,12 @@ def random_row(vocab_size: int, scale: float) -> Tensor:
 
 
 def kept_by_definition(row: Tensor, top_k: int, top_p: float, reach: float) -> Tensor:
-    """bool [vocab_size], one token at a time."""
+    """bool [vocab_size], one token at a time. Ties with the last one stay."""
     probs = torch.softmax(row.double(), dim=-1).tolist()
     largest = max(probs)
     kept = [i for i, prob in enumerate(probs) if prob >= largest * math.exp(-reach)]
     kept.sort(key=lambda i: -probs[i])
-    kept = kept[:top_k]
+    kept = [i for i in kept if probs[i] >= probs[kept[:top_k][-1]]]
     total = math.fsum(probs[i] for i in kept)
     nucleus, mass = torch.zeros(len(probs), dtype=torch.bool), 0.0
     for i in kept:
@@ -32,7 +32,8 @@ def kept_by_definition(row: Tensor, top_k: int, top_p: float, reach: float) -> T
             break
         nucleus[i] = True
         mass += probs[i]
-    return nucleus
+    smallest = min(prob for prob, is_in in zip(probs, nucleus.tolist(), strict=True) if is_in)
+    return torch.tensor([prob >= smallest for prob in probs])
 
 
 def kept(rows: Tensor, numbers: list[Numbers]) -> Tensor:
@@ -48,6 +49,18 @@ def test_a_nucleus_of_a_large_top_k_is_of_those_alone(top_k: int, reach: float) 
     numbers = PLAIN._replace(top_k=top_k, top_p=0.7, reach=reach)
     found = kept(row.unsqueeze(0), [numbers])
     assert torch.equal(found[0], kept_by_definition(row, top_k, 0.7, reach))
+
+
+@pytest.mark.parametrize("top_k", [1, 20, 50, 300, 1024])
+def test_ties_with_the_last_of_top_k_count_for_top_p(top_k: int) -> None:
+    """A model in bf16 has many equal logits; each row is one of several with another top-k."""
+    for seed in range(8):
+        row = torch.randn(4_099, generator=torch.Generator().manual_seed(seed)) * 3
+        row = row.bfloat16().float()
+        others = [PLAIN._replace(top_k=top_k, top_p=0.9), PLAIN._replace(top_k=7)]
+        found = kept(row.expand(2, -1).clone(), others)
+        assert torch.equal(found[0], kept_by_definition(row, top_k, 0.9, math.inf))
+        assert torch.equal(found[1], kept_by_definition(row, 7, 1.0, math.inf))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(OFF, 0.95), (1500, math.inf), (1500, 0.99)])
