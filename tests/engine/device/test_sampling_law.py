@@ -28,3 +28,14 @@ def test_default_sampling_is_few_calls_and_none_that_waits(family: str, num_rows
 def test_tokens_are_drawn_from_what_the_warpers_define(case: sampler_law.Case) -> None:
     row = sampler_law.check(case, 2000)
     assert row["holds"], row
+
+
+def test_rows_that_share_a_floor_draw_as_those_that_find_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = next(case for case in sampler_law.grid() if case.params.get("top_k") == 1025)
+    counts = []
+    for num_alone in (1, 100):
+        monkeypatch.setattr(sampler_law, "NUM_AS_IN_A_STEP", num_alone)
+        counts.append(sampler_law.drawn(case, 100))
+    assert counts[0].equal(counts[1]) and counts[0].sum() == 100
