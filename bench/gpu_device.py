@@ -8,12 +8,14 @@ CPU (`--device cpu`), where a figure means nothing and a rehearsal shows that th
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +60,47 @@ def datasheet(device: torch.device) -> tuple[float, float] | None:
 
     gpu = gpu_called(torch.cuda.get_device_name(device))
     return None if gpu is None else (gpu.memory_bytes_per_s, gpu.bf16_flops)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device was seen to give, and what its maker states; None where that is not known.
+
+    Attributes:
+        read, copy: bytes/s; a copy's are read and written ones together.
+        matmul: FLOP/s.
+        stated: bytes/s and FLOP/s.
+    """
+
+    read: float | None
+    copy: float | None
+    matmul: float | None
+    stated: tuple[float, float] | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Ceilings:
+        """As a part of the suite is told."""
+        seen: dict[str, float] = arguments.ceilings
+        return cls(
+            read=seen.get("read_bytes_per_s"),
+            copy=seen.get("copy_bytes_per_s"),
+            matmul=seen.get("matmul_flops_per_s"),
+            stated=datasheet(torch.device(arguments.device)),
+        )
+
+    def reading(self, bytes_per_s: float) -> dict[str, float | None]:
+        """Shares of what reading memory gives."""
+        stated = self.stated and bytes_per_s / self.stated[0]
+        return {"of read": self.read and bytes_per_s / self.read, "of datasheet": stated}
+
+    def multiplying(self, flops_per_s: float) -> dict[str, float | None]:
+        """Shares of what bf16 products give."""
+        stated = self.stated and flops_per_s / self.stated[1]
+        return {"of matmul": self.matmul and flops_per_s / self.matmul, "of datasheet": stated}
+
+    def copy_s(self, nbytes: float) -> float | None:
+        """Seconds to copy so many bytes on the device."""
+        return self.copy and 2 * nbytes / self.copy
 
 
 def synchronize(device: torch.device) -> None:

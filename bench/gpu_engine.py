@@ -24,26 +24,35 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from bench.gpu_device import synchronize
-from bench.gpu_models import join_sequences, new_sequence, num_parameters, write_shape
+from bench.gpu_models import (
+    join_sequences,
+    new_sequence,
+    num_parameters,
+    placement_of,
+    write_shape,
+)
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
 from disagg.config import EngineConfig
 from disagg.engine.device.runner import ModelRunner, build_engine
 from disagg.engine.engine import Engine
 from disagg.messages import SamplingParams, StartStep
+from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import Progress
-from disagg.planner.gpus import CPU_CORE, gpu_called
-from disagg.planner.prior import ON_CPU
-from disagg.planner.roofline import DATASHEET, PLANNED, Placement
-from disagg.planner.shapes import shape_of
+from disagg.planner.roofline import DATASHEET, Placement
+
+if TYPE_CHECKING:  # a CPU captures nothing
+    from disagg.engine.device.decode_graphs import DecodeGraphs
+    from disagg.engine.device.mixed_graphs import MixedGraphs
 
 # Sequences and tokens of each, the most telling ones first.
 BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]
@@ -63,6 +72,30 @@ CPU_SAMPLED = [(32, 1024), (64, 1024)]
 CPU_DECODES, CPU_SKIPPED, CPU_ROUNDS = 6, 2, 1
 NUM_TIMELINE_STEPS = 16
 BUILD_S = 120.0  # weights, compilation, graphs
+# Prompts that come together: each step's rows must not be those of the one before.
+COMPARED_PROMPTS = [(60, 60, 60), (20,), (1, 250), (7,) * 30, (130, 3), (33,) * 7]
+COMPARED_OUTPUT = 4
+MOST_DIFFERENT = 3e-2  # of bf16 logits: products of more rows are added up in another order
+
+
+class Compared:
+    """Captured graphs of a runner, each of whose steps is then computed without them.
+
+    Attributes:
+        differences: of each step's logits, as a part of the largest.
+    """
+
+    def __init__(self, graphs: DecodeGraphs | MixedGraphs, runner: ModelRunner) -> None:
+        self._graphs, self._runner = graphs, runner
+        self.differences: list[float] = []
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        logits = self._graphs.forward(batch)
+        if logits is not None:
+            plain = self._runner.decoder.forward(batch, self._runner.kv_cache.pages)
+            difference = (logits - plain).abs().max() / plain.abs().max()
+            self.differences.append(float(difference.nan_to_num(nan=float("inf"))))
+        return logits
 
 
 class Served:
@@ -114,7 +147,7 @@ class Served:
         with tempfile.TemporaryDirectory() as folder:
             model = describe_model(write_shape(Path(folder), self.shape))
             engine, kv_cache = build_engine(config, model, progress, load=_random_weights)
-            self.placement = self._placement(model)
+            self.placement = placement_of(model, self.device)
         synchronize(self.device)
         if self.device.type == "cpu":
             engine.launcher = cast(ModelRunner, engine.runner)  # as on a GPU, one step ahead
@@ -132,15 +165,15 @@ class Served:
             "KV GB": kv_cache.num_blocks * kv_cache.block_nbytes / 1e9,
         }
         if self.device.type == "cuda":
-            self.start["free GB"] = torch.cuda.mem_get_info(self.device)[0] / 1e9
+            free, total = torch.cuda.mem_get_info(self.device)
+            of_torch = torch.cuda.memory_reserved(self.device)
+            self.start |= {
+                "free GB": free / 1e9,
+                "torch's GB": of_torch / 1e9,
+                # CUDA's context, kernels, and what it makes of captured graphs
+                "beside torch's GB": (total - free - of_torch) / 1e9,
+            }
         return engine
-
-    def _placement(self, model: ModelDescription) -> Placement | None:
-        shape = shape_of(model)
-        if self.device.type == "cpu":
-            return Placement(shape, CPU_CORE, efficiency=ON_CPU)
-        gpu = gpu_called(torch.cuda.get_device_name(self.device))
-        return None if gpu is None else Placement(shape, gpu, efficiency=PLANNED)
 
     # Rows.
 
@@ -191,6 +224,30 @@ class Served:
             raise Absent(f"this engine runs {most} sequences at once by default")
         wanted = SamplingParams(max_tokens=num_tokens, **sampling)  # type: ignore[arg-type]
         join_sequences(engine, num_seqs, context, wanted)
+
+    def compare_graphs(self) -> dict[str, Any]:
+        """Steps of prompts and decodes that graphs replay, each computed once more without them."""
+        runner = cast(ModelRunner, self.engine.runner)
+        if runner.graphs is None:
+            raise Absent("a CPU captures no graphs")
+        compared = tuple(Compared(graphs, runner) for graphs in runner.graphs)
+        graphs, runner.graphs = runner.graphs, compared  # type: ignore[assignment]
+        try:
+            for lens in COMPARED_PROMPTS:
+                for num_tokens in lens:
+                    self.engine.submit(self._prompt(num_tokens, COMPARED_OUTPUT))
+                while self.engine.has_work:
+                    self.engine.step()
+        finally:
+            runner.graphs = graphs
+        found: dict[str, Any] = {}
+        for each, name in zip(compared, ("decodes", "mixed"), strict=True):
+            if not each.differences:
+                raise RuntimeError(f"no step was one of {name}")
+            found |= {f"{name} steps": len(each.differences), name: max(each.differences)}
+        if not max(found["decodes"], found["mixed"]) <= MOST_DIFFERENT:
+            raise ArithmeticError(f"logits differ, as a part of the largest: {found}")
+        return found
 
     def tpot_by_hand(self, num_seqs: int, context: int) -> dict[str, Any]:
         """Without captured graphs, so with every kernel launched by the host."""
@@ -253,10 +310,10 @@ class Served:
             "median gap ms": statistics.median(gaps) * 1e3,
         }
 
-    def _prompt(self, num_tokens: int) -> Any:
+    def _prompt(self, num_tokens: int, max_tokens: int = 1) -> Any:
         tokens = random.choices(range(self.model.vocab_size), k=num_tokens)
         name = f"prompt-{random.random()}"  # a request's name is used once
-        return new_sequence(name, tokens, num_tokens, 1, self.engine.pool.block_size)
+        return new_sequence(name, tokens, num_tokens, max_tokens, self.engine.pool.block_size)
 
     def timeline(self, num_seqs: int, context: int, sampling: dict[str, float]) -> dict[str, Any]:
         """Where one step's time goes, on the host and on the device."""
@@ -340,11 +397,9 @@ def rows_of(served: Served) -> list[Row]:
         Row("start", served.started, BUILD_S),
         *greedy[:3],
         drawn[0],
+        Row("graphs equal plain steps", served.compare_graphs, BUILD_S),
         *ttfts[:2],
-        timelines[0],
         *drawn[1:],
-        *timelines[1:],
-        Row(title("step, Qwen3,", main), partial(served.timeline, *main, qwen3), BUILD_S),
         *greedy[3:],
         *ttfts[2:],
         Row(
@@ -353,6 +408,9 @@ def rows_of(served: Served) -> list[Row]:
             BUILD_S,
         ),
         Row(title("TPOT by hand,", main), partial(served.tpot_by_hand, *main), BUILD_S),
+        # Behind all that is timed: the profiler stays attached.
+        *timelines,
+        Row(title("step, Qwen3,", main), partial(served.timeline, *main, qwen3), BUILD_S),
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_device import UNCACHED_NBYTES, datasheet, launch_seconds, seconds
+from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, TINY, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels.dispatch import ops_for
@@ -58,10 +58,7 @@ class Bench:
         self.is_interpreted = self.device.type == "cpu"
         self.heads = TINY if self.is_interpreted else Heads()
         self.dtype = INTERPRETED_DTYPE if self.is_interpreted else torch.bfloat16
-        ceilings = arguments.ceilings
-        self.read_rate: float | None = ceilings.get("read_bytes_per_s")
-        self.matmul_rate: float | None = ceilings.get("matmul_flops_per_s")
-        self.datasheet = datasheet(self.device)
+        self.ceilings = Ceilings.of(arguments)
 
     def contexts(self, contexts: list[int]) -> list[int]:
         """What the interpreter can bear of them."""
@@ -84,22 +81,28 @@ class Bench:
         host_s = launch_seconds(paged.attend_all, self.device) / heads.num_layers
         goal = GOAL_SCALED if format.has_scales else GOAL_LARGE
         goal = goal if nbytes >= LARGE_NBYTES else GOAL_MEDIUM
+        read_rate = self.ceilings.read
         return {
             "us": taken_s * 1e6,
             "GB/s": nbytes / taken_s / 1e9,
-            **self._shares(nbytes / taken_s, self.read_rate, "of read", 0),
-            "goal us": self.read_rate and max(GOAL_TINY_S, nbytes / self.read_rate / goal) * 1e6,
+            **self.ceilings.reading(nbytes / taken_s),
+            "goal us": read_rate and max(GOAL_TINY_S, nbytes / read_rate / goal) * 1e6,
             "MB": nbytes / 1e6,
             "layers": heads.num_layers,
             "launched by hand, host us": host_s * 1e6,
             "difference": difference,
         }
 
-    def prompt(self, new: int, cached: int) -> dict[str, Any]:
-        """Microseconds of one layer for `new` tokens after `cached` ones."""
+    def prompt(self, new: int, cached: int, *, use_sdpa: bool = False) -> dict[str, Any]:
+        """Microseconds of one layer for `new` tokens after `cached` ones.
+
+        Args:
+            use_sdpa: as with `DISAGG_PROMPT_ATTENTION=sdpa`.
+        """
         if self.is_interpreted:
             new, cached = max(new // 512, 8), cached // 512
-        paged = Paged(self.heads, [(new, new + cached)], self.device, self.dtype)
+        lens = [(new, new + cached)]
+        paged = Paged(self.heads, lens, self.device, self.dtype, use_sdpa=use_sdpa)
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
         num_flops = 4 * self.heads.num_heads * self.heads.head_dim * num_pairs
@@ -108,7 +111,7 @@ class Bench:
         return {
             "us": taken_s * 1e6,
             "TFLOP/s": num_flops / taken_s / 1e12,
-            **self._shares(num_flops / taken_s, self.matmul_rate, "of matmul", 1),
+            **self.ceilings.multiplying(num_flops / taken_s),
             "goal us": num_flops / GOAL_PROMPT_FLOPS * 1e6,
             "launched by hand, host us": host_s * 1e6,
             "difference": difference,
@@ -127,14 +130,19 @@ class Bench:
         }
         ops: Ops = ops_for(self.device, heads.num_heads)
         found: dict[str, Any] = {}
-        total_nbytes = total_s = 0.0
+        total_nbytes = total_s = total_flops = 0.0
         for name, shape in shapes.items():
             nbytes = 2 * shape[0] * shape[1]
+            total_flops += num_rows * nbytes
             taken_s = self._matrix_s(ops, name, shape, num_rows, nbytes)
             found |= {f"{name} us": taken_s * 1e6, f"{name} GB/s": nbytes / taken_s / 1e9}
             total_nbytes, total_s = total_nbytes + nbytes, total_s + taken_s
-        rate = total_nbytes / total_s
-        return {"us": total_s * 1e6, **self._shares(rate, self.read_rate, "of read", 0), **found}
+        shares = {
+            **self.ceilings.multiplying(total_flops / total_s),
+            **self.ceilings.reading(total_nbytes / total_s),
+        }
+        del shares["of datasheet"]  # of both
+        return {"us": total_s * 1e6, "TFLOP/s": total_flops / total_s / 1e12, **shares, **found}
 
     def _matrix_s(
         self, ops: Ops, name: str, shape: tuple[int, int], num_rows: int, nbytes: int
@@ -180,12 +188,6 @@ class Bench:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).bfloat16()
 
-    def _shares(
-        self, rate: float, ceiling: float | None, name: str, column: int
-    ) -> dict[str, float | None]:
-        stated = self.datasheet and self.datasheet[column]
-        return {name: ceiling and rate / ceiling, "of datasheet": stated and rate / stated}
-
 
 def _repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
     def run() -> None:
@@ -208,8 +210,9 @@ def rows_of(bench: Bench) -> list[Row]:
         title = f"decode {name}{verified}, {stored}"
         return Row(title, lambda: bench.decode(contexts, stored, num_new))
 
-    def prompt(new: int, cached: int) -> Row:
-        return Row(f"prompt {new} after {cached}", lambda: bench.prompt(new, cached))
+    def prompt(new: int, cached: int, *, use_sdpa: bool = False) -> Row:
+        name = f"prompt {new} after {cached}{', SDPA' if use_sdpa else ''}"
+        return Row(name, lambda: bench.prompt(new, cached, use_sdpa=use_sdpa))
 
     def matrices(num_rows: int) -> Row:
         return Row(f"layer matrices, {num_rows} rows", lambda: bench.matrices(num_rows))
@@ -217,14 +220,17 @@ def rows_of(bench: Bench) -> list[Row]:
     plain = [decode(name, "bfloat16") for name in DECODES]
     scaled = [decode(name, stored) for name in SCALED_DECODES for stored in ("fp8", "int8", "int4")]
     prompts = [prompt(*each) for each in PROMPTS]
+    by_sdpa = [prompt(new, 0, use_sdpa=True) for new in (4096, 16384, 1024)]
     return [
         *plain[:5],
         *prompts[:2],
+        *by_sdpa[:2],
         *map(matrices, (32, 1, 256)),
         *scaled[:3],
         decode("32 x 4k", "bfloat16", VERIFIED),
         *plain[5:],
         *prompts[2:],
+        *by_sdpa[2:],
         Row("layer rest, 32 rows", lambda: bench.small(32)),
         *scaled[3:],
         matrices(64 if bench.is_interpreted else 8192),

@@ -22,7 +22,12 @@ from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kernels.kv_pages import format_of
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.decoder import random_decoder
+from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
+from disagg.planner.gpus import CPU_CORE, gpu_called
+from disagg.planner.prior import ON_CPU
+from disagg.planner.roofline import PLANNED, Placement
+from disagg.planner.shapes import shape_of
 
 HASH_ROOT = b"bench"
 _numbers = count()  # a request's name is used once
@@ -34,6 +39,15 @@ def num_parameters(config: ModelConfig) -> int:
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     return config.num_layers * layer + config.hidden_size * config.vocab_size
+
+
+def placement_of(model: ModelDescription, device: torch.device) -> Placement | None:
+    """For what `disagg plan` predicts of this device; None where it does not know it."""
+    shape = shape_of(model)
+    if device.type == "cpu":
+        return Placement(shape, CPU_CORE, efficiency=ON_CPU)
+    gpu = gpu_called(torch.cuda.get_device_name(device))
+    return None if gpu is None else Placement(shape, gpu, efficiency=PLANNED)
 
 
 def new_engine(

@@ -49,6 +49,7 @@ class Paged:
     Args:
         lens: of each sequence, the tokens of the step and those with KV once it is done.
         is_captured: the step is a decode step as graphs have it.
+        use_sdpa: whole prompts of 1,024 tokens and more go to torch's attention.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Paged:
         format: KVFormat | None = None,
         *,
         is_captured: bool = False,
+        use_sdpa: bool = False,
     ) -> None:
         self.heads, self.lens, self.window = heads, lens, window
         counts = [-(-context // heads.block_size) for _, context in lens]
@@ -78,7 +80,8 @@ class Paged:
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         shape = (len(batch.token_ids), num_heads, heads.head_dim)
         self.qkv = torch.randn(shape, device=device).to(dtype)
-        self._ops = TritonOps(heads.num_heads, _num_multiprocessors(device))
+        num_multiprocessors = _num_multiprocessors(device)
+        self._ops = TritonOps(heads.num_heads, num_multiprocessors, use_sdpa=use_sdpa)
         self._paging: TritonPaging
         if is_captured:
             fixed = self._ops.plan_decodes(batch, self.pages, [window])

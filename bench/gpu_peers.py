@@ -2,8 +2,9 @@
 
     python -m bench.gpu_peers [--out build/gpu] [--only SDPA]
 
-Times are of replayed graphs and one layer, as in `gpu_kernels`, over the same shapes. torch reads
-dense keys of the same size, which a paged engine would first have to gather; prompts are causal.
+Times are of replayed graphs and one layer, as in `gpu_kernels`, over the same shapes, with the same
+shares of what the device gives. torch reads dense keys of the same size, which a paged engine would
+first have to gather; prompts are causal.
 Backends that cannot run a shape, and libraries that are not installed, are named as absent.
 FlashInfer compiles its kernels at first use, which takes a minute.
 """
@@ -12,6 +13,7 @@ FlashInfer compiles its kernels at first use, which takes a minute.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.gpu_device import UNCACHED_NBYTES, seconds
+from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
 from bench.gpu_paged import Heads
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from disagg.kernels.kv_pages import FORMATS
@@ -40,8 +42,21 @@ BACKENDS = {
 class Shapes:
     """Random tensors of Llama-3-8B's heads; on a CPU of fewer and shorter sequences."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.heads = device, Heads()
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device, self.heads = torch.device(arguments.device), Heads()
+        self._ceilings = Ceilings.of(arguments)
+
+    def read(self, nbytes: float, taken_s: float) -> dict[str, Any]:
+        """The figures of a decode step."""
+        rate = nbytes / taken_s
+        return {"us": taken_s * 1e6, "GB/s": rate / 1e9, **self._ceilings.reading(rate)}
+
+    def multiplied(self, num_tokens: int, taken_s: float) -> dict[str, Any]:
+        """The figures of a causal prompt."""
+        heads = self.heads
+        num_flops = 4 * heads.num_heads * heads.head_dim * num_tokens * (num_tokens + 1) / 2
+        rate = num_flops / taken_s
+        return {"us": taken_s * 1e6, "TFLOP/s": rate / 1e12, **self._ceilings.multiplying(rate)}
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
@@ -72,7 +87,7 @@ def sdpa_decode(shapes: Shapes, backend: SDPBackend, num_seqs: int, context: int
             scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
     taken_s = _pinned(run, backend, shapes.device) / num_layers
-    return {"us": taken_s * 1e6, "GB/s": kv[0].nbytes / taken_s / 1e9}
+    return shapes.read(kv[0].nbytes, taken_s)
 
 
 def sdpa_prompt(shapes: Shapes, backend: SDPBackend, num_tokens: int) -> dict[str, Any]:
@@ -84,7 +99,7 @@ def sdpa_prompt(shapes: Shapes, backend: SDPBackend, num_tokens: int) -> dict[st
         scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
 
     taken_s = _pinned(run, backend, shapes.device)
-    return {"us": taken_s * 1e6, "TFLOP/s": _num_flops(heads, num_tokens) / taken_s / 1e12}
+    return shapes.multiplied(num_tokens, taken_s)
 
 
 def _pinned(run: Callable[[], None], backend: SDPBackend, device: torch.device) -> float:
@@ -95,10 +110,6 @@ def _pinned(run: Callable[[], None], backend: SDPBackend, device: torch.device) 
         if str(error).startswith(("No available kernel", "No viable backend")):
             raise Absent(f"{backend.name} cannot run this shape: {error}") from error
         raise
-
-
-def _num_flops(heads: Heads, num_tokens: int) -> float:
-    return 4 * heads.num_heads * heads.head_dim * num_tokens * (num_tokens + 1) / 2
 
 
 def _pages(shapes: Shapes, num_seqs: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +143,7 @@ def flashinfer_decode(shapes: Shapes, num_seqs: int, context: int) -> dict[str, 
 
     taken_s = seconds(run, shapes.device) / num_layers
     nbytes = num_seqs * context * heads.token_nbytes(FORMATS["bfloat16"])
-    return {"us": taken_s * 1e6, "GB/s": nbytes / taken_s / 1e9}
+    return shapes.read(nbytes, taken_s)
 
 
 def flashinfer_prompt(shapes: Shapes, num_tokens: int) -> dict[str, Any]:
@@ -149,7 +160,8 @@ def flashinfer_prompt(shapes: Shapes, num_tokens: int) -> dict[str, Any]:
     wrapper.plan(query_starts, starts, order, last, *counts, causal=True, **types)
     q = shapes.random(num_tokens, heads.num_heads, heads.head_dim)
     taken_s = seconds(lambda: wrapper.run(q, pages), shapes.device)
-    return {"us": taken_s * 1e6, "TFLOP/s": _num_flops(heads, num_tokens) / taken_s / 1e12}
+    # "fa3" on a Hopper, unless it says otherwise.
+    return {**shapes.multiplied(num_tokens, taken_s), "backend": getattr(wrapper, "_backend", None)}
 
 
 def fa3_prompt(shapes: Shapes, num_tokens: int) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def fa3_prompt(shapes: Shapes, num_tokens: int) -> dict[str, Any]:
     q = shapes.random(1, num_tokens, heads.num_heads, heads.head_dim)
     keys, values = shapes.random(2, 1, num_tokens, heads.num_kv_heads, heads.head_dim)
     taken_s = seconds(lambda: flash_attn_func(q, keys, values, causal=True), shapes.device)
-    return {"us": taken_s * 1e6, "TFLOP/s": _num_flops(heads, num_tokens) / taken_s / 1e12}
+    return shapes.multiplied(num_tokens, taken_s)
 
 
 def rows_of(shapes: Shapes) -> list[Row]:
@@ -185,7 +197,7 @@ def rows_of(shapes: Shapes) -> list[Row]:
 
 def main() -> None:
     arguments = parser_of(__doc__).parse_args()
-    run_part("gpu_peers", rows_of(Shapes(torch.device(arguments.device))), arguments)
+    run_part("gpu_peers", rows_of(Shapes(arguments)), arguments)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,16 @@ FORMATS = ("bfloat16", "fp8", "int8", "int4")
 # One stage after the other; the parts of a stage run side by side, so that kernels are compiled at
 # once. The first ones compile what the timed rows use.
 STAGES: tuple[tuple[Part, ...], ...] = (
-    (Part("gpu_device", share_s=45),),
+    (Part("gpu_device", share_s=90),),  # a fresh machine reads torch from its disk first
     (
         *(Part("gpu_parity", f"llama KV {each}", share_s=75) for each in FORMATS),
         Part("gpu_parity", "rows", share_s=75),
+        Part("gpu_sampling", "tokens", share_s=75, needs="msgspec"),
     ),
     (Part("gpu_engine", share_s=150, start_s=60, needs="msgspec"),),
     (Part("gpu_kernels", share_s=100),),
     (Part("gpu_transfer", share_s=70, needs="msgspec"),),
+    (Part("gpu_sampling", share_s=30, needs="msgspec"),),
     (Part("gpu_generate", share_s=60),),
     (Part("gpu_peers", share_s=80),),
     tuple(Part("gpu_parity", f"odd KV {each}", share_s=60) for each in FORMATS),

@@ -5,6 +5,7 @@ On the host by clocks around the engine's own calls, on the device by torch's pr
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -22,6 +23,10 @@ NUM_PROFILED = 4
 MOST_NAMES = 16
 MOST_EVENTS = 800  # of the one step that is listed
 MICRO = 1e6
+# The profiler of a process with captured graphs must not let go of CUPTI between two uses: the
+# second one crashes (torch.profiler says so, and sets these for torch.compile's own graphs). So
+# whatever is timed after it is timed with CUPTI attached.
+CUPTI_STAYS = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 
 class _Clocks:
@@ -105,6 +110,7 @@ def device_timeline(
     one step's start, length and name, one after the other. A CPU's operators stand for kernels.
     """
     is_cuda = device.type == "cuda"
+    os.environ.update(CUPTI_STAYS)
     wanted = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     num_full = 0
     while num_full < NUM_SKIPPED and next(steps, False) is not False:

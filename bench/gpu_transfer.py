@@ -8,6 +8,9 @@ of whole blocks, one run of neighbours and shuffled, beside a copy inside one pr
 the same without a transport. Hand-overs: a prompt is prefilled in the other process, its blocks are
 pulled here, and decoding goes on; the tokens must be those of the other engine alone. No prefix is
 cached, so that all of it moves, and the longest prompt fills more than half of the pool.
+
+`lane` is what UCX says that carried a pull. `floor ms` is a copy at the device's measured rate, and
+`plan ms` what `disagg plan` predicts of two GPUs that NVLink connects.
 """
 
 from __future__ import annotations
@@ -17,18 +20,20 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.multiprocessing
 
-from bench.gpu_device import eager_seconds, synchronize
-from bench.gpu_models import new_engine, new_sequence
+from bench.gpu_device import Ceilings, eager_seconds, synchronize
+from bench.gpu_models import new_engine, new_sequence, placement_of, write_shape
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.shapes import model_config
 from disagg.decode_worker.kv_import import KVImport
@@ -37,6 +42,8 @@ from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.models.description import describe_model
+from disagg.planner.gpus import LINKS
 from disagg.prefill_worker.kv_export import KVExport
 
 SOURCE, READER, EPOCH = "source", "reader", 1
@@ -77,7 +84,7 @@ class Side:
         from disagg.kvtransfer.nixl_transport import NixlTransport  # may not be installed
         from disagg.kvtransfer.ucx import LOOPBACK
 
-        self.device = device
+        self.device, self.shape = device, shape
         made: list[Stamps] = []
 
         def new_generations(num_blocks: int) -> Any:
@@ -201,8 +208,8 @@ def _prefill(
 _pull_numbers = count()  # a ticket is used once
 
 
-def time_pull(side: Side, source: Peer, blocks: list[int]) -> float:
-    """Seconds to pull `blocks` of the source into the same blocks here."""
+def pull_blocks(side: Side, source: Peer, blocks: list[int]) -> PullDone:
+    """Pull `blocks` of the source into the same blocks here."""
     ticket = KVTicket(
         ticket_id=f"pull-{next(_pull_numbers)}",
         source_id=SOURCE,
@@ -221,23 +228,30 @@ def time_pull(side: Side, source: Peer, blocks: list[int]) -> float:
     (done,) = events
     if not isinstance(done, PullDone) or done.error is not None:
         raise RuntimeError(f"a pull failed: {done}")
-    return done.seconds
+    return done
 
 
-def pull_row(side: Side, source: Peer, num_blocks: int) -> dict[str, Any]:
+def pull_row(
+    side: Side, source: Peer, num_blocks: int, predicted: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
     """Whole blocks, one run of neighbours and shuffled, beside a copy inside this process."""
     run = list(range(num_blocks))
     shuffled = random.Random(0).sample(range(side.kv_cache.num_blocks), num_blocks)
     found: dict[str, list[float]] = {"run": [], "shuffled": [], "copy": []}
+    lane = ""
     for _ in range(NUM_REPEATS):
         for name, blocks in (("run", run), ("shuffled", shuffled)):
-            found[name].append(time_pull(side, source, blocks))
+            done = pull_blocks(side, source, blocks)
+            found[name].append(done.seconds)
+            lane = done.lane or lane
             _check_blocks(side, blocks)
         found["copy"].append(_time_copy(side, num_blocks))
     nbytes = num_blocks * side.kv_cache.block_nbytes
     rates = {f"{name} GB/s": nbytes / min(times) / 1e9 for name, times in found.items()}
     share = rates["run GB/s"] / rates["copy GB/s"]
-    return {"MB": nbytes / 1e6, "run ms": min(found["run"]) * 1e3, **rates, "of copy": share}
+    run_ms = min(found["run"]) * 1e3
+    figures = {"MB": nbytes / 1e6, "lane": lane, "run ms": run_ms, **rates, "of copy": share}
+    return {**figures, **predicted(nbytes)}
 
 
 def _check_blocks(side: Side, blocks: list[int]) -> None:
@@ -266,13 +280,15 @@ class HandOvers:
     def __init__(self, side: Side, process: subprocess.Popen[str]) -> None:
         self._side = side
         self._process = process
+        self._lane = ""
         self._kv_import = KVImport(side.engine, side.transport, lambda source_id, num_blocks: 1.0)
 
     def row(self, num_tokens: int, num_rounds: int = NUM_REPEATS) -> dict[str, Any]:
         rounds = [self._one(f"{num_tokens}-{turn}", num_tokens) for turn in range(num_rounds)]
         equal = sum(each.pop("equal") for each in rounds)
         medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        return {"prompt": num_tokens, **medians, "same tokens": f"{equal:.0f}/{num_rounds}"}
+        same = f"{equal:.0f}/{num_rounds}"
+        return {"prompt": num_tokens, **medians, "lane": self._lane, "same tokens": same}
 
     def _one(self, name: str, num_tokens: int) -> dict[str, float]:
         side = self._side
@@ -309,7 +325,7 @@ class HandOvers:
                 if isinstance(event, PullDone):
                     if event.error is not None:
                         raise RuntimeError(f"a pull failed: {event.error}")
-                    pull_s = event.seconds
+                    pull_s, self._lane = event.seconds, event.lane or self._lane
                     self._kv_import.pull_ended(event, time.time())
             self._kv_import.advance(time.time())
             if not side.engine.step():
@@ -331,14 +347,38 @@ class Pair:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device, self.is_tiny = torch.device(arguments.device), bool(arguments.tiny)
+        self.ceilings = Ceilings.of(arguments)
         self._made: tuple[Side, Peer, HandOvers] | None = None
         self._process: subprocess.Popen[str] | None = None
 
     def pull(self, num_blocks: int) -> dict[str, Any]:
-        return self._use(lambda side, source, _: pull_row(side, source, num_blocks))
+        return self._use(lambda side, source, _: pull_row(side, source, num_blocks, self.predicted))
+
+    def predicted(self, nbytes: int) -> dict[str, Any]:
+        """Of a pull."""
+        floor_s = self.ceilings.copy_s(nbytes)
+        plan_s = nbytes / LINKS["nvlink"]
+        return {"floor ms": floor_s and floor_s * 1e3, "plan ms": plan_s * 1e3}
 
     def hand_over(self, num_tokens: int) -> dict[str, Any]:
-        return self._use(lambda side, source, hand_overs: _same(hand_overs.row(num_tokens)))
+        return self._use(
+            lambda side, _, hand_overs: {
+                **_same(hand_overs.row(num_tokens)),
+                **self._predicted_hand_over(side, num_tokens),
+            }
+        )
+
+    def _predicted_hand_over(self, side: Side, num_tokens: int) -> dict[str, Any]:
+        """Of the second token: the prompt, its KV, and a decode step."""
+        with tempfile.TemporaryDirectory() as folder:
+            model = describe_model(write_shape(Path(folder), side.shape))
+            planned = placement_of(model, self.device)
+        if planned is None:
+            return {"plan ms": None}
+        pool, cache = side.engine.pool, side.kv_cache
+        nbytes = -(-num_tokens // pool.block_size) * cache.block_nbytes
+        computed_s = planned.prefill_s(num_tokens) + planned.decode_step_s(1, num_tokens)
+        return {"plan ms": computed_s * 1e3 + self.predicted(nbytes)["plan ms"]}
 
     def _use(self, measure: Callable[[Side, Peer, HandOvers], dict[str, Any]]) -> dict[str, Any]:
         try:
@@ -359,7 +399,7 @@ class Pair:
         assert process.stdout is not None
         source = msgspec.json.decode(process.stdout.readline(), type=Peer)
         side.transport.add_peer(source)
-        time_pull(side, source, [0])  # the first one connects
+        pull_blocks(side, source, [0])  # the first one connects
         self._made = (side, source, HandOvers(side, process))
         return self._made
 
@@ -380,9 +420,10 @@ def _same(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def ipc_row(device: torch.device, num_blocks: int) -> dict[str, Any]:
+def ipc_row(pair: Pair, num_blocks: int) -> dict[str, Any]:
     """Blocks of Llama-3-8B read from another process's memory as one lies in one's own: what the
     hardware gives to a transport that does no more. Shared memory on a CPU."""
+    device = pair.device
     processes = torch.multiprocessing.get_context("spawn")
     here, there = processes.Pipe()
     arguments = (there, device.type, num_blocks)
@@ -406,7 +447,7 @@ def ipc_row(device: torch.device, num_blocks: int) -> dict[str, Any]:
             raise RuntimeError("what was read is not what the other process wrote")
         here.send("read")
         process.join(10)
-        return {"MB": own.nbytes / 1e6, **rates}
+        return {"MB": own.nbytes / 1e6, **rates, **pair.predicted(own.nbytes)}
     finally:
         process.kill()
 
@@ -420,16 +461,15 @@ def _share_blocks(there: Any, device: str, num_blocks: int) -> None:
 
 
 def rows_of(pair: Pair) -> list[Row]:
-    device = pair.device
-    is_cuda = device.type == "cuda"
+    is_cuda = pair.device.type == "cuda"
     pulls = [128, 8, 32, 1] if is_cuda else [16, 1]
     prompts = [2048, 8192, 512, 16000] if is_cuda else [40, 512] if pair.is_tiny else [512, 2048]
     shared = [128, 8] if is_cuda else [8]
-    rows = [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[:1]]
+    rows = [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, pair, n), 40.0) for n in shared[:1]]
     # Before the first hand-over writes to the source's blocks.
     rows += [Row(f"NIXL, {n} blocks", partial(pair.pull, n), PAIR_S) for n in pulls]
     rows += [Row(f"hand-over of {n}", partial(pair.hand_over, n), PAIR_S) for n in prompts]
-    rows += [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, device, n), 40.0) for n in shared[1:]]
+    rows += [Row(f"CUDA IPC, {n} blocks", partial(ipc_row, pair, n), 40.0) for n in shared[1:]]
     return rows
 
 

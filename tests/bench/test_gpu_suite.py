@@ -14,12 +14,15 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
-from bench import gpu_suite, gpu_wheels
-from bench.gpu_rows import finite
+from bench import gpu_engine, gpu_suite, gpu_wheels
+from bench.gpu_rows import Absent, finite, parser_of
+from disagg.engine.device.runner import ModelRunner
+from disagg.models.batch import Batch
 
 ROOT = Path(__file__).parents[2]
 # What `pyproject.toml` asks for besides torch, triton, and what transformers brings along.
@@ -140,6 +143,9 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     handed = rows(found, "gpu_transfer")
     assert handed["hand-over of 512"]["same tokens"] == "5/5"
     assert handed["CUDA IPC, 8 blocks"]["run GB/s"] > 0
+    assert handed["NIXL, 16 blocks"]["lane"] and handed["NIXL, 16 blocks"]["floor ms"] > 0
+    assert handed["hand-over of 512"]["plan ms"] > 0
+    assert rows(found, "gpu_sampling: tokens")["tokens, every parameter"]["equal"] == 256
     assert rows(found, "gpu_generate") and rows(found, "gpu_peers")
     assert rows(found, "gpu_parity: llama KV fp8") and rows(found, "gpu_kernels")
     absent = {each["row"].split(",")[0] for each in found["absent"]}
@@ -155,6 +161,37 @@ def test_without_msgspec_it_says_at_once_what_to_fetch_and_measures_kernels(
     assert "python -m bench.gpu_wheels" in done.stdout.splitlines()[0]
     assert {each["part"] for each in found["failed"]} == {"gpu_engine", "gpu_transfer"}
     assert rows(found, "gpu_parity: llama KV int8")["llama KV int8"]
+
+
+class Replayed:
+    """Graphs of some steps, as they are but for an error in what they compute."""
+
+    def __init__(self, runner: ModelRunner, are_decodes: bool, error: float) -> None:
+        self._runner, self._are_decodes, self._error = runner, are_decodes, error
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        if (batch.max_query_len == 1) != self._are_decodes:
+            return None
+        return self._runner.decoder.forward(batch, self._runner.kv_cache.pages) + self._error
+
+
+def test_a_graph_that_computes_something_else_is_found() -> None:
+    arguments = parser_of("").parse_args(["--device", "cpu", "--tiny"])
+    served = gpu_engine.Served(arguments)
+    runner = cast(ModelRunner, served.engine.runner)
+    with pytest.raises(Absent):
+        served.compare_graphs()
+    for error in (0.0, 1.0):
+        graphs = Replayed(runner, True, 0.0), Replayed(runner, False, error)
+        runner.graphs = graphs  # type: ignore[assignment]
+        if error:
+            with pytest.raises(ArithmeticError, match="mixed"):
+                served.compare_graphs()
+        else:
+            found = served.compare_graphs()
+            assert found["decodes"] == found["mixed"] == 0.0
+            assert found["decodes steps"] > 0 and found["mixed steps"] > 0
+        assert runner.graphs == graphs  # type: ignore[comparison-overlap]
 
 
 ROWS = """

@@ -1,0 +1,133 @@
+"""Choosing tokens on a GPU: whether they are those that a CPU chooses, and what it costs a step.
+
+    python -m bench.gpu_sampling [--out build/gpu]
+    TRITON_INTERPRET=1 python -m bench.gpu_sampling --device cpu      # a rehearsal
+
+By the defaults of three model families, and by every parameter at once. `us` is a step's time with
+all that the host gives the device, its result read; `host us` is until the host has given it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu_device import eager_seconds, launch_seconds
+from bench.gpu_rows import Row, parser_of, run_part
+from bench.sampler import FAMILIES, new_sequences
+from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
+from disagg.kernels.sampling_rows import SamplingOps
+from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.triton_sampling import TritonSampling
+
+EVERY = {
+    "temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02,
+    "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": -0.2,
+}  # fmt: skip
+NUM_ROWS, NUM_STEPS, CONTEXT = 32, 8, 300
+# Of a thousand tokens one may be another: logarithms may differ in their last bit.
+MOST_DIFFERENT = 1e-3
+TIMED_ROWS = [32, 256]
+
+
+class Chooser:
+    """A sampler with sequences of its own."""
+
+    def __init__(
+        self,
+        ops: SamplingOps,
+        device: torch.device,
+        num_rows: int,
+        vocab_size: int,
+        params: dict[str, Any],
+    ) -> None:
+        slots = Slots()
+        self.device = device
+        self.sequences: list[Sequence] = new_sequences(num_rows, vocab_size, CONTEXT, params)
+        self.sampler = Sampler(slots, vocab_size, device, ops)
+        self.sampler.enter([sequence.slot for sequence in slots.enter(self.sequences)])
+
+    def choose(self, logits: torch.Tensor, position: int) -> list[int]:
+        """Tokens; does not go on with them. `logits` are not consumed."""
+        positions = torch.full((len(self.sequences),), position, device=self.device)
+        own = logits.to(self.device, torch.float32, copy=True)
+        chosen = self.sampler.sample(own, self.sequences, positions).read()
+        return [each.token_id for each in chosen]
+
+
+def compare(device: torch.device, vocab_size: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of some steps. Logits are those of bf16 models, in which many are equal."""
+    both = [
+        Chooser(ops, place, NUM_ROWS, vocab_size, params)
+        for ops, place in ((TorchSampling(), torch.device("cpu")), (TritonSampling(), device))
+    ]
+    generator = torch.Generator().manual_seed(2)
+    num_equal = 0
+    for step in range(NUM_STEPS):
+        logits = torch.randn(NUM_ROWS, vocab_size, generator=generator).mul_(3).bfloat16()
+        by_cpu, by_device = (each.choose(logits, CONTEXT - 1 + step) for each in both)
+        num_equal += sum(map(int.__eq__, by_cpu, by_device))
+        for each in both:  # go on with the same
+            for sequence, token_id in zip(each.sequences, by_cpu, strict=True):
+                sequence.tokens.append(token_id)
+    num_tokens = NUM_ROWS * NUM_STEPS
+    if num_tokens - num_equal > num_tokens * MOST_DIFFERENT:
+        raise ArithmeticError(f"{num_equal} of {num_tokens} tokens are those that a CPU chooses")
+    return {"tokens": num_tokens, "equal": num_equal}
+
+
+def measure(
+    device: torch.device, num_rows: int, vocab_size: int, params: dict[str, Any]
+) -> dict[str, Any]:
+    chooser = Chooser(TritonSampling(), device, num_rows, vocab_size, params)
+    logits = torch.randn(num_rows, vocab_size, device=device)
+    positions = torch.full((num_rows,), CONTEXT - 1, device=device)
+
+    def sample() -> None:
+        chooser.sampler.sample(logits, chooser.sequences, positions)
+
+    device_s = eager_seconds(sample, device)
+    host_s = launch_seconds(sample, device)
+    begin_s = time.perf_counter()
+    chooser.choose(logits, CONTEXT - 1)
+    return {
+        "us": device_s * 1e6,
+        "host us": host_s * 1e6,
+        "alone, read us": (time.perf_counter() - begin_s) * 1e6,
+    }
+
+
+def rows_of(arguments: argparse.Namespace) -> list[Row]:
+    device = torch.device(arguments.device)
+    is_cpu = device.type == "cpu"
+    cases = {name: (vocab, params) for name, (vocab, params) in FAMILIES.items()}
+    cases["every parameter"] = (128_256, EVERY)
+    if is_cpu:  # the interpreter's size
+        cases = {name: (1357, params) for name, (_, params) in cases.items()}
+    rows = [
+        Row(f"tokens, {name}", partial(compare, device, *each), 60.0)
+        for name, each in cases.items()
+    ]
+    if arguments.tiny:
+        return rows[-1:]
+    rows += [
+        Row(f"{num} rows, {name}", partial(measure, device, 2 if is_cpu else num, *each))
+        for num in TIMED_ROWS
+        for name, each in cases.items()
+    ]
+    return rows
+
+
+def main() -> None:
+    arguments = parser_of(__doc__).parse_args()
+    run_part("gpu_sampling", rows_of(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
