@@ -113,11 +113,14 @@ class Stepping:
 @contextmanager
 def kernels_that_do_nothing() -> Iterator[list[str]]:
     """What the GPU's path launches, by name; results are whatever memory holds, and token 0."""
-    from disagg.kernels import triton_sampling
+    from disagg.kernels import triton_floors, triton_sampling
 
-    names = ["_adjust", "_groups", "_select", "_floors", "_score", "_pick", "_remember"]
+    modules = {
+        **dict.fromkeys(("_adjust", "_score", "_pick", "_remember"), triton_sampling),
+        **dict.fromkeys(("_groups", "_select", "_floors"), triton_floors),
+    }
     launched: list[str] = []
-    launchers = {name: getattr(triton_sampling, name) for name in names}
+    launchers = {name: getattr(module, name) for name, module in modules.items()}
 
     def launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         launched.append(name)
@@ -125,12 +128,12 @@ def kernels_that_do_nothing() -> Iterator[list[str]]:
             arguments[6].zero_()
 
     try:
-        for name in names:
-            setattr(triton_sampling, name, partial(launch, name))
+        for name, module in modules.items():
+            setattr(module, name, partial(launch, name))
         yield launched
     finally:
         for name, launcher in launchers.items():
-            setattr(triton_sampling, name, launcher)
+            setattr(modules[name], name, launcher)
 
 
 def device_calls(sequences: list[Sequence], vocab_size: int) -> tuple[int, float, Counter[str]]:

@@ -1,12 +1,7 @@
 """Sampling on CUDA: few kernel launches, and no wait for the device.
 
-Nothing is sorted. Top-k and top-p keep the tokens above a threshold, which is found exactly by
-bisecting an interval of float32 bit patterns: each pass over a row counts tokens, or adds up their
-probabilities, above several thresholds at once. Probabilities are added as integers, so the order
-of addition does not matter. Before that, the largest logit of each group of neighbouring token ids
-excludes all groups without candidates; usually few remain.
-
-`torch_sampling` is the plain-torch twin and the specification.
+`triton_floors` finds what top-k, top-p and min-p keep. `torch_sampling` is the plain-torch twin and
+the specification.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,14 +16,12 @@ from torch import Tensor
 from disagg.kernels import sampling_rows
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
+from disagg.kernels.triton_floors import NUM_GROUPS_AT_ONCE, find_floors, float_of
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
 _SEED = tl.constexpr(sampling_rows.SEED)
-_TOP_K = tl.constexpr(sampling_rows.TOP_K)
 _MIN_TOKENS = tl.constexpr(sampling_rows.MIN_TOKENS)
 _TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
-_TOP_P = tl.constexpr(sampling_rows.TOP_P)
-_REACH = tl.constexpr(sampling_rows.REACH)
 _REPETITION = tl.constexpr(sampling_rows.REPETITION)
 _PRESENCE = tl.constexpr(sampling_rows.PRESENCE)
 _FREQUENCY = tl.constexpr(sampling_rows.FREQUENCY)
@@ -37,32 +30,10 @@ _MIX_1 = tl.constexpr(sampling_rows.MIX_1)
 _MIX_2 = tl.constexpr(sampling_rows.MIX_2)
 _FIRST_GROUP_COUNTER = tl.constexpr(sampling_rows.FIRST_GROUP_COUNTER)
 _GROUP = tl.constexpr(GROUP_SIZE)
-_WAYS = tl.constexpr(8)  # thresholds in one look at a row
-_ONE = tl.constexpr(float(1 << 40))  # the probability of the most likely token, as an integer
-_SLACK = tl.constexpr(1e-3)  # of a bound that only rules groups out
 
-_NUM_GROUPS_AT_ONCE = 8  # whose logits a program has in registers
 _MIN_STOPS = 16  # so that hardly any request needs other code
 _ANY_ADDRESS = ["slots_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr"]
 _ANY_SIZE = ["num_stop_ids", "seen_width"]
-
-
-@triton.jit
-def _float(numbers, COLUMN: tl.constexpr):
-    return tl.load(numbers + COLUMN).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _key(x):
-    """int64 that orders as float32 do."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _value(key):
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -82,11 +53,6 @@ def _gumbel(key, counters):
     bits = _mix(key + (counters.to(tl.uint64) + 1) * _GOLDEN) >> 32
     uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) / 4294967296.0
     return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _is_cut(top_k, top_p, reach, vocab_size):
-    return (top_k < vocab_size) | (top_p < 1.0) | (reach < float("inf"))
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE, do_not_specialize_on_alignment=_ANY_ADDRESS)
@@ -110,8 +76,8 @@ def _adjust_kernel(
     slot = tl.load(slots_ptr + row)
     numbers = numbers_ptr + slot * _NUM_COLUMNS
     logits = logits_ptr + row * vocab_size
-    repetition = _float(numbers, _REPETITION).to(tl.float32)
-    presence, frequency = _float(numbers, _PRESENCE), _float(numbers, _FREQUENCY)
+    repetition = float_of(numbers, _REPETITION).to(tl.float32)
+    presence, frequency = float_of(numbers, _PRESENCE), float_of(numbers, _FREQUENCY)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         num_seen = tl.load(num_seen_ptr + slot)
         for begin in range(0, num_seen, BLOCK):
@@ -132,214 +98,13 @@ def _adjust_kernel(
         tl.store(logits + ids, float("-inf"), mask=(ids >= 0) & (ids < vocab_size))
 
 
-@triton.jit(do_not_specialize_on_alignment=_ANY_ADDRESS)
-def _groups_kernel(
-    logits_ptr,
-    numbers_ptr,
-    slots_ptr,
-    peaks_ptr,
-    sums_ptr,
-    vocab_size,
-    num_groups,
-    TILE: tl.constexpr,
-):
-    """Of each group of a row that is cut: the largest scaled logit, and the sum of exp(x - it)."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = _float(numbers, _TEMPERATURE).to(tl.float32)
-    top_k, top_p = tl.load(numbers + _TOP_K), _float(numbers, _TOP_P)
-    cut = _is_cut(top_k, top_p, _float(numbers, _REACH), vocab_size)
-    if (temperature > 0.0) & cut:
-        groups = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        inside = columns < vocab_size
-        x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-        peak = tl.max(x, axis=1)
-        base = tl.where(peak > float("-inf"), peak, 0.0)
-        total = tl.sum(tl.exp(x - base[:, None]), axis=1)
-        tl.store(peaks_ptr + row * num_groups + groups, peak, mask=groups < num_groups)
-        tl.store(sums_ptr + row * num_groups + groups, total, mask=groups < num_groups)
-
-
-@triton.jit(do_not_specialize_on_alignment=_ANY_ADDRESS)
-def _select_kernel(
-    numbers_ptr,
-    slots_ptr,
-    peaks_ptr,
-    sums_ptr,
-    chosen_ptr,
-    bounds_ptr,
-    totals_ptr,
-    vocab_size,
-    num_groups,
-    BLOCK: tl.constexpr,
-):
-    """Of each row that is cut: the groups that can have a candidate, how many they are, the peak
-    of the row, a bound below which no token is kept, and the sum of exp(x - peak) of all tokens.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = _float(numbers, _TEMPERATURE)
-    top_k, top_p = tl.load(numbers + _TOP_K), _float(numbers, _TOP_P)
-    reach = _float(numbers, _REACH)
-    if (temperature > 0.0) & _is_cut(top_k, top_p, reach, vocab_size):
-        places = tl.arange(0, BLOCK)
-        inside = places < num_groups
-        peaks = tl.load(peaks_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
-        sums = tl.load(sums_ptr + row * num_groups + places, mask=inside, other=0.0)
-        peak = tl.max(peaks, axis=0)
-        total = tl.sum(sums.to(tl.float64) * tl.exp(peaks - peak).to(tl.float64), axis=0)
-        low = _key(peak - reach.to(tl.float32))
-        if top_k < num_groups:  # so many groups have a token at least as large as this:
-            low = tl.maximum(low, _kth_largest(peaks, top_k, low, _key(peak) + 1))
-        elif (top_k >= vocab_size) & (top_p < 1.0):
-            # All that is less likely than this together is less than what top-p leaves out.
-            rest = tl.maximum((1.0 - top_p) * total / vocab_size, 1e-300)
-            low = tl.maximum(low, _key(peak + (tl.log(rest) - _SLACK).to(tl.float32)))
-        is_chosen = inside & (_key(peaks) >= low)
-        order = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
-        tl.store(chosen_ptr + row * num_groups + order, places, mask=is_chosen)
-        tl.store(bounds_ptr + row * 3, low)
-        tl.store(bounds_ptr + row * 3 + 1, _key(peak))
-        tl.store(bounds_ptr + row * 3 + 2, tl.sum(is_chosen.to(tl.int64), axis=0))
-        tl.store(totals_ptr + row, total)
-
-
 @triton.jit
-def _kth_largest(x, k, low, high):
-    keys = _key(x)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        is_enough = tl.sum((keys >= middle).to(tl.int64), axis=0) >= k
-        low = tl.where(is_enough, middle, low)
-        high = tl.where(is_enough, high, middle)
-    return low
-
-
-@triton.jit(do_not_specialize_on_alignment=_ANY_ADDRESS)
-def _floors_kernel(
-    logits_ptr,
-    numbers_ptr,
-    slots_ptr,
-    chosen_ptr,
-    bounds_ptr,
-    totals_ptr,
-    floors_ptr,
-    vocab_size,
-    num_groups,
-    TILE: tl.constexpr,
-):
-    """The smallest scaled logit that stays a candidate of each row, float32; -inf if all do."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = _float(numbers, _TEMPERATURE).to(tl.float32)
-    top_k, top_p = tl.load(numbers + _TOP_K), _float(numbers, _TOP_P)
-    floor = tl.full((), float("-inf"), tl.float32)
-    if (temperature > 0.0) & _is_cut(top_k, top_p, _float(numbers, _REACH), vocab_size):
-        logits, chosen = logits_ptr + row * vocab_size, chosen_ptr + row * num_groups
-        low, top = tl.load(bounds_ptr + row * 3), tl.load(bounds_ptr + row * 3 + 1)
-        num_chosen = tl.load(bounds_ptr + row * 3 + 2)
-        peak = _value(top)
-        if top_k < vocab_size:
-            low = _divide(
-                logits,
-                chosen,
-                num_chosen,
-                vocab_size,
-                temperature,
-                peak,
-                low,
-                top,
-                top_k,
-                False,
-                TILE,
-            )
-        if top_p < 1.0:
-            total = tl.load(totals_ptr + row) * _ONE
-            if (top_k < vocab_size) | (_float(numbers, _REACH) < float("inf")):
-                bounds = low + tl.zeros((_WAYS,), tl.int64)
-                found = _look(
-                    logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, True, TILE
-                )
-                total = tl.max(found, axis=0).to(tl.float64)
-            # top_p is a float32 in the twin.
-            needed = tl.ceil(top_p.to(tl.float32).to(tl.float64) * total).to(tl.int64)
-            needed = tl.maximum(needed, 1)
-            low = _divide(
-                logits,
-                chosen,
-                num_chosen,
-                vocab_size,
-                temperature,
-                peak,
-                low,
-                top,
-                needed,
-                True,
-                TILE,
-            )
-        floor = _value(low)
-    tl.store(floors_ptr + row, floor)
-
-
-@triton.jit
-def _divide(
-    logits,
-    chosen,
-    num_chosen,
-    vocab_size,
-    temperature,
-    peak,
-    low,
-    top,
-    needed,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The largest key up to `top` that enough lies above or at; `low` if there is none."""
-    high = top + 1
-    ways = tl.arange(0, _WAYS).to(tl.int64)
-    while high - low > 1:
-        step = (high - low + _WAYS - 1) // _WAYS
-        bounds = low + ways * step
-        found = _look(
-            logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, BY_MASS, TILE
-        )
-        low += step * tl.sum(((found >= needed) & (ways > 0)).to(tl.int64), axis=0)
-        high = tl.minimum(high, low + step)
-    return low
-
-
-@triton.jit
-def _look(
-    logits,
-    chosen,
-    num_chosen,
-    vocab_size,
-    temperature,
-    peak,
-    bounds,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """int64 [_WAYS]: how many tokens of the chosen groups have keys of at least each bound, or
-    their probabilities as integers."""
-    found = tl.zeros((_WAYS,), tl.int64)
-    places = tl.arange(0, TILE * _GROUP)
-    for begin in range(0, num_chosen, TILE):
-        index = begin + places // _GROUP
-        group = tl.load(chosen + index, mask=index < num_chosen, other=0)
-        columns = group * _GROUP + places % _GROUP
-        inside = (index < num_chosen) & (columns < vocab_size)
-        x = tl.load(logits + columns, mask=inside, other=float("-inf"))
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-        weight = inside.to(tl.int64)
-        if BY_MASS:
-            weight = (tl.exp(x - peak).to(tl.float64) * _ONE).to(tl.int64)
-        is_above = (_key(x)[None, :] >= bounds[:, None]) & inside[None, :]
-        found += tl.sum(tl.where(is_above, weight[None, :], 0), axis=1)
-    return found
+def _kept(x, temperature, floors_ptr, row):
+    """Logits of a row, scaled, and -inf where they are no candidates."""
+    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    if floors_ptr is not None:
+        x = tl.where(x >= tl.load(floors_ptr + row), x, float("-inf"))
+    return x
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANY_ADDRESS)
@@ -357,15 +122,13 @@ def _score_kernel(
     """Of each group: the logarithm of its probability and noise; of a greedy row the largest."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = _float(numbers, _TEMPERATURE).to(tl.float32)
+    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
     groups = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = columns < vocab_size
     x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
     if temperature > 0.0:
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-        if floors_ptr is not None:
-            x = tl.where(x >= tl.load(floors_ptr + row), x, float("-inf"))
+        x = _kept(x, temperature, floors_ptr, row)
         peak = tl.max(x, axis=1)
         base = tl.where(peak > float("-inf"), peak, 0.0)
         total = tl.log(tl.maximum(tl.sum(tl.exp(x - base[:, None]), axis=1), 1e-30))
@@ -393,7 +156,7 @@ def _pick_kernel(
     """The best token of the best group of each row."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = _float(numbers, _TEMPERATURE).to(tl.float32)
+    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
     places = tl.arange(0, BLOCK)
     inside = places < num_groups
     scores = tl.load(scores_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
@@ -403,9 +166,7 @@ def _pick_kernel(
     x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
     score = x.to(tl.float64)
     if temperature > 0.0:
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-        if floors_ptr is not None:
-            x = tl.where(x >= tl.load(floors_ptr + row), x, float("-inf"))
+        x = _kept(x, temperature, floors_ptr, row)
         key = _noise_key(tl.load(numbers + _SEED), tl.load(positions_ptr + row))
         score = x.to(tl.float64) + _gumbel(key, columns)
     tl.store(token_ids_ptr + row, group * _GROUP + tl.argmax(score, axis=0))
@@ -433,9 +194,6 @@ def _remember_kernel(
 
 
 _adjust = KernelLauncher(_adjust_kernel)
-_groups = KernelLauncher(_groups_kernel)
-_select = KernelLauncher(_select_kernel)
-_floors = KernelLauncher(_floors_kernel)
 _score = KernelLauncher(_score_kernel)
 _pick = KernelLauncher(_pick_kernel)
 _remember = KernelLauncher(_remember_kernel)
@@ -476,7 +234,7 @@ class TritonSampling:
         scores = torch.empty(num_rows, num_groups, dtype=torch.float64, device=logits.device)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         row = (logits, tables.numbers, rows.slots, positions, floors, scores)
-        tile = _NUM_GROUPS_AT_ONCE
+        tile = NUM_GROUPS_AT_ONCE
         grid = (num_rows, -(-num_groups // tile))
         _score(grid, *row, vocab_size, num_groups, TILE=tile)
         block = next_power_of_2(num_groups)
@@ -501,23 +259,3 @@ class TritonSampling:
             tables.counts.shape[1],
             tables.seen_ids.shape[1],
         )
-
-
-def find_floors(logits: Tensor, tables: SamplingTables, rows: SampledRows) -> Tensor:
-    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf where all do."""
-    num_rows, vocab_size = logits.shape
-    num_groups, device = -(-vocab_size // GROUP_SIZE), logits.device
-    peaks = torch.empty(2, num_rows, num_groups, device=device)  # and sums
-    chosen = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
-    bounds = torch.empty(num_rows, 3, dtype=torch.int64, device=device)
-    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
-    floors = torch.empty(num_rows, device=device)
-    of_row, sizes = (tables.numbers, rows.slots), (vocab_size, num_groups)
-    tile = _NUM_GROUPS_AT_ONCE
-    grid = (num_rows, -(-num_groups // tile))
-    _groups(grid, logits, *of_row, peaks[0], peaks[1], *sizes, TILE=tile)
-    block = next_power_of_2(num_groups)
-    found = (chosen, bounds, totals)
-    _select((num_rows,), *of_row, peaks[0], peaks[1], *found, *sizes, BLOCK=block)
-    _floors((num_rows,), logits, *of_row, *found, floors, *sizes, TILE=tile, num_warps=8)
-    return floors

@@ -14,7 +14,8 @@ import torch
 from disagg.kernels import torch_sampling
 from disagg.kernels.sampling_rows import TEMPERATURE, Numbers, SamplingTables
 from disagg.kernels.torch_sampling import TorchSampling
-from disagg.kernels.triton_sampling import TritonSampling, find_floors
+from disagg.kernels.triton_floors import find_floors
+from disagg.kernels.triton_sampling import TritonSampling
 from tests.kernels.sampling_cases import OFF, PLAIN, rows_of, tables_of
 
 VOCAB_SIZE = 5 * 256 + 77

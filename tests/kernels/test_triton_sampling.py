@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import triton_sampling
+from disagg.kernels import triton_floors, triton_sampling
 from tests.kernels.interpreter import run_interpreted
 
 POINTERS = {
@@ -20,6 +20,7 @@ POINTERS = {
     **dict.fromkeys(("logits_ptr", "peaks_ptr", "sums_ptr", "floors_ptr"), "*fp32"),
     **dict.fromkeys(("scores_ptr", "totals_ptr"), "*fp64"),
 }
+FLOORS = ("groups", "select", "floors")
 LARGE = {"BLOCK": 1024, "TILE": 8, "STOPS": 8}  # 262,144 tokens
 
 
@@ -32,12 +33,13 @@ def test_kernels_equal_their_twin_under_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("name", "absent"),
     [
-        *((name, "") for name in ("adjust", "groups", "select", "floors", "remember")),
+        *((name, "") for name in ("adjust", *FLOORS, "remember")),
         *((name, absent) for name in ("score", "pick") for absent in ("", "floors_ptr")),
     ],
 )
 def test_kernels_compile(name: str, absent: str, arch: int) -> None:
-    kernel: Any = getattr(triton_sampling, f"_{name}_kernel")
+    module = triton_floors if name in FLOORS else triton_sampling
+    kernel: Any = getattr(module, f"_{name}_kernel")
     constants: dict[str, Any] = {k: v for k, v in LARGE.items() if k in kernel.arg_names}
     if absent:
         constants[absent] = None
