@@ -145,7 +145,8 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     assert handed["CUDA IPC, 8 blocks"]["run GB/s"] > 0
     assert handed["NIXL, 16 blocks"]["lane"] and handed["NIXL, 16 blocks"]["floor ms"] > 0
     assert handed["hand-over of 512"]["plan ms"] > 0
-    assert rows(found, "gpu_sampling: tokens")["tokens, every parameter"]["equal"] == 256
+    tokens = rows(found, "gpu_sampling: tokens")["tokens, every parameter"]
+    assert tokens["equal"] == tokens["tokens"] > 0
     assert rows(found, "gpu_generate") and rows(found, "gpu_peers")
     assert rows(found, "gpu_parity: llama KV fp8") and rows(found, "gpu_kernels")
     absent = {each["row"].split(",")[0] for each in found["absent"]}
