@@ -62,7 +62,7 @@ class Command:
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
         self._output = home / f"output-{self.port}"
         command = f"{sys.executable} -m disagg.cli.main serve {arguments} --port {self.port}"
-        if host not in arguments:
+        if "--host" not in arguments:
             command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
         apart = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-rm"]
@@ -115,6 +115,10 @@ class Command:
         finally:
             self.process.kill()
             self.process.wait()
+
+    def assert_only_own_lines(self) -> None:
+        others = [line for line in self.output().splitlines() if not line.startswith("{")]
+        assert not others, others
 
     def assert_nothing_left(self) -> None:
         """No process, port, directory or shared memory."""

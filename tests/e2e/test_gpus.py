@@ -1,25 +1,31 @@
-"""Which GPU every worker opens: on a machine whose GPUs are stood in for, all else being real."""
+"""Which GPU every worker opens: on a machine whose GPUs are stood in for, all else being real.
+
+However a server ends, nothing is left of it that could hold a GPU.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.e2e.command import Command, Streams, ask
 from tests.e2e.ray_nodes import ray_nodes
-from tests.e2e.served import Served, served
+from tests.e2e.served import served
 from tests.e2e.test_bad_start import refusal
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STAND_IN = Path(__file__).parent / "gpu_stand_in"
-FLAGS = ["--dtype", "float32", "--num-threads", "1", "--no-redis"]
+FLAGS = ["--dtype", "float32", "--num-threads", "1", "--no-redis", "--no-haproxy"]
+NUM_STREAMS = 12
+LONG = 1900  # tokens, which last longer than a test waits
 
 
 @pytest.fixture(scope="module")
@@ -41,47 +47,68 @@ def machine(*free_gb: int, **more: str) -> dict[str, str]:
 class Opened:
     """What the workers of a server opened: pool and GPU of each, and the GB that they claim."""
 
-    def __init__(self, server: Served, directory: Path) -> None:
-        self.server = server
+    def __init__(self, directory: Path) -> None:
         each_one = [json.loads(file.read_text()) for file in directory.glob("*.json")]
         self.gpus = sorted((each["pool"], each["gpu"]) for each in each_one)
         self.claims = [each["claim_nbytes"] / 1e9 for each in each_one]
 
 
 @contextmanager
-def running(directory: Path, environment: dict[str, str], *arguments: str) -> Iterator[Opened]:
-    opened = directory / "opened"
-    opened.mkdir(exist_ok=True)
+def started(
+    home: Path, environment: dict[str, str], arguments: str, status: int
+) -> Iterator[tuple[Command, Opened]]:
+    """Until the block ends it: with this status, and nothing may be left."""
+    opened = home / "opened"
+    opened.mkdir()
     environment = {**environment, "DISAGG_TEST_OPENED": str(opened)}
-    with served([*arguments, *FLAGS], directory, environment) as server:
-        yield Opened(server, opened)
+    command = Command(
+        f"demo-small --max-num-seqs 32 {' '.join(FLAGS)} {arguments}", home, environment
+    )
+    try:
+        command.wait_ready()
+        yield command, Opened(opened)
+    finally:
+        assert command.ended() == status
+    command.assert_nothing_left()
 
 
-def test_every_worker_opens_a_gpu_of_its_own(model: str, tmp_path: Path) -> None:
-    """Of eight GPUs, the first of which another process fills."""
+def test_every_worker_opens_a_gpu_of_its_own(tmp_path: Path) -> None:
+    """Of eight GPUs, the first of which another process fills. A killed command takes all along."""
     free = machine(3, *[80] * 7)
-    with running(tmp_path, free, model, "--prefill", "2", "--decode", "2") as found:
-        pools = ["tiny-decode"] * 2 + ["tiny-prefill"] * 2
+    with started(tmp_path, free, "--prefill 1 --decode 2", -signal.SIGKILL) as (command, found):
+        pools = ["demo-small-decode"] * 2 + ["demo-small-prefill"]
         assert [pool for pool, _ in found.gpus] == pools
-        assert sorted(gpu for _, gpu in found.gpus) == [1, 2, 3, 4]
-        assert found.claims == [72.0] * 4
-        said = found.server.log.read_text()
-        assert "2 tiny-prefill, 2 tiny-decode on GPU 1, 2, 3, 4 of 8" in said
+        assert sorted(gpu for _, gpu in found.gpus) == [1, 2, 3]
+        assert found.claims == [72.0] * 3
+        said = command.output()
+        assert "1 demo-small-prefill, 2 demo-small-decode on GPU 1, 2, 3 of 8" in said
+        command.process.kill()
 
 
-def test_one_gpu_has_one_worker_that_does_both(model: str, tmp_path: Path) -> None:
-    with running(tmp_path, machine(80), model) as found:
-        assert found.gpus == [("tiny-decode", 0)] and found.claims == [72.0]
-        body = {"model": "tiny", "prompt": "one", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{found.server.url}/v1/completions", json=body, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] > 0
+def test_one_gpu_has_one_worker_that_does_both(tmp_path: Path) -> None:
+    """A node that dies ends the command with a sentence: a raylet ends when its agent does."""
+    with started(tmp_path, machine(80), "", 1) as (command, found):
+        assert found.gpus == [("demo-small-decode", 0)] and found.claims == [72.0]
+        assert ask(command.url).json()["usage"]["completion_tokens"] > 0
+        command.one("ray::DashboardAgent").kill()
+    (line,) = command.events("broken")
+    assert "Ray's raylet process died" in line["message"]
+    command.assert_only_own_lines()
 
 
-def test_workers_that_share_a_gpu_share_its_memory(model: str, tmp_path: Path) -> None:
-    share = ["--num-gpus-per-worker", "0.5"]
-    with running(tmp_path, machine(80), model, *share) as found:
-        assert found.gpus == [("tiny-decode", 0), ("tiny-prefill", 0)]
+def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
+    """A second signal ends them at once, in the middle of streams."""
+    share = "--num-gpus-per-worker 0.5 --host ::"
+    with started(tmp_path, machine(80), share, 128 + signal.SIGTERM) as (command, found):
+        assert found.gpus == [("demo-small-decode", 0), ("demo-small-prefill", 0)]
         assert found.claims == [36.0, 36.0]
+        streams = Streams(command.url, NUM_STREAMS, LONG)
+        command.process.send_signal(signal.SIGTERM)
+        command.wait_for("stopping")
+        command.process.send_signal(signal.SIGTERM)
+        command.process.wait(3)
+    assert len(streams.wait()) == NUM_STREAMS
+    command.assert_only_own_lines()
 
 
 def test_workers_use_the_gpus_of_a_running_cluster(
@@ -90,6 +117,7 @@ def test_workers_use_the_gpus_of_a_running_cluster(
     """The command itself is on a machine without one, and Ray is told to hide none."""
     not_hidden = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     directory = tmp_path_factory.mktemp("ray")
+    (directory / "opened").mkdir()
     opened = {"DISAGG_TEST_OPENED": str(directory / "opened")}
     here = {"RAY_AUTH_MODE": "disabled"}
     with ray_nodes(
@@ -98,10 +126,11 @@ def test_workers_use_the_gpus_of_a_running_cluster(
         address = ["--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
         said = refusal(model, *address, "--prefill", "2", environment=here)
         assert "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2." in said
-        with running(directory, here, model, *address) as found:
+        with served([model, *address, *FLAGS], directory, here) as server:
+            found = Opened(directory / "opened")
             assert [pool for pool, _ in found.gpus] == ["tiny-decode", "tiny-prefill"]
             assert sorted(gpu for _, gpu in found.gpus) == [0, 1]
-            assert "on 2 of 2 GPUs" in found.server.log.read_text()
+            assert "on 2 of 2 GPUs" in server.log.read_text()
 
 
 def test_fewer_gpus_than_workers_are_refused(model: str) -> None:

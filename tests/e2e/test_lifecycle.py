@@ -1,6 +1,7 @@
 """It starts, stops and heals as it says: real signals to a real `disagg serve` under streams.
 
-After each end nothing may be left: no process, port, directory or shared memory.
+After each end nothing may be left: no process, port, directory or shared memory. More ends, of
+servers on GPUs, are in `test_gpus.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LONG = 1900  # tokens, which last longer than the tests wait
 SHORT = 600
 DONE = "data: [DONE]"
 MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
+ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever workers there are
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_sigterm_lets_streams_end(served: Command) -> None:
     until(lambda: not takes_requests(served), timeout_s=10.0)  # the ingress hears of it a bit later
     assert streams.wait() == [DONE] * NUM_STREAMS
     assert served.ended() == 0
-    assert_only_own_lines(served)
+    served.assert_only_own_lines()
     served.assert_nothing_left()
     assert (Path(served.events("logs")[0]["directory"]) / "ray").is_dir()
 
@@ -112,13 +114,8 @@ def takes_requests(command: Command) -> bool:
         return False  # it has ended
 
 
-def assert_only_own_lines(command: Command) -> None:
-    others = [line for line in command.output().splitlines() if not line.startswith("{")]
-    assert not others, others
-
-
 def test_streams_without_time_end_with_an_error(home: Path) -> None:
-    command = Command(f"{MODEL} --drain-s 0.2", home, host="::1")
+    command = Command(f"{ONE_WORKER} --drain-s 0.2", home, host="::1")
     try:
         command.wait_ready()
         streams = Streams(command.url, NUM_STREAMS, LONG)
@@ -131,70 +128,49 @@ def test_streams_without_time_end_with_an_error(home: Path) -> None:
         assert command.ended() == 0
     (line,) = command.events("drained")
     assert (line["num_ended"], line["num_cut"]) == (0, NUM_STREAMS)
-    assert_only_own_lines(command)
+    command.assert_only_own_lines()
     command.assert_nothing_left()
 
 
-def test_a_second_signal_ends_it_at_once(home: Path) -> None:
-    command = Command(f"{MODEL} --no-haproxy --host ::", home)
-    try:
-        command.wait_ready()
-        streams = Streams(command.url, NUM_STREAMS, LONG)
-        command.process.send_signal(signal.SIGTERM)
-        command.wait_for("stopping")
-        command.process.send_signal(signal.SIGTERM)
-        command.process.wait(3)
-    finally:
-        assert command.ended() == 128 + signal.SIGTERM
-    assert len(streams.wait()) == NUM_STREAMS
-    assert_only_own_lines(command)
-    command.assert_nothing_left()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("phase", ["logs", "starting Ray", "starting workers"])
+@pytest.mark.parametrize(
+    ("phase", "number"),  # what asks for an end is the same in every phase: `test_signals.py`
+    [
+        ("logs", signal.SIGINT),
+        ("logs", signal.SIGTERM),
+        ("starting Ray", signal.SIGTERM),
+        ("starting workers", signal.SIGINT),
+    ],
+)
 def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -> None:
-    command = Command(MODEL, home)
+    command = Command(ONE_WORKER, home)
     try:
         until(lambda: phase in command.output())
         command.process.send_signal(number)
         command.process.wait(5)
     finally:
         assert command.ended() == 0
-    assert_only_own_lines(command)
+    command.assert_only_own_lines()
     assert "before it was ready" in command.output()
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server", "ray::DashboardAgent"])
-def test_a_node_that_dies_ends_the_command_with_a_sentence(home: Path, name: str) -> None:
-    """A raylet ends when its agent does."""
-    command = Command(MODEL, home)
+def test_a_control_store_that_dies_ends_the_command_with_a_sentence(home: Path) -> None:
+    """As a node that dies does: `test_gpus.py`."""
+    command = Command(ONE_WORKER, home)
     try:
         command.wait_ready()
-        command.one(name).kill()
+        command.one("gcs_server").kill()
     finally:
         assert command.ended() == 1
     (line,) = command.events("broken")
-    died = "gcs_server" if name == "gcs_server" else "raylet"
-    assert f"Ray's {died} process died" in line["message"]
-    assert_only_own_lines(command)
-    command.assert_nothing_left()
-
-
-def test_a_killed_command_takes_everything_along(home: Path) -> None:
-    command = Command(MODEL, home)
-    try:
-        command.wait_ready()
-    finally:
-        command.process.kill()
-        command.process.wait()
+    assert "Ray's gcs_server process died" in line["message"]
+    command.assert_only_own_lines()
     command.assert_nothing_left()
 
 
 def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
     """The command and the process that serves are killed together: nobody is left to clean up."""
-    command = Command(MODEL, home)
+    command = Command(ONE_WORKER, home)
     try:
         command.wait_ready()
         server = psutil.Process(command.process.pid).children()[0]
@@ -280,7 +256,7 @@ def test_a_read_only_home_is_no_reason_to_fail(home: Path) -> None:
         command.process.send_signal(signal.SIGTERM)
     finally:
         assert command.ended() == 0
-    assert_only_own_lines(command)
+    command.assert_only_own_lines()
     command.assert_nothing_left()
 
 
@@ -344,7 +320,7 @@ def test_who_has_its_token_is_let_in(cluster: tuple[str, Path], home: Path) -> N
         command.process.send_signal(signal.SIGTERM)
     finally:
         assert command.ended() == 0
-    assert_only_own_lines(command)
+    command.assert_only_own_lines()
 
 
 def test_a_cluster_whose_head_is_frozen(cluster: tuple[str, Path], home: Path) -> None:
