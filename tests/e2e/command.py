@@ -18,6 +18,7 @@ import psutil
 
 from disagg.cli import process_tree
 from disagg.cli.ports import free_port
+from tests import plain_http
 
 TIMEOUT_S = 150.0
 _MARK = "DISAGG_TEST_MARK"
@@ -171,7 +172,9 @@ class Streams:
         }
         last = ""
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            with plain_http.stream(
+                "POST", f"{url}/v1/completions", json=body, timeout=60
+            ) as answer:
                 if answer.status_code != 200:
                     self.ends.append(answer.status_code)
                     return
@@ -186,7 +189,7 @@ class Streams:
 def ask(url: str) -> httpx.Response:
     """A short completion on a connection of its own. Raises `httpx.HTTPError`."""
     body = {"model": "demo-small", "prompt": "once", "max_tokens": 3}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    return plain_http.post(f"{url}/v1/completions", json=body, timeout=30)
 
 
 def _environment(process: psutil.Process) -> str | None:

@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from disagg.cli.ports import free_port
+from tests import plain_http
 
 BIN = Path(sys.executable).parent
 READY_TIMEOUT_S = 180.0
@@ -70,7 +71,7 @@ class RayNodes:
         while time.monotonic() < deadline:
             assert all(node.poll() is None for node in self._nodes), self.logs()
             try:
-                report = httpx.get(url, timeout=5).json()["data"]["clusterStatus"]
+                report = plain_http.get(url, timeout=5).json()["data"]["clusterStatus"]
                 if len(report["loadMetricsReport"]["usageByNode"]) >= num_nodes:
                     return
             except (httpx.HTTPError, KeyError, TypeError, ValueError):
@@ -135,7 +136,7 @@ def wait_until_ready(url: str, nodes: RayNodes) -> None:
     last = ""
     while time.monotonic() < deadline:
         try:
-            answer = httpx.get(f"{url}/ready", timeout=5)
+            answer = plain_http.get(f"{url}/ready", timeout=5)
             last = answer.text
             pools = answer.json()["pools"].values() if answer.status_code == 200 else ()
             if pools and all(pool["num_prefill"] and pool["num_decode"] for pool in pools):

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 
 from disagg.cli.ports import free_port
+from tests import plain_http
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -100,4 +100,4 @@ def _wait_for_ready_line(running: Served) -> None:
         assert running.process.poll() is None, running.log.read_text()
         assert time.monotonic() < deadline, running.log.read_text()
         time.sleep(0.2)
-    assert httpx.get(f"{running.url}/ready").status_code == 200
+    assert plain_http.get(f"{running.url}/ready").status_code == 200

@@ -6,9 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.faults.clients import Answer, Questions, ask, load
 from tests.faults.system import Pool, System, running_system
 
@@ -100,7 +100,7 @@ async def test_a_burst_scales_out_and_in_without_a_failed_request(system: System
 
 async def test_a_request_wakes_a_pool_that_has_no_worker(system: System) -> None:
     await until_size(system, "naps", "decode", lambda number: number == 0)
-    ready = await asyncio.to_thread(httpx.get, f"{system.url}/ready")
+    ready = await asyncio.to_thread(plain_http.get, f"{system.url}/ready")
     assert ready.status_code == 200
     answer = await ask(system.port, Questions(random.Random(3), "naps").next())
     assert_all_right([answer])

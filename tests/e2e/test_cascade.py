@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from disagg.cli.main import main
+from tests import plain_http
 from tests.e2e.served import Served, served
 from tests.otlp_collector import OtlpCollector
 
@@ -68,10 +68,10 @@ def test_header_debug_page_span_and_metrics_say_why(
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     url = f"{server.url}/v1/chat/completions"
-    given = httpx.post(url, json=body(next(iter(HARD))), headers=headers, timeout=60)
+    given = plain_http.post(url, json=body(next(iter(HARD))), headers=headers, timeout=60)
     why = given.headers["x-disagg-cascade"]
     assert why.startswith("demo-small unsure (minimum -") and why.endswith("demo-large largest")
-    debug = httpx.get(f"{server.url}/debug/requests/{given.json()['id']}").json()
+    debug = plain_http.get(f"{server.url}/debug/requests/{given.json()['id']}").json()
     small, large = debug["cascade"]["attempts"]
     assert (small["model"], small["reason"], large["model"]) == (SMALL, "unsure", LARGE)
     assert small["verdict"]["value"] < small["threshold"] == -0.1
@@ -81,7 +81,7 @@ def test_header_debug_page_span_and_metrics_say_why(
     (span,) = (s for s in collector.spans if s.trace_id == trace_id and s.name == "cascade")
     assert span.attributes["disagg.cascade.model"] == LARGE
     assert span.attributes["disagg.cascade.why"] == why
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = plain_http.get(f"{server.url}/metrics").text
     assert 'disagg_cascade_answers_total{model_name="demo-large"}' in metrics
     assert 'disagg_cascade_escalations_total{model_name="demo-small",reason="unsure"}' in metrics
 
@@ -110,12 +110,12 @@ def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: 
     while num_large_workers(server):
         assert time.monotonic() < deadline, "they are still there"
         time.sleep(0.02)
-    answer = httpx.post(url, json=body(question), timeout=60)
+    answer = plain_http.post(url, json=body(question), timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == SMALL
     assert "demo-large unavailable, demo-small kept (" in answer.headers["x-disagg-cascade"]
 
 
 def num_large_workers(server: Served) -> int:
-    pool = httpx.get(f"{server.url}/ready").json()["pools"][LARGE]
+    pool = plain_http.get(f"{server.url}/ready").json()["pools"][LARGE]
     return int(pool["num_prefill"] + pool["num_decode"])

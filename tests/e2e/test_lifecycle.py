@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from disagg.cli.ports import free_port
+from tests import plain_http
 from tests.e2e.command import TIMEOUT_S, Command, Streams, ask, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -109,7 +110,7 @@ def test_sigterm_lets_streams_end(served: Command) -> None:
 
 def takes_requests(command: Command) -> bool:
     try:
-        return httpx.get(f"{command.url}/ready").status_code == 200
+        return plain_http.get(f"{command.url}/ready").status_code == 200
     except httpx.TransportError:
         return False  # it has ended
 

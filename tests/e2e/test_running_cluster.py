@@ -20,6 +20,7 @@ import yaml
 
 from disagg.cli.ports import free_port
 from disagg.config import EngineConfig
+from tests import plain_http
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.served import Served, served
 from tests.e2e.single_engine import SingleEngine
@@ -67,7 +68,7 @@ def port() -> int:
 
 def is_guest(server: Served, nodes: RayNodes) -> bool:
     """Whether the cluster counts the command itself among those that use it."""
-    jobs = httpx.get(f"http://127.0.0.1:{nodes.dashboard_port}/api/jobs/", timeout=10).json()
+    jobs = plain_http.get(f"http://127.0.0.1:{nodes.dashboard_port}/api/jobs/", timeout=10).json()
     return any(
         job["status"] == "RUNNING" and str(server.process.pid) == str(job["driver_info"]["pid"])
         for job in jobs
@@ -77,7 +78,7 @@ def is_guest(server: Served, nodes: RayNodes) -> bool:
 
 def applications(nodes: RayNodes) -> dict[str, object]:
     url = f"http://127.0.0.1:{nodes.dashboard_port}/api/serve/applications/"
-    found: dict[str, object] = httpx.get(url, timeout=10).json()["applications"]
+    found: dict[str, object] = plain_http.get(url, timeout=10).json()["applications"]
     return found
 
 
@@ -95,7 +96,7 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
             "temperature": 0,
             "max_tokens": GUEST_TOKENS,
         }
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = plain_http.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         text = answer["choices"][0]["message"]["content"]
         assert text == reference.chat(GUEST_PROMPT, GUEST_TOKENS)
     until(lambda: not applications(nodes), 60, lambda: "it left its application behind")

@@ -13,11 +13,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from disagg.config import EngineConfig
+from tests import plain_http
 from tests.e2e.served import Served, served
 from tests.e2e.single_engine import SingleEngine
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
@@ -183,7 +183,7 @@ def test_errors_are_sentences(client: openai.OpenAI) -> None:
 
 def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpCollector) -> None:
     trace_id = secrets.token_hex(16)  # another one for each way through a proxy
-    answer = httpx.post(
+    answer = plain_http.post(
         f"{server.url}/v1/chat/completions",
         json={
             "model": "tiny",
@@ -234,8 +234,8 @@ def test_an_embedded_redis_that_dies_is_replaced(
 
 def test_metrics_and_probes(server: Served) -> None:
     for path in ("/live", "/ready", "/health", "/version"):
-        assert httpx.get(server.url + path).status_code == 200
-    metrics = httpx.get(f"{server.url}/metrics").text
+        assert plain_http.get(server.url + path).status_code == 200
+    metrics = plain_http.get(f"{server.url}/metrics").text
     assert 'disagg_prompt_tokens_total{model_name="tiny",tenant="default"}' in metrics
     assert metrics.count("disagg_worker_kv_cache_usage_perc{") == 3  # workers
     assert "disagg_kv_transfer_bytes_per_second{" in metrics

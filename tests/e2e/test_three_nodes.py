@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
@@ -20,6 +19,7 @@ from disagg.cli.main import main
 from disagg.cli.ports import free_port
 from disagg.config import EngineConfig
 from disagg.doctor.findings import DoctorReport
+from tests import plain_http
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
@@ -85,7 +85,7 @@ def decision_of(url: str, request_id: str) -> str:
     """How a request was routed: known to the one of several ingresses that served it."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:  # until the proxy happens to ask that one
-        answer = httpx.get(f"{url}/debug/requests/{request_id}", timeout=30)
+        answer = plain_http.get(f"{url}/debug/requests/{request_id}", timeout=30)
         if answer.status_code == 200:
             return answer.text
         time.sleep(0.05)

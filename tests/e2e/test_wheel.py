@@ -11,9 +11,9 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.e2e.served import served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -66,6 +66,6 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
 
     with served(["demo-small"], tmp_path, clean, python) as running:
         body = {"model": "demo-small", "prompt": "1 2 3", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        answer = plain_http.post(f"{running.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] > 0

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.cli.ports import free_port
+from tests import plain_http
 from tests.faults.fake_model import BACK_DOORS, write_fake_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -126,14 +127,14 @@ class System:
             with suppress(psutil.Error, httpx.HTTPError):
                 for port in _listening(process):
                     url = f"http://127.0.0.1:{port}"
-                    httpx.get(f"{url}/live", timeout=5)
+                    plain_http.get(f"{url}/live", timeout=5)
                     urls[process] = url
         return urls
 
     def pools(self, url: str = "") -> dict[str, dict[str, int]]:
         """What an ingress says of its pools; empty when it says nothing."""
         with suppress(httpx.HTTPError, KeyError, ValueError):
-            answer = httpx.get(f"{url or self.url}/ready", timeout=5)
+            answer = plain_http.get(f"{url or self.url}/ready", timeout=5)
             pools: dict[str, dict[str, int]] = answer.json()["pools"]
             return pools
         return {}
@@ -151,7 +152,7 @@ class System:
 
     def counters_of(self, url: str) -> dict[str, float]:
         """Of one ingress."""
-        text = httpx.get(f"{url}/metrics", timeout=10).text
+        text = plain_http.get(f"{url}/metrics", timeout=10).text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -218,7 +219,7 @@ def until(
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() < began_s + timeout_s, words()
-        time.sleep(0.02)
+        time.sleep(0.05)
     return time.monotonic() - began_s
 
 
