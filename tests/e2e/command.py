@@ -21,6 +21,8 @@ from disagg.cli.ports import free_port
 from tests import plain_http
 
 TIMEOUT_S = 150.0
+NUM_STREAMS = 12
+LONG = 1900  # tokens of a stream, which last longer than a test waits
 _MARK = "DISAGG_TEST_MARK"
 
 
@@ -51,10 +53,12 @@ class Command:
         host: str = "127.0.0.1",
         before: str = "true",
         mounts: str = "",
+        python: Path = Path(sys.executable),
     ) -> None:
         """Args:
         before: what a shell does first, such as `ulimit`.
         mounts: such commands that only the command shall see the effect of, such as `mount`.
+        python: in whose environment disagg is installed.
         """
         self.port = free_port()
         netloc = f"[{host}]" if ":" in host else host
@@ -62,7 +66,7 @@ class Command:
         self._mark = os.urandom(8).hex()
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
         self._output = home / f"output-{self.port}"
-        command = f"{sys.executable} -m disagg.cli.main serve {arguments} --port {self.port}"
+        command = f"{python} -m disagg.cli.main serve {arguments} --port {self.port}"
         if "--host" not in arguments:
             command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
@@ -73,6 +77,7 @@ class Command:
                 [*shell, f"{mounts or before} && exec {command}"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=None if python == Path(sys.executable) else home,
                 env={**os.environ, **own, **(environment or {})},
             )
 

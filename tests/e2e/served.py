@@ -52,7 +52,6 @@ def served(
     arguments: list[str],
     directory: Path,
     environment: Mapping[str, str] | None = None,
-    python: Path = Path(sys.executable),
     port: int | None = None,
 ) -> Iterator[Served]:
     """Start `disagg serve` with `arguments`, wait for its ready line, stop it with SIGINT.
@@ -60,16 +59,14 @@ def served(
     Nothing that it started may be left: that is asserted.
 
     Args:
-        directory: for its log, and where it runs if it is another Python's.
-        python: in whose environment disagg is installed.
+        directory: for its log.
     """
     port = free_port() if port is None else port
     log = directory / "serve.log"
     own = f"--port {port} --log-format text --log-dir {directory}/logs".split()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [python, "-m", "disagg.cli.main", "serve", *arguments, *own],
-            cwd=None if python == Path(sys.executable) else directory,
+            [sys.executable, "-m", "disagg.cli.main", "serve", *arguments, *own],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

@@ -91,7 +91,7 @@ async def test_a_burst_scales_out_and_in_without_a_failed_request(system: System
     assert await until_size(system, "bursts", "prefill", lambda number: number >= 1) == 1
     async with load(system.port, Questions(random.Random(1), "bursts"), RATE) as burst:
         await until_size(system, "bursts", "prefill", lambda number: number > 1)
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(2.0)
     assert_all_right(await burst.answers())
     async with load(system.port, Questions(random.Random(2), "bursts"), 0.3) as trickle:
         await until_size(system, "bursts", "prefill", lambda number: number == 1)

@@ -86,6 +86,17 @@ def test_header_debug_page_span_and_metrics_say_why(
     assert 'disagg_cascade_escalations_total{model_name="demo-small",reason="unsure"}' in metrics
 
 
+def test_errors_and_probes_pass_serves_own_proxy(server: Served) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="at most") as too_long:
+            client.completions.create(model=SMALL, prompt="x" * 50_000, max_tokens=4)
+        assert too_long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError, match="demo-small"):
+            client.completions.create(model="huge", prompt="x", max_tokens=4)
+    for path in ("/live", "/ready", "/health", "/version"):
+        assert plain_http.get(server.url + path).status_code == 200
+
+
 def test_a_server_is_calibrated_against(
     server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

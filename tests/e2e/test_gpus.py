@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Command, Streams, ask
+from tests.e2e.command import LONG, NUM_STREAMS, Command, Streams, ask
 from tests.e2e.ray_nodes import ray_nodes
 from tests.e2e.served import served
 from tests.e2e.test_bad_start import refusal
@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STAND_IN = Path(__file__).parent / "gpu_stand_in"
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--no-redis", "--no-haproxy"]
-NUM_STREAMS = 12
-LONG = 1900  # tokens, which last longer than a test waits
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The whole system as users start it: Ray, HAProxy or Serve's proxy, Redis, NIXL, HTTP.
+"""The whole system as users start it: Ray, HAProxy, Redis, NIXL, HTTP.
+
+Serve's own proxy takes HAProxy's place in `test_cascade.py`.
 
 A worker's death costs time and nothing else: the text is that of a single engine.
 """
@@ -67,15 +69,14 @@ def collector() -> Iterator[OtlpCollector]:
         yield collector
 
 
-@pytest.fixture(scope="module", params=["--haproxy", "--no-haproxy"])
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest,
     model: Path,
     collector: OtlpCollector,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     """Two ingresses, one prefill worker, two decode workers, an embedded Redis."""
-    flags = f"--served-model-name tiny --dtype float32 --num-threads 1 {request.param}"
+    flags = "--served-model-name tiny --dtype float32 --num-threads 1"
     pools = "--ingress 2 --prefill 1 --decode 2"
     arguments = [str(model), *flags.split(), *pools.split()]
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
@@ -182,7 +183,7 @@ def test_errors_are_sentences(client: openai.OpenAI) -> None:
 
 
 def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpCollector) -> None:
-    trace_id = secrets.token_hex(16)  # another one for each way through a proxy
+    trace_id = secrets.token_hex(16)
     answer = plain_http.post(
         f"{server.url}/v1/chat/completions",
         json={

@@ -5,6 +5,8 @@ The packages that it depends on come from this environment, so that nothing is d
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -13,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import plain_http
-from tests.e2e.served import served
+from tests.e2e.command import LONG, NUM_STREAMS, Command, Streams, ask
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -52,6 +53,7 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
 
 
 def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """Until it is told to stop, and streams without time end with an error."""
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
@@ -64,8 +66,19 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     found = subprocess.run(where, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert found.stdout.startswith(str(home)), found
 
-    with served(["demo-small"], tmp_path, clean, python) as running:
-        body = {"model": "demo-small", "prompt": "1 2 3", "max_tokens": 4, "temperature": 0}
-        answer = plain_http.post(f"{running.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] > 0
+    command = Command("demo-small --drain-s 0.2", tmp_path, clean, host="::1", python=python)
+    try:
+        command.wait_ready()
+        assert ask(command.url).json()["usage"]["completion_tokens"] > 0
+        streams = Streams(command.url, NUM_STREAMS, LONG)
+        command.process.send_signal(signal.SIGINT)
+        for end in streams.wait():
+            assert isinstance(end, str) and end.startswith("data: {"), end
+            error = json.loads(end.removeprefix("data: "))["error"]
+            assert "stopped before this answer was complete" in error["message"]
+    finally:
+        assert command.ended() == 0
+    (line,) = command.events("drained")
+    assert (line["num_ended"], line["num_cut"]) == (0, NUM_STREAMS)
+    command.assert_only_own_lines()
+    command.assert_nothing_left()
