@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from disagg import local
 from disagg.config import CascadeConfig, EngineConfig, ServeConfig, TierConfig
@@ -120,6 +121,7 @@ def are_alike(choice: Any, other: Any) -> bool:
     return bool(choice == other)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("question", [EASY[0], HARD[0]])
 @pytest.mark.parametrize(
     "fields",
@@ -150,7 +152,7 @@ async def test_whatever_was_asked_for_the_models_answer_shows_it(
         assert given["model"] == (SMALL if question in EASY else LARGE) or "max_tokens" in fields
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     async with cascade() as pair:
         yield pair

@@ -1,26 +1,95 @@
-"""Two ingresses behind HAProxy: one dies, a worker that stands by takes over, all are updated."""
+"""Two ingresses behind HAProxy, two prefill workers, two decode workers and one that stands by.
+
+Prompts go where their prefixes are; an ingress dies, the worker that stands by takes over, all are
+updated. The model is the fake one of `tests/faults`: every answer shows whether its KV was right.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 
+from tests.engine.fake_runner import VOCAB_SIZE
 from tests.faults.clients import Answer, Questions, ask, load
+from tests.faults.fake_model import BLOCK_SIZE, expected_text, to_text
 from tests.faults.faults import Killed, suffered
 from tests.faults.oracles import Oracle
 from tests.faults.system import Member, Pool, System, running_system, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CREW = Pool("crew", num_prefill=1, num_decode=1, num_standby=1, token_s=0.0003)
+# Tokens take their time, so that a prefix is worth finding.
+CREW = Pool("crew", num_prefill=2, num_decode=2, num_standby=1, token_s=0.0003)
 RATE = 4.0  # requests a second
 BEFORE_S = 1.0  # of load
 NUM_STREAMS = 16
 LONG = 600  # tokens of streams that a fault is to hit
 TIMEOUT_S = 30.0
+
+NUM_PREFIXES, PREFIX_TOKENS, REST_TOKENS, ANSWER_TOKENS = 6, 40 * BLOCK_SIZE, 40, 12
+NUM_ASKED, NUM_AT_ONCE = 60, 6
+NUM_AFTERWARDS = 20
+CONVERGED_S = 30.0  # it takes less than one; a busy machine may need more
+
+Tokens = tuple[int, ...]
+
+
+class Asker:
+    """Asks with one of a few prefixes, and checks every answer."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self._url = url
+        self.client = client
+        self._rng = random.Random(1)
+        self.prefixes = [self.tokens(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
+        self.num_answers = 0
+        self.num_refused = 0
+
+    def tokens(self, num_tokens: int) -> Tokens:
+        return tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
+
+    async def ask(self, prefix: Tokens, url: str = "") -> tuple[str, int]:
+        """The request's id, and how many of its tokens were cached. Raises `httpx.HTTPError`."""
+        prompt = (*prefix, *self.tokens(REST_TOKENS))
+        body = {
+            "model": CREW.name,
+            "messages": [{"role": "user", "content": to_text(prompt)}],
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+        }
+        reply = await self.client.post(f"{url or self._url}/v1/chat/completions", json=body)
+        reply.raise_for_status()
+        answer = reply.json()
+        text = answer["choices"][0]["message"]["content"]
+        assert text == expected_text(prompt, ANSWER_TOKENS, temperature=0, seed=0)
+        self.num_answers += 1
+        return answer["id"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[None]:
+        """Without a pause; who is refused asks again, and a wrong answer fails the test."""
+        tasks = [asyncio.create_task(self._ask_for_ever()) for _ in range(NUM_AT_ONCE)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+
+    async def _ask_for_ever(self) -> None:
+        while True:
+            try:
+                await self.ask(self._rng.choice(self.prefixes))
+            except httpx.HTTPError:
+                self.num_refused += 1
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +102,80 @@ def shared() -> Iterator[System]:
 def system(shared: System) -> System:
     shared.wait_whole()
     return shared
+
+
+@pytest.fixture
+async def asker(system: System) -> AsyncIterator[Asker]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        yield Asker(system.url, client)
+
+
+def num_known(system: System, url: str) -> float:
+    """Blocks that an ingress believes to be cached somewhere."""
+    return system.counters_of(url)["disagg_prefix_index_blocks"]
+
+
+def num_cached(system: System) -> int:
+    """Blocks that workers say they have, each once."""
+    every = (member.ask("names")["names"] for member in system.members(CREW.name))
+    return len(set().union(*every))
+
+
+async def test_prompts_go_where_their_prefix_is(system: System, asker: Asker) -> None:
+    for prefix in asker.prefixes:
+        _, num_tokens = await asker.ask(prefix)
+        assert num_tokens == 0
+    room = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def ask(number: int) -> int:
+        async with room:
+            _, num_tokens = await asker.ask(asker.prefixes[number % NUM_PREFIXES])
+            return num_tokens
+
+    cached = await asyncio.gather(*(ask(number) for number in range(NUM_ASKED)))
+    assert max(cached) == PREFIX_TOKENS
+    hits = sum(cached) / (NUM_ASKED * PREFIX_TOKENS)
+    print(f"{hits:.1%} of the tokens that could be were cached")
+    assert hits > 0.9
+
+
+async def test_an_ingress_that_is_killed_under_load_soon_knows_again(
+    system: System, asker: Asker
+) -> None:
+    async with asker.asking():
+        before = system.ingress_urls()
+        victim, (survivor,) = next(iter(before)), list(before.values())[1:]
+        await asyncio.to_thread(until, lambda: asker.num_answers > NUM_AT_ONCE, 60.0)
+        victim.kill()
+
+        def replacements() -> list[str]:
+            urls = system.ingress_urls()
+            return [url for process, url in urls.items() if process not in before]
+
+        await asyncio.to_thread(until, lambda: bool(replacements()), 120.0)
+        (fresh,) = replacements()
+        began_s = time.monotonic()
+
+        def knows_as_much() -> bool:
+            """As its sibling did a moment before: under load what there is to know grows."""
+            return 0 < num_known(system, survivor) <= num_known(system, fresh)
+
+        await asyncio.to_thread(until, knows_as_much, CONVERGED_S)
+        print(f"the new ingress knew as much after {time.monotonic() - began_s:.2f} s under load")
+        num_before = asker.num_answers
+        enough = num_before + NUM_AFTERWARDS
+        await asyncio.to_thread(until, lambda: asker.num_answers > enough, 60.0)
+
+    def agree_with_the_workers() -> bool:
+        known = {num_known(system, url) for url in (fresh, survivor)}
+        return known == {num_cached(system)}
+
+    await asyncio.to_thread(until, agree_with_the_workers, CONVERGED_S)
+    request_id, num_tokens = await asker.ask(asker.prefixes[0], fresh)
+    assert num_tokens == PREFIX_TOKENS
+    told = (await asker.client.get(f"{fresh}/debug/requests/{request_id}")).json()
+    assert [each["route"]["num_cached_tokens"] for each in told["routes"]] == [PREFIX_TOKENS]
+    system.wait_whole()
 
 
 def assert_all_answered(answers: list[Answer]) -> None:
@@ -77,11 +220,11 @@ async def test_who_stands_by_takes_over(system: System) -> None:
     asked = [ask(system.port, questions.next(LONG)) for _ in range(NUM_STREAMS)]
     streams = [asyncio.create_task(each) for each in asked]
     decode: dict[Member, int] = {}
-    while not any(decode.values()):
+    while sum(num > 0 for num in decode.values()) < CREW.num_decode:
         decode = await asyncio.to_thread(system.num_streams, "crew", "decode")
-    serving, standing_by = sorted(decode, key=lambda member: decode[member], reverse=True)
+    busiest, _, standing_by = sorted(decode, key=lambda member: decode[member], reverse=True)
     assert not decode[standing_by], "it stands by"
-    victim = serving.process
+    victim = busiest.process
     async with suffered(Killed(victim)):
         # Before Serve could have started anybody: by then the requests are there.
         await asyncio.to_thread(until, lambda: standing_by.state()["num_streams"] > 0, TIMEOUT_S)
