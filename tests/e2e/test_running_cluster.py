@@ -30,6 +30,7 @@ from tests.tiny_model import write_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_CLIENTS = 4
+PAUSE_S = 0.1  # which leaves a processor to the processes that start meanwhile
 MAX_TOKENS = 120
 PROMPTS = [
     f"{i}: a prompt of several blocks that are pulled, whoever computes them " for i in "abc"
@@ -131,7 +132,7 @@ def application(model: Path, port: int) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask without a pause, whole answers and streams in turn, and check each one."""
+    """Clients that ask again and again, whole answers and streams in turn, and check each one."""
 
     def __init__(self, url: str, expected: dict[str, str]) -> None:
         self.num_answers = 0
@@ -160,6 +161,7 @@ class Load:
                     if text != self._expected[prompt]:
                         self.failures.append(f"{text!r} instead of {self._expected[prompt]!r}")
                 self.num_answers += 1
+                await asyncio.sleep(PAUSE_S)
 
     async def _whole(self, client: httpx.AsyncClient, prompt: str) -> str:
         answer = await client.post("/v1/chat/completions", json=body(prompt))
