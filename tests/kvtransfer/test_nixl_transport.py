@@ -102,6 +102,14 @@ def start() -> Iterator[Start]:
             source.kill()
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Source]:
+    """One that no test ends, pauses or gives more to do than tickets: it takes seconds to start."""
+    source = Source(1, 256, EMPTY)
+    yield source
+    source.end()
+
+
 @pytest.fixture
 def open_reader() -> Iterator[Open]:
     opened: list[NixlTransport] = []
@@ -254,9 +262,9 @@ def test_no_accepted_pull_has_torn_content(start: Start, open_reader: Open) -> N
 
 
 def test_a_peer_that_promises_more_than_it_registered_fails_cleanly(
-    start: Start, open_reader: Open
+    lasting: Source, open_reader: Open
 ) -> None:
-    source, memory = start(), Memory("reader")
+    source, memory = lasting, Memory("reader")
     reader = open_reader(memory)
     reader.add_peer(dataclasses.replace(source.peer, num_blocks=64))
     ticket = dataclasses.replace(source.ticket("t", [5]), block_ids=(40,))
@@ -268,9 +276,9 @@ def test_a_peer_that_promises_more_than_it_registered_fails_cleanly(
 
 @pytest.mark.parametrize("record", [b"", b"garbage", b"other"])
 def test_a_wrong_connection_record_fails_the_pull_in_words(
-    record: bytes, start: Start, open_reader: Open
+    record: bytes, lasting: Source, open_reader: Open
 ) -> None:
-    source, memory = start(), Memory("reader")
+    source, memory = lasting, Memory("reader")
     reader = open_reader(memory)
     if record == b"other":
         record = open_reader(Memory("other")).peer.agent
