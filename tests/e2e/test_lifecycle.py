@@ -136,20 +136,6 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     command.assert_nothing_left()
 
 
-def test_a_control_store_that_dies_ends_the_command_with_a_sentence(home: Path) -> None:
-    """As a node that dies does: `test_gpus.py`."""
-    command = Command(ONE_WORKER, home)
-    try:
-        command.wait_ready()
-        command.one("gcs_server").kill()
-    finally:
-        assert command.ended() == 1
-    (line,) = command.events("broken")
-    assert "Ray's gcs_server process died" in line["message"]
-    command.assert_only_own_lines()
-    command.assert_nothing_left()
-
-
 def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
     """The command and the process that serves are killed together: nobody is left to clean up."""
     command = Command(ONE_WORKER, home)
@@ -227,17 +213,22 @@ def test_no_place_for_logs(home: Path) -> None:
 
 
 def test_a_read_only_home_is_no_reason_to_fail(home: Path) -> None:
-    """Nothing but logs would be kept there, and they go elsewhere."""
+    """Nothing but logs would be kept there, and they go elsewhere.
+
+    Its end is that of Ray's control store, as a node's is in `test_gpus.py`.
+    """
     (home / "of-the-user").mkdir()
     own = {"HOME": str(home / "of-the-user")}
-    command = Command(MODEL, home, own, mounts=f"mount -t tmpfs -o ro tmpfs {own['HOME']}")
+    command = Command(ONE_WORKER, home, own, mounts=f"mount -t tmpfs -o ro tmpfs {own['HOME']}")
     try:
         command.wait_ready()
         assert ask(command.url).status_code == 200
         assert command.events("logs")[0]["directory"].startswith("/tmp/")
-        command.process.send_signal(signal.SIGTERM)
+        command.one("gcs_server").kill()
     finally:
-        assert command.ended() == 0
+        assert command.ended() == 1
+    (line,) = command.events("broken")
+    assert "Ray's gcs_server process died" in line["message"]
     command.assert_only_own_lines()
     command.assert_nothing_left()
 
@@ -295,7 +286,7 @@ def test_a_cluster_that_wants_a_token(cluster: tuple[str, Path], home: Path) -> 
 def test_who_has_its_token_is_let_in(cluster: tuple[str, Path], home: Path) -> None:
     address, of_head = cluster
     own = {"RAY_AUTH_TOKEN_PATH": str(of_head / ".ray" / "auth_token")}
-    command = Command(f"{MODEL} --ray-address {address}", home, own)
+    command = Command(f"{ONE_WORKER} --ray-address {address}", home, own)
     try:
         command.wait_ready()
         assert ask(command.url).status_code == 200
