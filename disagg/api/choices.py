@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from disagg.api.openai.answers import Job
@@ -16,8 +15,7 @@ from disagg.blocks import hash_blocks, hash_root
 from disagg.messages import GenerateRequest, SamplingParams
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """What the HTTP side knows about a request besides its body."""
 
     request_id: str
@@ -61,7 +59,7 @@ def name_choices(
         request, first = named(unnamed, wanted.model), len(requests)
         requests += [_choice(request, first + index) for index in range(wanted.num_choices)]
     echoes = _texts(wanted, prompts) if wanted.echo else ()
-    answered = dataclasses.replace(wanted, prompts=())
+    answered = replace(wanted, prompts=())
     return Job(caller.request_id, int(created_unix_s), answered, tuple(requests), echoes)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -26,8 +25,6 @@ from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.served_model import ServedModel
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
-
-Result = TypeVar("Result")
 
 PROMPT = "its prompt was read; shorten the prompt"
 GRAMMAR = "its grammar was checked; make it simpler"
@@ -69,12 +66,16 @@ class Service:
         now = self._clock()
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
-        with telemetry.span("tokenize", caller.traceparent) as span:
-            tokenising = tokenise(wanted.prompts, wanted.model)
-            prompts = await self._in_time(deadline_unix_s, tokenising, PROMPT)
-            span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
-        fitting = fit(wanted, prompts, self._grammar_checks)
-        sampling = await self._in_time(deadline_unix_s, fitting, GRAMMAR)
+        before = PROMPT
+        try:
+            async with asyncio.timeout(deadline_unix_s - now):
+                with telemetry.span("tokenize", caller.traceparent) as span:
+                    prompts = await tokenise(wanted.prompts, wanted.model)
+                    span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
+                before = GRAMMAR
+                sampling = await fit(wanted, prompts, self._grammar_checks)
+        except TimeoutError:
+            raise _too_late(before) from None
         seed = self._random_bits(63) if wanted.seed is None else wanted.seed
         job = name_choices(
             wanted,
@@ -87,9 +88,12 @@ class Service:
         return RunningJob(job, self._generate, self._explain)
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
-        model, deadline_unix_s = self.model(request.model), self._clock() + self._default_timeout_s
-        tokenising = tokenise([understand_tokenize(request)], model)
-        (token_ids,) = await self._in_time(deadline_unix_s, tokenising, PROMPT)
+        model = self.model(request.model)
+        try:
+            async with asyncio.timeout(self._default_timeout_s):
+                (token_ids,) = await tokenise([understand_tokenize(request)], model)
+        except TimeoutError:
+            raise _too_late(PROMPT) from None
         return model, token_ids
 
     def detokenize(self, request: DetokenizeRequest) -> str:
@@ -117,14 +121,7 @@ class Service:
             raise ModelNotFound(f"There is no model {name[:128]!r}; {served}", param="model")
         return found
 
-    async def _in_time(
-        self, deadline_unix_s: float, work: Awaitable[Result], before: str
-    ) -> Result:
-        """Raises `DeadlineExceeded`; what runs in a thread then has a limit of its own."""
-        try:
-            async with asyncio.timeout(deadline_unix_s - self._clock()):
-                return await work
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"The request's deadline passed before {before} or allow more time."
-            ) from None
+
+def _too_late(before: str) -> DeadlineExceeded:
+    """What runs in a thread has a limit of its own."""
+    return DeadlineExceeded(f"The request's deadline passed before {before} or allow more time.")

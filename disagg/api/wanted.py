@@ -6,8 +6,9 @@ The steps after it know nothing of how it was asked for (`service`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import msgspec
 
 from disagg.api.openai.tool_calls import CallSyntax
 from disagg.api.served_model import ServedModel
@@ -18,8 +19,7 @@ class JsonText(str):
     """Arguments of an earlier call, as the model wrote them: templates get what they say."""
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """Messages and tools as chat templates know them: plain types, and each message one text.
 
     Nothing in them counts as a control token: only the template writes those.
@@ -27,12 +27,11 @@ class Conversation:
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = {}
     add_generation_prompt: bool = True
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """A prompt as it stands, control tokens written out in it included."""
 
     text: str
@@ -42,8 +41,7 @@ class Text:
 Prompt: TypeAlias = Conversation | Text | list[int]  # the last are token ids
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
         prompts: at least one, each with `num_choices` answers.

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
@@ -117,7 +118,7 @@ async def test_fitting_completes_what_is_left_open() -> None:
     assert sampling.top_k == TOKENIZER.num_ids
     assert sampling.grammar == Grammar("regex", "a+")
     assert (await fit(wanted, [[5]], checks)).max_tokens == 16
-    assert (await fit(replace(wanted, max_tokens=40), [[5]], checks)).max_tokens == 40
+    assert (await fit(structs.replace(wanted, max_tokens=40), [[5]], checks)).max_tokens == 40
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ async def test_what_does_not_fit_is_refused(
 
 async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> None:
     model = replace(served_model(), eos_token_ids=(10**6,))
-    wanted = replace(chat(model), prompts=[[5]])
+    wanted = structs.replace(chat(model), prompts=[[5]])
     assert (await fit(wanted, [[5]], GrammarChecks())).stop_token_ids == (10**6,)
 
 

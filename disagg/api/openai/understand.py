@@ -6,11 +6,11 @@ Everything that can be refused without a tokenizer is refused here, by the name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from disagg.api.json_body import invalid_field
 from disagg.api.openai.requests import (
