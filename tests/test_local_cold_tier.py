@@ -129,6 +129,5 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
             hits = blocks(metrics, "hit")  # those of a lookup that was given up included
             assert hits >= num_cached // 16 if comes_back else hits == 0
             assert blocks(metrics, "stored") >= len(names)
-            assert comes_back or blocks(metrics, "damaged") > 0
             for worker in cluster.workers:
                 await worker.check()

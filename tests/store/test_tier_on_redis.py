@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import redis
+
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.store.cold_tier import ColdTier
 from disagg.store.redis_store import RedisStore
@@ -49,6 +51,20 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     found = tier.lookup(names(0, 1))
     finish(tier, found)
     assert found.blocks == [block(0)]
+    assert tier.close(timeout_s=20)
+
+
+def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None:
+    tier = redis_tier(own_redis, timeout_s=5)
+    offer(tier, 0)
+    settle(tier)
+    with redis.Redis.from_url(own_redis.url) as client:
+        (key,) = client.keys(b"disagg:kv:*")
+        client.setrange(key, 20, b"\xff\x00\xff")
+    found = tier.lookup(names(0))
+    finish(tier, found)
+    assert found.blocks == [] and tier.counts().num_damaged == 1
+    assert tier.counts().num_misses == 1
     assert tier.close(timeout_s=20)
 
 
