@@ -56,6 +56,16 @@ class Queues:
         self._count(sequence, 1)
         return sequence
 
+    def split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that have one token to compute, and the others; the oldest first."""
+        if self.num_left == len(self.running):  # nobody has less than one
+            return [*self.running], []
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for each in self.running:
+            (decodes if len(each.tokens) - each.num_computed == 1 else prefills).append(each)
+        return decodes, prefills
+
     def advance(self, num_computed: int, num_gained: int) -> None:
         """Running sequences have so many more tokens with KV, and so many more tokens in all."""
         self.num_computed += num_computed

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
-from typing import TypeGuard
 
+from disagg.engine.sched.admission_order import AdmissionOrder
 from disagg.engine.sched.async_scheduling import After, AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import (
@@ -37,12 +37,11 @@ from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.require import require
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import gain, usable
-from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent
+from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent, are_plain
 from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs
 
 _NEVER = 1 << 62
-_NOBODY = (_NEVER, 0)  # comes after everybody
 
 
 class Scheduler:
@@ -82,10 +81,7 @@ class Scheduler:
         self.num_preempted = 0  # ever, as the next two
         self.num_drafted = 0  # tokens that were verified
         self.num_accepted = 0  # of these
-        self._short: Sequence | None = None  # oldest waiting one that found too few blocks
-        self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
-        self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
-        self._num_spare_then = 0  # ... when so many were to be had
+        self._order = AdmissionOrder(pool, queues)
         self._has_drafts = False  # True: some sequence may have one
         self._async_scheduling = AsyncScheduling(pool)
 
@@ -130,21 +126,12 @@ class Scheduler:
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
         """Blocks for KV that arrives from elsewhere, or None if they are better kept.
 
-        Running sequences grow by one block each `block_size` steps. If arrivals took the last
-        blocks, the next step would have to preempt, and recomputing costs more than waiting: so
-        one block for each running sequence is left. Nor does an arrival overtake an older waiting
-        sequence that is short of blocks (`arrival` is the place that `number` gave, None counts as
-        the latest), or a stream of arrivals could starve it; and the other way round, the next plan
-        admits nobody later than a refused arrival, which may ask again before every plan.
+        Args:
+            arrival: the place that `number` gave; None counts as the latest.
         """
-        short = self._short
-        if short is not None and (arrival is None or short.arrival < arrival):
+        if not self._order.may_reserve(num_blocks, arrival):
             return None
-        if self._leaves_room(num_blocks):
-            return self.pool.allocate(num_blocks)
-        if arrival is not None and num_blocks <= self.pool.num_blocks:
-            self._refused = min(arrival, self._refused)
-        return None
+        return self.pool.allocate(num_blocks)
 
     def remove(self, request_id: str) -> Sequence | None:
         """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
@@ -160,7 +147,7 @@ class Scheduler:
 
     def abandon(self) -> list[Sequence]:
         """Forget all sequences without giving back their blocks; for a broken engine."""
-        self._short = None
+        self._order.short = None
         return self.queues.clear()
 
     def check(self) -> None:
@@ -186,7 +173,7 @@ class Scheduler:
     @property
     def is_short(self) -> bool:
         """A waiting sequence found too few blocks in the last plan."""
-        return self._short is not None
+        return self._order.short is not None
 
     # Deciding.
 
@@ -197,7 +184,7 @@ class Scheduler:
         """
         if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
             self._has_drafts = True
-        decodes, prefills, num_preempted = *self._split_running(), self.num_preempted
+        decodes, prefills, num_preempted = *self.queues.split_running(), self.num_preempted
         growing = [each for each in decodes if len(each.tokens) > each.num_slots]
         if growing and not grow(self.pool, growing):
             self._grow_by_turns(growing)
@@ -216,17 +203,6 @@ class Scheduler:
         if self._has_drafts:
             self._has_drafts = any(sequence.draft for sequence in self.sequences())
         return chunks.step_plan(decodes)
-
-    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that have one token to compute, and the others; the oldest first."""
-        running = self.running
-        if self.queues.num_left == len(running):  # nobody has less than one
-            return [*running], []
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for each in running:
-            (decodes if len(each.tokens) - each.num_computed == 1 else prefills).append(each)
-        return decodes, prefills
 
     def plan_following(
         self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
@@ -253,64 +229,38 @@ class Scheduler:
         chunks = Chunks(self.pool, budget, self.running, after.num_context)
         for sequence, start in prefills:
             chunks.add(sequence, start)
-        if not (after.decodes or prefills) or (chunks.budget and self._may_admit()):
+        if not (after.decodes or prefills):
+            return None
+        if chunks.budget and self._has_place() and self._order.may_admit():
             return None
         if not grow(self.pool, after.growing):
             return None
         self._async_scheduling.begin()
         return chunks.step_plan(after.decodes, after.starts)
 
-    def _may_admit(self) -> bool:
-        """Whether the next plan may find room for somebody who waits."""
-        if len(self.running) >= self.max_num_seqs or not (self.waiting or self.arrived):
-            return False
-        if self._left_out and self._num_spare_blocks > self._num_spare_then:
-            return True
-        queue = self._next_queue()
-        return bool(queue) and queue[0] not in self._left_out
+    def _has_place(self) -> bool:
+        return len(self.running) < self.max_num_seqs
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
         admitted: list[Sequence] = []
-        self._short = None
-        self._left_out.clear()
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            queue = self._next_queue()
-            if not queue:
-                break
+        order = self._order
+        order.begin()
+        while budget > 0 and self._has_place() and (queue := order.next_queue()):
             sequence = queue[0]
             num_queued_tokens = sequence.num_uncomputed
             if not self._give_blocks(sequence):
-                self._left_out.append(sequence)
-                self._num_spare_then = self._num_spare_blocks
+                order.leave_out(sequence)
                 if queue is self.arrived:
                     break
-                self._short = sequence
                 continue
             admitted.append(self.queues.admit(queue, num_queued_tokens))
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
-        self._refused = _NOBODY
+        order.end()
         return admitted
-
-    def _next_queue(self) -> list[Sequence]:
-        """The queue whose head is the oldest sequence that may be admitted."""
-        if self._short or not self.waiting or self.waiting[0].arrival > self._refused:
-            return self.arrived
-        if self.arrived and self.arrived[0].arrival < self.waiting[0].arrival:
-            return self.arrived
-        return self.waiting
-
-    @property
-    def _num_spare_blocks(self) -> int:
-        """Blocks that are left if every running sequence begins one more."""
-        return self.pool.num_free - len(self.running)
-
-    def _leaves_room(self, num_blocks: int) -> bool:
-        """Whether every running sequence could still begin one more block afterwards."""
-        return num_blocks <= self._num_spare_blocks
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Blocks for all tokens that a sequence has, found by name or new; False if too few.
@@ -320,14 +270,14 @@ class Scheduler:
         pool = self.pool
         num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
         if sequence.block_ids:
-            fits = num_needed <= 0 or self._leaves_room(num_needed)
+            fits = num_needed <= 0 or self._order.leaves_room(num_needed)
             return fits and extend(pool, sequence, max(0, num_needed))
         found = find_prefix(pool, sequence) if self.enable_prefix_caching else []
         num_new = num_needed - len(found)
-        if not self._leaves_room(num_new):
+        if not self._order.leaves_room(num_new):
             return False
         pool.acquire(found)  # now, or `allocate` might evict them
-        new = pool.allocate(num_new) if self._leaves_room(num_new) else None
+        new = pool.allocate(num_new) if self._order.leaves_room(num_new) else None
         if new is None:
             pool.release(found)
             return False
@@ -358,8 +308,7 @@ class Scheduler:
         victim.draft = ()  # or it would need more room than it had
         give_back(self.pool, victim)
         self.queues.put(victim, self.waiting)
-        if self._short is None or victim.arrival < self._short.arrival:
-            self._short = victim  # or a later arrival took what was given up, to give it up again
+        self._order.put_back(victim)
         return victim
 
     # Advancing.
@@ -378,7 +327,7 @@ class Scheduler:
             )
             sampled, num_plain = [*compress(sampled, is_here)], sum(is_here[:num_plain])
         plain = sampled[:num_plain]
-        if self._has_drafts or not _are_plain(plain):
+        if self._has_drafts or not are_plain(plain):
             num_plain, plain = 0, ()
         events = self._apply_plain(sequences[:num_plain], plain)
         for i in range(num_plain, len(sequences)):
@@ -480,10 +429,4 @@ class Scheduler:
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)
         self._async_scheduling.forget(sequence)
-        if self._short is sequence:
-            self._short = None
-
-
-def _are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
-    """Whether each is a token id and nothing else."""
-    return set(map(type, sampled)) <= {int}
+        self._order.forget(sequence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -61,6 +61,11 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 # were asked for; none where the chunk ends before the sequence's tokens do; several where a draft
 # was computed along, each as if what is before it were right. An error ends that sequence alone.
 Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
+
+
+def are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
+    """Whether each is a token's id and nothing else."""
+    return set(map(type, sampled)) <= {int}
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

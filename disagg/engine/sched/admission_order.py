@@ -1,0 +1,96 @@
+"""Whose turn it is to be admitted, and which blocks are kept for those whose turn it is not yet.
+
+Running sequences grow by one block each `block_size` steps. If somebody new took the last blocks,
+the next step would have to preempt, and recomputing costs more than waiting: so one block for each
+running sequence is left. Remembers who found too few; gives and takes no blocks.
+"""
+
+from __future__ import annotations
+
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.queues import Queues
+from disagg.engine.sched.sequence import Sequence
+
+_NOBODY = (1 << 62, 0)  # comes after everybody
+
+
+class AdmissionOrder:
+    """The order in which `arrived` and `waiting` sequences are admitted.
+
+    short: the oldest waiting one that found too few blocks in the last plan.
+    """
+
+    def __init__(self, pool: BlockPool, queues: Queues) -> None:
+        self.short: Sequence | None = None
+        self._pool = pool
+        self._queues = queues
+        self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
+        self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
+        self._num_spare_then = 0  # ... when so many were to be had
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that are left if every running sequence begins one more."""
+        return self._pool.num_free - len(self._queues.running)
+
+    def leaves_room(self, num_blocks: int) -> bool:
+        """Whether every running sequence could still begin one more block afterwards."""
+        return num_blocks <= self._num_spare_blocks
+
+    def may_reserve(self, num_blocks: int, arrival: tuple[int, int] | None) -> bool:
+        """Whether KV that arrives from elsewhere may have so many blocks.
+
+        An arrival does not overtake an older waiting sequence that is short of blocks (`arrival`
+        is its place, None counts as the latest), or a stream of arrivals could starve it; and the
+        other way round, the next plan admits nobody later than a refused arrival, which may ask
+        again before every plan.
+        """
+        short = self.short
+        if short is not None and (arrival is None or short.arrival < arrival):
+            return False
+        if self.leaves_room(num_blocks):
+            return True
+        if arrival is not None and num_blocks <= self._pool.num_blocks:
+            self._refused = min(arrival, self._refused)
+        return False
+
+    def begin(self) -> None:
+        """A plan begins to admit: who found too few blocks may try again."""
+        self.short = None
+        self._left_out.clear()
+
+    def end(self) -> None:
+        """It admits nobody else."""
+        self._refused = _NOBODY
+
+    def next_queue(self) -> list[Sequence]:
+        """The queue whose head is the oldest sequence that may be admitted."""
+        arrived, waiting = self._queues.arrived, self._queues.waiting
+        if self.short or not waiting or waiting[0].arrival > self._refused:
+            return arrived
+        return arrived if arrived and arrived[0].arrival < waiting[0].arrival else waiting
+
+    def leave_out(self, sequence: Sequence) -> None:
+        """The head of a queue found too few blocks."""
+        self._left_out.append(sequence)
+        self._num_spare_then = self._num_spare_blocks
+        if not sequence.block_ids:
+            self.short = sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It was preempted: a later arrival must not take what it gave up, to give it up again."""
+        if self.short is None or sequence.arrival < self.short.arrival:
+            self.short = sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        if self.short is sequence:
+            self.short = None
+
+    def may_admit(self) -> bool:
+        """Whether the next plan may find blocks for somebody who is not running."""
+        if not (self._queues.waiting or self._queues.arrived):
+            return False
+        if self._left_out and self._num_spare_blocks > self._num_spare_then:
+            return True
+        queue = self.next_queue()
+        return bool(queue) and queue[0] not in self._left_out
