@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine.sched import block_tables, scheduler
-from disagg.engine.sched.async_scheduling import After, AsyncScheduling
+from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
@@ -28,7 +28,7 @@ _give_back = block_tables.give_back
 _find_prefix = block_tables.find_prefix
 _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
-_after = After.__init__
+_after = ProjectedPlan.__init__
 _end = AsyncScheduling.end
 
 
@@ -180,11 +180,11 @@ def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:
 def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
     """Whoever is in the middle of a prompt computes the same chunk again."""
 
-    def init(self: After, plan: StepPlan, by_id: Mapping[str, EngineSequence]) -> None:
+    def init(self: ProjectedPlan, plan: StepPlan, by_id: Mapping[str, EngineSequence]) -> None:
         _after(self, plan, by_id)
         self.prefills = [(sequence, sequence.num_computed) for sequence, _ in self.prefills]
 
-    patch.setattr(After, "__init__", init)
+    patch.setattr(ProjectedPlan, "__init__", init)
 
 
 def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from bench import sampler_before
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.speculation import Ahead, Continued
+from disagg.engine.sched.speculation import Continued, DraftedSequence
 from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams
 from tests.engine.device.test_sampler import new_sequence
@@ -60,7 +60,7 @@ class Stepped:
         owners = [row for row in rows if isinstance(row, Sequence)]
         self.sampler.enter([owner.slot for owner in self.slots.enter(owners)])
         for row in rows:
-            if isinstance(row, Ahead):
+            if isinstance(row, DraftedSequence):
                 row.slot = row.sequence.slot
         positions = torch.tensor([row.num_tokens - 1 + num_unread for row in rows])
         nums_unread = [num_unread] * len(rows)
@@ -127,7 +127,7 @@ def test_drafts(
     sequence.draft = tuple(draft[:4])
     for number in range(3):
         rows: list[Continued] = [sequence]
-        rows += [Ahead(sequence, n + 1) for n in range(len(sequence.draft))]
+        rows += [DraftedSequence(sequence, n + 1) for n in range(len(sequence.draft))]
         rows.append(other)
         logits = logits_of(len(rows), number)
         expected = sampler_before.sample(logits.clone(), rows)

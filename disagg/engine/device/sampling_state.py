@@ -22,7 +22,7 @@ from torch import Tensor
 
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.speculation import Ahead, Continued
+from disagg.engine.sched.speculation import Continued, DraftedSequence
 from disagg.kernels.sampling_rows import (
     FIRST_FLOAT,
     GREEDY_BELOW,
@@ -139,7 +139,7 @@ class SamplingState:
 
     def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> Step:
         params = [sequence.sampling for sequence in sequences]
-        is_draft = [isinstance(sequence, Ahead) for sequence in sequences]
+        is_draft = [isinstance(sequence, DraftedSequence) for sequence in sequences]
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
         narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
         adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]

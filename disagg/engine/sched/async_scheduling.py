@@ -23,7 +23,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 
 
-class After:
+class ProjectedPlan:
     """The state of a plan's sequences after it is applied, if none of them ends early.
 
     by_id: those that have not ended while the plan was under way; None: none of its own has.

@@ -19,7 +19,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import compress
 
 from disagg.engine.sched.admission_order import AdmissionOrder
-from disagg.engine.sched.async_scheduling import After, AsyncScheduling
+from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import (
     adopt,
@@ -217,7 +217,7 @@ class Scheduler:
         if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
         has_ended_rows = self._async_scheduling.has_ended_rows
-        after = After(plan, self.queues.by_id if has_ended_rows else None)
+        after = ProjectedPlan(plan, self.queues.by_id if has_ended_rows else None)
         prefills = after.prefills
         if after.num_here < len(self.running):
             planned = set(map(id, plan.sequences))

@@ -83,7 +83,7 @@ def gain(
     return tuple(token.token_id for token in gained), logprobs or None
 
 
-class Ahead:
+class DraftedSequence:
     """A sequence as it will be if the first `num_ahead` tokens of its draft are right.
 
     What a sampler asks of a sequence, for one row of the logits.
@@ -112,7 +112,7 @@ class Ahead:
         return self.num_tokens - self.num_prompt_tokens
 
 
-Continued: TypeAlias = Sequence | Ahead  # whose next token a row of the logits chooses
+Continued: TypeAlias = Sequence | DraftedSequence  # whose next token a row of the logits chooses
 
 
 def rows(work: Work) -> Iterator[Continued]:
@@ -122,4 +122,4 @@ def rows(work: Work) -> Iterator[Continued]:
     if num_ahead >= 0:
         yield sequence
         for i in range(1, num_ahead + 1):
-            yield Ahead(sequence, i)
+            yield DraftedSequence(sequence, i)

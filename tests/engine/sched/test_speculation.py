@@ -11,7 +11,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched import scheduler, speculation
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.speculation import MAX_AHEAD, Ahead, rows, usable
+from disagg.engine.sched.speculation import MAX_AHEAD, DraftedSequence, rows, usable
 from disagg.engine.sched.step import SampledToken, TokenEvent, Work
 from disagg.messages import TokenLogprobs
 from tests.engine.fake_runner import draft_of, expected_tokens
@@ -245,7 +245,7 @@ def test_a_row_of_logits_belongs_to_the_sequence_with_so_much_of_its_draft() -> 
     ]
     assert [each.num_tokens for each in found] == [6, 7, 8]
     assert [each.num_output_tokens for each in found] == [1, 2, 3]
-    assert [isinstance(each, Ahead) for each in found] == [False, True, True]
+    assert [isinstance(each, DraftedSequence) for each in found] == [False, True, True]
 
 
 def test_random_workloads_verify_many_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
