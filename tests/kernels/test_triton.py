@@ -11,7 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import kv_write, norm_rope, paged_attention, rms_norm, silu_mul
+from disagg.kernels import fixed_work, kv_write, norm_rope, paged_attention, rms_norm, silu_mul
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from tests.kernels.interpreter import run_interpreted
 
@@ -194,6 +195,25 @@ def test_e4m3_needs_an_sm_89() -> None:
     constants = {"NUM_QUERY_VALUES": 4096, "NUM_PAGES": 16, "PAGES": 16, **_page("fp8", 64, 128)}
     with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
         _compile(kv_write._kv_write_kernel, 80, constants, "fp8", num_warps=4)
+
+
+@pytest.mark.parametrize("arch", sorted(SHARED_NBYTES))
+@pytest.mark.parametrize("window", [0, 4096])
+@pytest.mark.parametrize("num_seqs", [64, 512])
+def test_the_cut_of_decodes_compiles(
+    num_seqs: int, window: int, arch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a step of so many sequences on an H200: 49 programs for each of eight KV heads."""
+    constants = {
+        "NUM_PROGRAMS": 49,
+        "WINDOW": window,
+        "TILE": paged_attention.KEY_TILE,
+        "LEAST_KEYS": MIN_SPLIT_KEYS,
+        "ROWS": num_seqs,
+        "PIECES": 64,
+    }
+    _compile(fixed_work._cut_kernel, arch, constants, "bf16", num_warps=4)
+    assert _assembled(capsys.readouterr().out)[1] == 0
 
 
 @pytest.mark.parametrize("arch", sorted(SHARED_NBYTES))
