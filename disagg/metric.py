@@ -1,4 +1,4 @@
-"""What a figure of a worker is called in `/metrics`, said beside the field that carries it.
+"""Declares a worker's metric beside the field of `WorkerStatus` that carries it.
 
     num_holds: Annotated[int, gauge("kv_holds", "KV tickets ...")] = 0
 

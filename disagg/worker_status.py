@@ -1,7 +1,7 @@
-"""What a worker says of itself with every step: for routers, which predict seconds from it, and for
-`/metrics`, where a field appears under the name that stands beside it.
+"""A worker's status, sent with every step: routers predict seconds from it, and `/metrics` shows
+its fields under the names declared beside them.
 
-It goes out with every frame: figures are small, and made without a loop over requests.
+It is part of every frame, so its figures are small and need no loop over requests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PullCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HoldCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Ends of holds on blocks that others were to pull, since the worker started."""
+    """How the holds of tickets ended, counted since the worker started."""
 
     num_released: Annotated[int, _hold(outcome="released")] = 0
     num_expired: Annotated[int, _hold(outcome="expired")] = 0

@@ -1,4 +1,4 @@
-"""The APIs that are served: how each is asked, and how it answers. All between is the same."""
+"""The APIs that are served, each by how it reads requests and writes answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last step of a request: the requests of its choices, as workers get them."""
+"""The last step of a request: one `GenerateRequest` per choice, with id, seed and block hashes."""
 
 from __future__ import annotations
 

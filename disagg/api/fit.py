@@ -1,7 +1,6 @@
-"""The fourth step of a request: whether what is wanted can be, with the tokens that it has.
+"""The fourth step of a request: check that its tokens fit the model's context and vocabulary.
 
-Refuses what does not fit into the model's context or vocabulary, and grammars that no worker could
-follow.
+Also refuses grammars that no worker could follow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a client wants, in the words of no API: the second of a request's five steps makes it.
+"""A request independent of any API's format: the result of the second of its five steps.
 
-The steps after it know nothing of how it was asked for (`service`).
+The later steps know nothing of the API that it came through (`service`).
 """
 
 from __future__ import annotations

@@ -115,10 +115,10 @@ class KVImport:
     def admit(
         self, sequence: Sequence, ticket: KVTicket | None, now: float, traceparent: str = ""
     ) -> None:
-        """Take in a sequence.
+        """Start the import of a sequence.
 
         Args:
-            ticket: for the KV of its first `ticket.num_tokens` tokens, if that is elsewhere.
+            ticket: for the KV of its first `ticket.num_tokens` tokens; None: ask the tiers.
 
         Raises:
             RequestError: it is to be computed here at once, and `Engine.submit` refuses it.
@@ -132,10 +132,10 @@ class KVImport:
             self._want(_Import(sequence, source, tiers, sequence.deadline_unix_s))
 
     def prefetch(self, asked: Prefetch, now: float) -> None:
-        """Pull what is not here of an early ticket's blocks, which are full, if there is room.
+        """Pull the blocks of an early ticket that are not cached here, if there is room.
 
-        Tickets of a prompt name all of its blocks so far: one that comes while the pull of an
-        earlier one is under way can be left out.
+        Each ticket of a prompt names all of its blocks so far, so one that arrives while an earlier
+        one is being pulled can be skipped.
         """
         ticket, scheduler = asked.ticket, self._engine.scheduler
         num_blocks = len(ticket.block_ids)
@@ -295,7 +295,7 @@ class KVImport:
                 self._moving[move] = each
 
     def _is_coming(self, source: KVSource, now: float) -> bool:
-        """Whether blocks of the same prompt are moving here from the like, and soon here."""
+        """Whether a similar import is transferring the same blocks, and should end soon."""
         names = source.names
         for each in self._moving.values():
             if now < each.until_s and type(each.source) is type(source):

@@ -1,4 +1,4 @@
-"""Counts pulls of KV by the lane that carried them and by what became of them."""
+"""Counts KV pulls by lane and outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of requests between their coming and their last token, beyond what the API sees."""
+"""Prometheus counters of routing: reroutes, loans, places of prefill, time by stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a model is, before any of its weights is read: the only reader of a model's directory.
+"""The description of a model: the only reader of a model's directory. Reads no weights.
 
-Workers, ingresses, the planner and the doctor take a `ModelDescription`, and ask it for what they
-need; none of them knows how the files are called. Another way to get one is another case of
+Workers, ingresses, the planner and the doctor take a `ModelDescription` and ask it for what they
+need; none of them knows file names. Another source of models would be another case of
 `describe_model`. Knows no torch.
 """
 

@@ -1,6 +1,6 @@
-"""The architectures that are supported: what their classes in transformers have in common.
+"""The supported model families, with the defaults and switches of their classes in transformers.
 
-One whose layers have nothing new is one entry here. Other names of tensors are added in `weights`,
+A family whose layers have nothing new is one entry here. Other tensor names are added in `weights`,
 another computation in `decoder`. Knows no torch.
 """
 

@@ -1,4 +1,4 @@
-"""The second step of a request: from OpenAI's words to what is wanted. Pure.
+"""The second step of a request: from OpenAI's fields to a `Wanted`. Pure.
 
 Everything that can be refused without a tokenizer is refused here, by the name of the field.
 """

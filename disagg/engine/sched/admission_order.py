@@ -1,8 +1,8 @@
-"""Whose turn it is to be admitted, and which blocks are kept for those whose turn it is not yet.
+"""The order of admission in an engine, and the blocks that are reserved for running sequences.
 
-Running sequences grow by one block each `block_size` steps. If somebody new took the last blocks,
-the next step would have to preempt, and recomputing costs more than waiting: so one block for each
-running sequence is left. Remembers who found too few; gives and takes no blocks.
+Running sequences grow by one block each `block_size` steps. If a new sequence took the last blocks,
+the next step would have to preempt, and recomputing costs more than waiting: so one block per
+running sequence is kept free. Remembers which sequences found too few blocks; allocates none.
 """
 
 from __future__ import annotations
