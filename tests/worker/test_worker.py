@@ -63,6 +63,19 @@ async def test_a_request_goes_over_both_workers() -> None:
         await r.until_empty("decode")
 
 
+async def test_what_was_learned_of_a_worker_goes_with_it() -> None:
+    """Workers come and go for weeks; what pulls from them took is in every frame."""
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        moved, first = await prefilled(r, make_request())
+        await r.all("decode", moved, ticket=first.ticket)
+        transfers = [each.source_id for each in r.workers["decode"]._core.status().transfers]
+        assert transfers == ["prefill"]
+        r.links["decode"].send_peers((), ("prefill",))
+        await until(lambda: not r.workers["decode"]._core.status().transfers)
+
+
 async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
     """The answer to a request for a loan of the prompt's full blocks."""
     loan = msgspec.structs.replace(request, token_ids=())
