@@ -37,7 +37,7 @@ _hold = partial(
     " needed the memory, or had too many holds; unknown: a release of a ticket that was not held"
     " any more. After expired and broken the reader computes the prompt itself",
 )
-_drafts = "speculative decoding: tokens of drafts that a worker has verified"
+_drafts = "Tokens of drafts (speculative decoding) that a worker"
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
@@ -160,9 +160,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
         int,
         gauge("requests_bytes", "Prompts, drafts and grammars of all requests on a worker, bytes"),
     ] = 0
-    num_drafted: Annotated[int, counter("draft_tokens", f"Of {_drafts}")] = 0
+    num_drafted: Annotated[int, counter("draft_tokens", f"{_drafts} has verified")] = 0
     num_accepted: Annotated[
-        int, counter("accepted_draft_tokens", f"Of {_drafts}, those that were right")
+        int, counter("accepted_draft_tokens", f"{_drafts} has verified and accepted")
     ] = 0
     host: HostCounts | None = None  # None: the worker has no host tier
     num_preempted: Annotated[

@@ -10,12 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.config import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
+
+# They would be a second series for each counter and histogram, which nobody asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
