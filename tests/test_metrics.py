@@ -3,6 +3,7 @@ that stand for themselves."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -70,6 +71,9 @@ def total(family: Metric, suffix: str = "_total", **labels: str) -> float:
 async def test_a_request_is_counted_on_its_whole_way(client: httpx.AsyncClient) -> None:
     asked = body(LONG, 24, ignore_eos=True)
     usage = (await client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    async with asyncio.timeout(30):  # the release of the hold is told after the answer
+        while not total((await metrics_of(client))["disagg_worker_kv_holds_ended"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     shown = await metrics_of(client)
     assert total(shown["disagg_prefills"], place="remote") == 1
     for stage in STAGES:
