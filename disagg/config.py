@@ -21,6 +21,8 @@ Fraction: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
+# Bits of a value of KV and of a vector's scale, in formats with scales (`kernels.kv_pages`).
+SCALED_KV_BITS = {"fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
 Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -13,13 +13,22 @@ from tokenizers import Tokenizer
 
 from bench.kv_formats import Contender, Row, conversations, quality
 from disagg import local
-from disagg.config import ASSETS, EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.config import (
+    ASSETS,
+    SCALED_KV_BITS,
+    EngineConfig,
+    KVCacheDType,
+    PoolConfig,
+    ServeConfig,
+    TierConfig,
+)
 from disagg.engine.device.kv_cache import choose_format
 from disagg.engine.device.runner import build_engine
 from disagg.engine.engine import Engine
 from disagg.errors import StartupError, TransferFailed
 from disagg.kernels import torch_attention
 from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
+from disagg.kernels.kv_pages import SCALE_NBYTES
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -157,6 +166,15 @@ def test_what_does_not_go_together_is_refused_with_what_does(
     assert caught.value.param == "kv_cache_dtype"
     if capability == (8, 0):
         assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
+
+
+def test_settings_and_planner_know_every_format() -> None:
+    assert set(get_args(KVCacheDType)) == {"auto", *FORMATS_BY_NAME}
+    assert {
+        each.name: (8 * each.dtype.itemsize // each.packed, 8 * SCALE_NBYTES)
+        for each in FORMATS_BY_NAME.values()
+        if each.has_scales
+    } == SCALED_KV_BITS
 
 
 DEMO = ASSETS / "demo-large"

@@ -41,12 +41,14 @@ class KVFormat:
             than above it, none is left unused. The scale then has the sign.
         packed: how many neighbouring values share a stored number, 1 or 2. Heads have even sizes
             (`models.model_config` refuses others).
+        capability: of the first GPUs that can convert its numbers, and for which Triton does.
     """
 
     name: str
     dtype: torch.dtype
     largest: float = 0.0
     packed: int = 1
+    capability: tuple[int, int] = (0, 0)
 
     @property
     def has_scales(self) -> bool:
@@ -71,9 +73,9 @@ FORMATS = {
         KVFormat("float32", torch.float32),
         KVFormat("bfloat16", torch.bfloat16),
         KVFormat("float16", torch.float16),
-        KVFormat("fp8", torch.float8_e4m3fn, 448.0),
         KVFormat("int8", torch.int8, 127.0),
         KVFormat("int4", torch.int8, -128.0, packed=2),
+        KVFormat("fp8", torch.float8_e4m3fn, 448.0, capability=(8, 9)),  # e4m3
     )
 }
 

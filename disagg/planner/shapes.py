@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from disagg.config import SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
 
 NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
-# Of one value of KV, and of the scale that a vector of them has (`kernels.kv_pages`).
-KV_BITS = {"bf16": (16, 0), "fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
+KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
 class ModelShape(msgspec.Struct, frozen=True):

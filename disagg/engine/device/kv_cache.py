@@ -23,7 +23,6 @@ from disagg.models.model_config import ModelConfig
 LAYOUT_VERSION = 1
 CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
 CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequence
-FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3, and for which Triton does
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +74,21 @@ def choose_format(config: EngineConfig, dtype: torch.dtype, device: torch.device
     if config.kv_cache_dtype in ("auto", own.name):
         return own
     reason = f"values of a model in {own.name} are stored as they are, or with scales"
-    possible = [own.name, "int8", "int4"]
+    asked = FORMATS[config.kv_cache_dtype]
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability >= FP8_CAPABILITY:
-        possible.append("fp8")
-    elif config.kv_cache_dtype == "fp8":
-        reason = (
-            f"this GPU is an sm_{capability[0]}{capability[1]}, and e4m3 numbers need an sm_89 or"
-            " later"
-        )
-    if config.kv_cache_dtype not in possible:
+    scaled = [each for each in FORMATS.values() if each.has_scales]
+    possible = [each.name for each in scaled if capability is None or capability >= each.capability]
+    possible.insert(0, own.name)
+    if capability is not None and capability < asked.capability:
+        (major, minor), least = capability, "{}{}".format(*asked.capability)
+        reason = f"this GPU is an sm_{major}{minor}, and {asked.name} needs an sm_{least} or later"
+    if asked.name not in possible:
         raise StartupError(
             f"kv_cache_dtype = {config.kv_cache_dtype!r} does not go with dtype = {own.name!r} on"
             f" {device.type}: {reason}. Possible here: auto, {', '.join(possible)}.",
             param="kv_cache_dtype",
         )
-    return FORMATS[config.kv_cache_dtype]
+    return asked
 
 
 class KVCache:
