@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from disagg.cli.main import main
 from disagg.cli.supervisor import STOP_SIGNALS, Signals
 
 
@@ -38,3 +42,33 @@ def test_nohup_keeps_its_promise() -> None:
     signals = Signals()
     signal.raise_signal(signal.SIGHUP)
     assert signals.num == 0
+
+
+INTERRUPTED = """
+import importlib, signal, sys
+from disagg.cli.main import main
+importlib.import_module = lambda name: signal.raise_signal(signal.SIGINT)
+sys.argv = ["disagg", "serve"]
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_verb_has_pythons_own_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for one, such as `disagg chat`, catch KeyboardInterrupt."""
+    seen = []
+
+    def run(_: object) -> int:
+        seen.append(signal.getsignal(signal.SIGINT))
+        return 0
+
+    verb = SimpleNamespace(__doc__="", add_arguments=lambda _: None, run=run)
+    monkeypatch.setattr("importlib.import_module", lambda name: verb)
+    monkeypatch.setattr(sys, "argv", ["disagg", "chat"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert main() == 0
+    assert seen == [signal.default_int_handler]
