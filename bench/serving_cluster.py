@@ -17,7 +17,7 @@ from pathlib import Path
 
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
-from disagg.config import ServeConfig, parse_config
+from disagg.config import HttpConfig, ServeConfig, parse_config
 
 MODEL = "demo-small"  # for its tokenizer
 START_TIMEOUT_S = 120.0
@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as directory:
         scratch = Path(directory)
         if arguments.haproxy:
-            os.environ.update(haproxy_environment(scratch / "h", "127.0.0.1", free_port))
+            os.environ.update(haproxy_environment(scratch / "h", HttpConfig(), free_port))
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         serve_until_told(arguments.port, scratch)
 

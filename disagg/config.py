@@ -5,13 +5,16 @@ Unknown keys are refused. "auto" is resolved where the machine is known: in the 
 
 from __future__ import annotations
 
+import ipaddress
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, inspect
 
+from disagg.api_keys import DEFAULT_TENANT, tenants_by_digest
 from disagg.errors import ModelError, StartupError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -25,9 +28,9 @@ KVCacheDType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "fp8
 SCALED_KV_BITS = {"fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
 Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
-TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_PRIORITY = 1000
-DEFAULT_TENANT = "default"  # settings and metrics label of all tenants without their own settings
+MIN_CLUSTER_KEY_LENGTH = 16
+EXAMPLE_PREFIX = "change-me"  # in the files under deploy/
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
@@ -145,21 +148,38 @@ class TransferPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Port = 8000
+    ssl_certfile: str | None = None  # HTTPS; both files or none
+    ssl_keyfile: str | None = None
     api_key: str | None = None
-    api_keys: dict[
-        str, str
-    ] = {}  # tenant -> key; `api_key` is the key of the tenant without a name
+    # Tenant -> key or keys; `api_key` is the key of the tenant without a name. All may be
+    # `sha256:HEX`.
+    api_keys: dict[str, str | tuple[str, ...]] = {}
+    api_keys_file: str | None = None  # TENANT:KEY a line; read again when it changes
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
     max_requests_nbytes: Positive = 256 << 20  # their bodies
     max_queue_nbytes: Positive = 64 << 20  # waiting requests in one ingress
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
+    def named_keys(self) -> Iterator[tuple[str, str]]:
+        """Tenants, "" for the default one, and their keys; those of the file are not among them."""
+        if self.api_key is not None:
+            yield "", self.api_key
+        for name, given in self.api_keys.items():
+            for key in (given,) if isinstance(given, str) else given:
+                yield name or "?", key  # "" is the default one's; "?" cannot be a name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may ask."""
+        return self.api_key is None and not self.api_keys and self.api_keys_file is None
+
 
 def url_of(http: HttpConfig) -> str:
     """The address of the server on the machine that it runs on."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
-    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+    scheme = "http" if http.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{http.port}" if ":" in host else f"{scheme}://{host}:{http.port}"
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,6 +237,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     redis_url: str | None = None  # None: no store; the CLI starts an embedded server
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
+    insecure: bool = False  # weak secrets and an endpoint without a key are meant so
     link_host: str | None = None  # where workers listen; None: the node's own address
     transfer_interface: str | None = None  # where UCX listens; None: where `link_host` is
     ucx: dict[
@@ -306,30 +327,61 @@ def _supported(error: str) -> str:
 
 
 def _check_tenants(config: ServeConfig) -> None:
-    keys = dict(config.http.api_keys)
-    for name, key in keys.items():
-        if not TENANT_NAME.fullmatch(name) or name == DEFAULT_TENANT:
-            raise StartupError(
-                f"{name[:64]!r} cannot be the name of a tenant: up to 64 letters, digits, '.', '_'"
-                f" and '-' can, and {DEFAULT_TENANT!r} is whoever has no name.",
-                param="api_keys",
-            )
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise StartupError(
-                f"The API key of {name!r} must be printable ASCII without spaces, and not empty.",
-                param="api_keys",
-            )
-    everybody = [*keys.values(), *([config.http.api_key] if config.http.api_key else [])]
-    if len(set(everybody)) < len(everybody):
-        raise StartupError(
-            "Two tenants have the same API key; give each one of its own.", param="api_keys"
-        )
+    http = config.http
+    tenants_by_digest(http.named_keys())
+    if http.api_keys_file is not None:  # who is in it may change
+        return
     for name in config.tenants:
-        if name != DEFAULT_TENANT and name not in keys:
+        if name != DEFAULT_TENANT and name not in http.api_keys:
             raise StartupError(
                 f"There are settings for a tenant {name!r}, and no key; add it to http.api_keys.",
                 param="tenants",
             )
+
+
+def check_secrets(config: ServeConfig, host: str | None = None) -> None:
+    """To be called where a deployment begins; a configuration of tests needs no secrets.
+
+    Args:
+        host: where HTTP will listen; None: others decide that.
+
+    Raises:
+        StartupError: the cluster key can be guessed, or whoever reaches `host` may ask.
+    """
+    if config.insecure:
+        return
+    for param, secret in (("cluster_key", config.cluster_key), *_named_keys(config.http)):
+        if secret.startswith(EXAMPLE_PREFIX):
+            raise StartupError(
+                f"{param} is still the one of the example, which everybody knows;"
+                " `openssl rand -hex 32` makes another one.",
+                param=param,
+            )
+    if len(config.cluster_key) < MIN_CLUSTER_KEY_LENGTH:
+        raise StartupError(
+            f"The cluster key has {len(config.cluster_key)} characters and can be guessed: whoever"
+            " has it can read KV and steer workers. `openssl rand -hex 32` makes one; or say"
+            " insecure: true.",
+            param="cluster_key",
+        )
+    if host is not None and config.http.is_open and not _is_loopback(host):
+        raise StartupError(
+            f"Everybody who reaches {host} could use this server, since it has no API key. Set"
+            " --api-key, --tenants or --api-keys-file; or say --insecure.",
+            param="host",
+        )
+
+
+def _named_keys(http: HttpConfig) -> Iterator[tuple[str, str]]:
+    for name, key in http.named_keys():
+        yield ("api_keys" if name else "api_key"), key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_autoscaling(tier: TierConfig) -> None:

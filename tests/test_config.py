@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.config import parse_config
+from disagg.config import check_secrets, parse_config
 from disagg.errors import StartupError
 
 
@@ -78,6 +78,9 @@ def with_tenants(http: dict[str, Any], tenants: dict[str, Any]) -> dict[str, Any
         ({"api_keys": {"a": "two words"}}, {}, "key of 'a' must be"),
         ({"api_keys": {"a": "k\xe9y"}}, {}, "key of 'a' must be"),
         ({"api_keys": {"a": "k", "b": "k"}}, {}, "same API key"),
+        ({"api_keys": {"a": ["k", ""]}}, {}, "key of 'a' must be"),
+        ({"api_keys": {"": "k"}}, {}, "cannot be the name of a tenant"),
+        ({"api_key": ""}, {}, "key of 'default' must be"),
         ({"api_keys": KEYS, "api_key": "secret-1"}, {}, "same API key"),
         ({"api_keys": KEYS}, {"carol": {}}, "a tenant 'carol', and no key"),
         ({"api_keys": KEYS}, {"bob": {"weight": 0}}, "weight"),
@@ -89,6 +92,38 @@ def with_tenants(http: dict[str, Any], tenants: dict[str, Any]) -> dict[str, Any
 def test_tenants_that_cannot_be(http: dict[str, Any], tenants: dict[str, Any], reason: str) -> None:
     with pytest.raises(StartupError, match=reason):
         parse_config(with_tenants(http, tenants))
+
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "reason"),
+    [
+        ({"cluster_key": "x"}, None, "has 1 characters and can be guessed"),
+        ({"cluster_key": " " * 15}, None, "has 15 characters"),
+        ({"cluster_key": "change-me-at-the-first-start"}, None, "cluster_key is still the one"),
+        ({"http": {"api_key": "change-me"}}, None, "api_key is still the one"),
+        ({"http": {"api_keys": {"a": "change-me-1"}}}, None, "api_keys is still the one"),
+        ({}, "0.0.0.0", "Everybody who reaches 0.0.0.0"),
+        ({}, "::", "Everybody who reaches ::"),
+        ({}, "10.0.0.7", "Everybody who reaches 10.0.0.7"),
+        ({}, "gpu-7.example.org", "Everybody who reaches gpu-7"),
+    ],
+)
+def test_secrets_that_are_none(fields: dict[str, Any], host: str | None, reason: str) -> None:
+    raw = {"tiers": PAIR, "cluster_key": SECRET, **fields}
+    with pytest.raises(StartupError, match=reason):
+        check_secrets(parse_config(raw), host)
+    check_secrets(parse_config({**raw, "insecure": True}), host)
+
+
+def test_secrets_that_are_some() -> None:
+    config = parse_config({"tiers": PAIR, "cluster_key": SECRET})
+    for host in (None, "127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        check_secrets(config, host)
+    for http in ({"api_key": "k"}, {"api_keys": {"a": "k"}}, {"api_keys_file": "f"}):
+        check_secrets(parse_config({"tiers": PAIR, "cluster_key": SECRET, "http": http}), "::")
 
 
 def test_who_has_no_settings_has_those_of_the_default() -> None:

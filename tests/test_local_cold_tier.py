@@ -106,7 +106,7 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
         config = parse_config(
             {
                 "tiers": [tier],
-                "cluster_key": "key",
+                "cluster_key": "a key of this test",
                 "redis_url": server.url,
             }
         )

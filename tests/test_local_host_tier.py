@@ -55,7 +55,7 @@ async def test_an_evicted_prefix_comes_back_from_host_memory(
     config = parse_config(
         {
             "tiers": [{"model": str(model), "served_model_name": "tiny", "engine": tiny}],
-            "cluster_key": "key",
+            "cluster_key": "a key of this test",
             "transport": "local",
         }
     )

@@ -17,7 +17,14 @@ from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster
 from disagg.app.ingress import Ingress
-from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig, parse_config
+from disagg.config import (
+    AutoscalingConfig,
+    PoolConfig,
+    ServeConfig,
+    TierConfig,
+    check_secrets,
+    parse_config,
+)
 from disagg.errors import StartupError
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
@@ -52,6 +59,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     raw = filled_in(args, os.environ)
     config = parse_config(raw)
+    check_secrets(config)
     if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
         # All GPUs, not the free ones: on an update the workers of before hold some.
         plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))

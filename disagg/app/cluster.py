@@ -17,7 +17,7 @@ from ray.serve.schema import ApplicationStatus
 from disagg.app import start_board
 from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster
-from disagg.app.haproxy import HAProxyWatch, host_for_serve
+from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
 from disagg.app.watch import Say, Watch
 from disagg.config import HttpConfig, ServeConfig, url_of
 from disagg.errors import StartupError
@@ -65,12 +65,18 @@ class Cluster:
         self._url = url_of(http)
         self._is_serving = True
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        host = host_for_serve(http.host) if self._haproxy is not None else http.host
+        host = http.host if self._haproxy is None else HOST_FOR_SERVE
+        # HAProxy in front speaks HTTPS, and HTTP to the ingresses behind it.
+        certificate = (
+            {"ssl_certfile": http.ssl_certfile, "ssl_keyfile": http.ssl_keyfile}
+            if self._haproxy is None
+            else {}
+        )
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,
                 # No request_timeout_s: it would cut a stream in the middle without an error.
-                http_options=HTTPOptions(host=host, port=http.port),
+                http_options=HTTPOptions(host=host, port=http.port, **certificate),
             )
         except (RayError, TimeoutError) as error:
             raise StartupError(

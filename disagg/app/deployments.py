@@ -13,6 +13,7 @@ from ray import serve
 
 from disagg import logs, telemetry
 from disagg.app import membership, start_board
+from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
 from disagg.kernels.devices import see_only
 from disagg.messages import Role, StartStep
@@ -29,6 +30,7 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, tier_name: str, role: Role
     ) -> None:
+        bind_to_node()
         self._drain_s = config.drain_s
         replica = serve.get_replica_context().replica_id.unique_id
         logs.setup(f"{tier_name}-{role}-{replica}")

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from disagg.app import haproxy_launcher
+from disagg.config import HttpConfig
 from disagg.errors import StartupError
 
 HEALTH_PERIOD_S = 1.0  # Serve takes a proxy for dead after three failed looks
@@ -29,13 +30,15 @@ _CONFIG = "haproxy.cfg"
 _STAND_IN = "stand-in.cfg"
 
 
-def haproxy_environment(directory: Path, host: str, free_port: Callable[[], int]) -> dict[str, str]:
+def haproxy_environment(
+    directory: Path, http: HttpConfig, free_port: Callable[[], int]
+) -> dict[str, str]:
     """Switches of Serve's HAProxy mode, with every path of its own so that clusters can share a
     machine. Read by Ray processes at start, so they must be set before Ray is imported.
 
     Args:
         directory: for its files; made here.
-        host: that HTTP listens on.
+        http: where HTTP listens, and its certificate.
         free_port: gives ports for what Serve runs beside it.
 
     Raises:
@@ -43,7 +46,9 @@ def haproxy_environment(directory: Path, host: str, free_port: Callable[[], int]
     """
     directory.mkdir(parents=True, exist_ok=True)
     launcher = directory / "haproxy"
-    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, find_haproxy(), host]
+    certificate = _certificate(directory, http)
+    options = [find_haproxy(), http.host, certificate]
+    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, *options]
     launcher.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     launcher.chmod(0o700)
     return {
@@ -64,9 +69,19 @@ def haproxy_environment(directory: Path, host: str, free_port: Callable[[], int]
     }
 
 
-def host_for_serve(host: str) -> str:
-    """Where Serve listens when its HAProxy listens on `host`: HAProxy reaches it over IPv4 only."""
-    return "127.0.0.1" if ":" in host else host
+def _certificate(directory: Path, http: HttpConfig) -> str:
+    """HAProxy wants the chain and its key in one file. "": no HTTPS."""
+    if http.ssl_certfile is None or http.ssl_keyfile is None:
+        return ""
+    file = directory / "certificate.pem"
+    file.touch(mode=0o600)
+    parts = (Path(each).read_text().strip() for each in (http.ssl_certfile, http.ssl_keyfile))
+    file.write_text("\n".join([*parts, ""]))
+    return str(file)
+
+
+# Where Serve's ingresses listen: HAProxy reaches them there, and nobody passes it by.
+HOST_FOR_SERVE = "127.0.0.1"
 
 
 def find_haproxy() -> str:

@@ -10,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from disagg import logs, telemetry
 from disagg.api.http.app import AsgiApp
 from disagg.app import membership
+from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
 from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerRecord
@@ -28,6 +29,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, *pools: DeploymentHandle
     ) -> None:
+        bind_to_node()
         replica = serve.get_replica_context().replica_id.unique_id
         logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})

@@ -6,13 +6,13 @@ import contextlib
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 from disagg.app.haproxy import HAProxyWatch
+from disagg.app.probe import ask_here
 
 LOOK_PERIOD_S = 0.25
 PROCESSES_PERIOD_S = 1.0
@@ -121,7 +121,7 @@ class Watch:
 
     def _probe(self) -> None:
         try:
-            with urllib.request.urlopen(f"{self._url}/live", timeout=PROBE_PERIOD_S):  # noqa: S310
+            with ask_here(f"{self._url}/live", PROBE_PERIOD_S):
                 answers = True
         except OSError:
             answers = False

@@ -33,10 +33,13 @@ def prepare_environment(order: Order) -> None:
     if order.ray_address is not None:
         _use_token_of(order.ray_address)
         return
+    # Ray takes the machine's address in the network for 127.0.0.1, and listens on all addresses,
+    # unless it is told that there will be no cluster.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault(logs.DIRECTORY, order.log_directory)
     if order.haproxy:
         directory = Path(order.directory) / "h"
-        os.environ.update(haproxy_environment(directory, order.config.http.host, free_port))
+        os.environ.update(haproxy_environment(directory, order.config.http, free_port))
     # Not Ray's default, a token in the home directory: that may be read-only, or not there.
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

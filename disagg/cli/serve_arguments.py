@@ -75,7 +75,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="where HTTP listens")
     group.add_argument("--port", type=int, default=8000)
-    group.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
+    group.add_argument("--ssl-certfile", help="certificate chain (PEM), for HTTPS")
+    group.add_argument("--ssl-keyfile", help="its private key (PEM)")
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("DISAGG_API_KEY"),
+        help="that clients must send, or sha256: and its hash (default: DISAGG_API_KEY)",
+    )
+    group.add_argument(
+        "--api-keys-file",
+        metavar="FILE",
+        help="TENANT:KEY a line; read again when it changes, so that keys can be exchanged",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve without an API key on an address that others reach",
+    )
     group.add_argument(
         "--tenants",
         metavar="FILE",

@@ -109,6 +109,9 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             "port": arguments.port,
             "api_key": arguments.api_key,
             "api_keys": api_keys,
+            "api_keys_file": arguments.api_keys_file,
+            "ssl_certfile": arguments.ssl_certfile,
+            "ssl_keyfile": arguments.ssl_keyfile,
         },
         "num_ingress": arguments.ingress,
         "max_num_workers": arguments.max_workers,
@@ -120,6 +123,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(arguments.cold_tier_bytes),
         "link_host": None if arguments.ray_address else "127.0.0.1",
         "cluster_key": _new_key(),
+        "insecure": arguments.insecure,
     }
 
 

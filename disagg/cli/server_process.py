@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
+from disagg.app.probe import ask_here
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
 from disagg.cli.process_tree import end_family, end_run, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
@@ -211,7 +211,7 @@ def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, A
     complete: set[str] = set()  # ingresses; the proxy decides which one answers
     while time.monotonic() < deadline and not stop.wait(0.1):
         try:
-            with urllib.request.urlopen(f"{url_of(config.http)}/ready", timeout=5) as answer:  # noqa: S310
+            with ask_here(f"{url_of(config.http)}/ready", 5) as answer:
                 body: dict[str, Any] = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             last = error.read().decode(errors="replace")[:500]

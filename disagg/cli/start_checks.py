@@ -6,11 +6,13 @@ import os
 import resource
 import shutil
 import socket
+import ssl
 from pathlib import Path
 
+from disagg.api_keys import read_key_file
 from disagg.app.address import check_address
 from disagg.cli.reports import Order
-from disagg.config import HttpConfig, ServeConfig
+from disagg.config import HttpConfig, ServeConfig, check_secrets
 from disagg.errors import StartupError
 
 MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
@@ -20,7 +22,11 @@ MIN_DISK_NBYTES = 256 << 20  # logs and sockets of Ray; KV is not on disk
 
 def check_before_ray(order: Order) -> None:
     """Raises `StartupError` in words for the user."""
+    check_secrets(order.config, order.config.http.host)
     check_port(order.config.http)
+    check_certificate(order.config.http)
+    if order.config.http.api_keys_file is not None:
+        read_key_file(order.config.http.api_keys_file)
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
@@ -46,6 +52,25 @@ def check_port(http: HttpConfig) -> None:
             f"Cannot listen on {http.host}:{http.port}: {error.strerror}."
             " Stop the other program or choose another port.",
             param="port",
+        ) from error
+
+
+def check_certificate(http: HttpConfig) -> None:
+    if http.ssl_certfile is None and http.ssl_keyfile is None:
+        return
+    if http.ssl_certfile is None or http.ssl_keyfile is None:
+        raise StartupError(
+            "HTTPS needs both --ssl-certfile and --ssl-keyfile.", param="ssl_certfile"
+        )
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            http.ssl_certfile, http.ssl_keyfile, password=lambda: ""
+        )
+    except OSError as error:  # SSLError is one
+        raise StartupError(
+            f"{http.ssl_certfile} and {http.ssl_keyfile} are not a certificate (PEM) and its key"
+            f" without a password: {error.strerror or error}.",
+            param="ssl_certfile",
         ) from error
 
 

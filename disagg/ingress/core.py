@@ -22,7 +22,8 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
-from disagg.config import AUTO, DEFAULT_TENANT, ServeConfig, TierConfig
+from disagg.api_keys import DEFAULT_TENANT
+from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
@@ -286,9 +287,9 @@ class IngressCore:
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)
 
-    def _explanation(self, request_id: str) -> bytes | None:
+    def _explanation(self, request_id: str, tenant: str) -> bytes | None:
         routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
-        if not routes:
+        if not routes or any(each.tenant != tenant for each in routes):  # ids may be repeated
             return None
         return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
 

@@ -79,6 +79,7 @@ class Decision(msgspec.Struct, frozen=True):
     route: Route
     num_tokens: int  # prompt and output so far
     because: str  # "" for the first route, then the error that caused the rerouting
+    tenant: str  # that asked, and may see this
     queued: Queued | None = None  # its wait in the admission queue; None: it did not wait
 
 
@@ -354,7 +355,7 @@ class Dispatcher:
         else:
             state.awaited = self._awaited(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
-        decision = Decision(now, route, state.num_tokens, state.because, queued)
+        decision = Decision(now, route, state.num_tokens, state.because, state.tenant, queued)
         self._remember(state.request_id, decision)
         state.lender = route.lender
         if state.ticket is None:  # else the prompt is computed already

@@ -57,6 +57,10 @@ class RequestState:
         return self._request.model
 
     @property
+    def tenant(self) -> str:
+        return self._request.tenant
+
+    @property
     def deadline_unix_s(self) -> float:
         return self._request.deadline_unix_s
 

@@ -123,7 +123,7 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 def test_limits_that_ingresses_cannot_share_are_refused() -> None:
     args = {
-        "cluster_key": "key",
+        "cluster_key": "a key of this test",
         "tiers": [{"model": "demo-small"}],
         "http": {"api_keys": {"a": "k"}},
         "tenants": {"a": {"requests_per_minute": 5}},

@@ -12,7 +12,7 @@ from disagg.kernels.devices import VISIBLE, Device, Gpus
 
 def options_of(*tiers: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each pool: what its actors ask Ray for."""
-    application: Any = module.build({"cluster_key": "key", "tiers": tiers})
+    application: Any = module.build({"cluster_key": "a key of this test", "tiers": tiers})
     _, *workers = application._bound_deployment.init_args
     return {
         each._bound_deployment.name: each._bound_deployment.ray_actor_options for each in workers

@@ -51,6 +51,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         command.assert_nothing_left()
 
 
+def test_only_this_machine_reaches_any_of_its_ports(served: Command) -> None:
+    """Ray's and Serve's ports unpickle what they get, and UCX writes where it is told."""
+    listening = [
+        (process.name(), each.laddr.ip)
+        for process in served.family()
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 10
+    assert not {(name, ip) for name, ip in listening if "127.0.0.1" not in ip}
+
+
 def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
     """Its successor asks every replica for its health, which needs the replica's log files."""
     workers = {each.pid for each in served.family() if "ServeReplica" in each.name()}

@@ -120,7 +120,7 @@ def application(model: Path, port: int) -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": "disagg.app.build:build",
                 "args": {
-                    "cluster_key": "key",
+                    "cluster_key": "a key of this test",
                     "cold_tier_nbytes": 0,
                     "link_host": "127.0.0.1",
                     "drain_s": 20,

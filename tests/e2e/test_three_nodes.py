@@ -70,7 +70,9 @@ def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
     config["http_options"] = {"host": "127.0.0.1", "port": port}
     config["proxy_location"] = "HeadOnly"  # three nodes share one address here
     arguments = config["applications"][0]["args"]
-    arguments.update(redis_url=None, link_host="127.0.0.1", drain_s=1)
+    arguments.update(
+        cluster_key="a key of this test", redis_url=None, link_host="127.0.0.1", drain_s=1
+    )
     del arguments["tenants"]  # limits over several ingresses need Redis
     del arguments["http"]["api_keys"]
     for tier in arguments["tiers"]:

@@ -21,10 +21,11 @@ import msgspec
 from disagg import logs, telemetry
 from disagg.api.apis import CHAT, COMPLETIONS, Api, Asked
 from disagg.api.choices import Caller
+from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Reply, Send, Writer, watch
-from disagg.api.http.request import Bodies, HttpRequest, KeyCheck
+from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.openai import responses
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
@@ -77,7 +78,7 @@ class HttpApp:
     Args:
         readiness: asked by `/ready` and `/health`; cheap.
         metrics: shown by `/metrics`.
-        explain: request id -> JSON that says how it was routed; `/debug/requests/{id}`.
+        explain: request id and tenant -> JSON that says how it was routed; `/debug/requests/{id}`.
         refresh: brings gauges up to date before `/metrics` shows them.
         new_id: random text for ids that clients do not choose.
         quota: what tenants may do; None: whatever they like.
@@ -90,7 +91,7 @@ class HttpApp:
         *,
         readiness: Callable[[], Readiness],
         metrics: ApiMetrics | None = None,
-        explain: Callable[[str], bytes | None] = lambda request_id: None,
+        explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
         refresh: Callable[[], None] = lambda: None,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         quota: Quota | None = None,
@@ -103,7 +104,7 @@ class HttpApp:
         self._explain = explain
         self._refresh = refresh
         self._new_id = new_id
-        self._key_check = KeyCheck(config.api_key, config.api_keys)
+        self._key_check = KeyCheck(config)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # not those of open paths
         self._stopping: Unavailable | None = None  # what new requests are told
@@ -358,7 +359,7 @@ class HttpApp:
         return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
-        found = self._explain(request.rest)
+        found = self._explain(request.rest, request.tenant)
         if found is None:
             raise UnknownUrl("No decision is kept for a request of this id.")
         return Reply(found)

@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
-from disagg.config import DEFAULT_TENANT
+from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
 

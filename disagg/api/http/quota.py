@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
 from disagg.api.openai.answers import RunningJob
-from disagg.config import DEFAULT_TENANT, TenantConfig
+from disagg.api_keys import DEFAULT_TENANT
+from disagg.config import TenantConfig
 from disagg.store.limits import Limits, Remaining
 
 _PREFIX = b"x-ratelimit-"

@@ -6,15 +6,12 @@ Headers are labels only. Nothing a client sends in one is used as an address or 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
-from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge, Unauthorized
+from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
 from disagg.telemetry import parse_traceparent
 
 BODY_TIMEOUT_S = 30.0
@@ -162,39 +159,6 @@ class HttpRequest:
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-
-class KeyCheck:
-    """Knows whose a bearer key is. With no key configured all may enter.
-
-    Keys are looked up by a digest under a secret of this process, so how long that takes says
-    nothing about any key.
-
-    Args:
-        api_key: of the tenant without a name.
-        api_keys: of the others, by name.
-    """
-
-    def __init__(self, api_key: str | None, api_keys: Mapping[str, str] = MappingProxyType({})):
-        self._secret = secrets.token_bytes(32)
-        keys = {**api_keys, **({"": api_key} if api_key is not None else {})}
-        self._tenants = {self._digest(key.encode()): tenant for tenant, key in keys.items()}
-
-    def __call__(self, request: HttpRequest) -> None:
-        """Fill in whose request it is. Raises `Unauthorized`."""
-        if not self._tenants:
-            return
-        given = request.headers.get(b"authorization")
-        if given is None:
-            raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
-        scheme, _, key = given.partition(b" ")
-        tenant = self._tenants.get(self._digest(key))
-        if scheme.lower() != b"bearer" or tenant is None:
-            raise Unauthorized("The API key is not valid.")
-        request.tenant = tenant
-
-    def _digest(self, key: bytes) -> bytes:
-        return hmac.digest(self._secret, key, "sha256")
 
 
 def _too_large(max_nbytes: int) -> RequestTooLarge:

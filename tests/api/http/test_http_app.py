@@ -208,7 +208,11 @@ async def test_tokenize_and_back() -> None:
 
 
 async def test_decisions_are_shown_where_they_are_kept() -> None:
-    app = make_app(explain={"chatcmpl-id1": b'{"tier":"tiny"}'}.get)
+    app = make_app(
+        explain=lambda request_id, tenant: (
+            b'{"tier":"tiny"}' if request_id == "chatcmpl-id1" else None
+        )
+    )
     async with http_client(app) as client:
         answer = (await client.post(URL, json=CHAT)).json()
         reply = await client.get(f"/debug/requests/{answer['id']}")

@@ -29,7 +29,7 @@ def tenants_app(
 
     limits = Limits(tenant, clock=lambda: 50.0)
     quota = Quota(tenant, lambda name: name if name in settings else "default", limits)
-    config = HttpConfig(api_keys=KEYS, **options)
+    config = HttpConfig(api_keys={**KEYS}, **options)
     return make_app(generate or FakeGenerate(), config=config, quota=quota)
 
 

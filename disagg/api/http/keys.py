@@ -1,0 +1,85 @@
+"""Whose request it is: bearer keys, from the configuration and from a file that may change."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from disagg.api.http.request import HttpRequest
+from disagg.api_keys import digest_of, read_key_file, tenants_by_digest
+from disagg.config import HttpConfig
+from disagg.errors import StartupError, Unauthorized
+
+LOOK_S = 2.0  # at the file of keys, at most so often
+
+logger = logging.getLogger("disagg.api")
+
+
+class KeyCheck:
+    """Knows whose a bearer key is. With no key configured all may enter.
+
+    Keys are looked up by a digest under a secret of this process, so how long that takes says
+    nothing about any key. A file of keys is read again when it changes; one that cannot be read any
+    more leaves the keys as they were.
+
+    Raises:
+        StartupError: the file of keys is not right.
+    """
+
+    def __init__(self, config: HttpConfig, now: Callable[[], float] = time.monotonic) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._configured = tenants_by_digest(config.named_keys())
+        self._file = config.api_keys_file
+        self._now = now
+        self._looked_s = now()
+        self._version = _version(self._file)
+        self._tenants = self._read()
+
+    def __call__(self, request: HttpRequest) -> None:
+        """Fill in whose request it is. Raises `Unauthorized`."""
+        if self._file is not None and self._now() - self._looked_s > LOOK_S:
+            self._look()
+        if not self._tenants:
+            return
+        given = request.headers.get(b"authorization")
+        if given is None:
+            raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
+        scheme, _, key = given.partition(b" ")
+        tenant = self._tenants.get(self._hidden(digest_of(key)))
+        if scheme.lower() != b"bearer" or tenant is None:
+            raise Unauthorized("The API key is not valid.")
+        request.tenant = tenant
+
+    def _look(self) -> None:
+        self._looked_s = self._now()
+        version = _version(self._file)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._tenants = self._read()
+        except StartupError as error:
+            logger.warning("%s The keys stay as they were.", error.message)
+        else:
+            logger.info("The API keys in %s were read again.", self._file)
+
+    def _read(self) -> dict[bytes, str]:
+        from_file = {} if self._file is None else read_key_file(self._file)
+        tenants = self._configured | from_file
+        return {self._hidden(digest): tenant for digest, tenant in tenants.items()}
+
+    def _hidden(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+def _version(file: str | None) -> tuple[int, ...]:
+    """Changes with the file. A Kubernetes secret is exchanged as a whole, so the inode counts."""
+    try:
+        found = os.stat(file) if file is not None else None
+    except OSError:
+        return (0,)
+    return () if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -1,0 +1,20 @@
+"""Questions to the server of this machine. Does not import Ray."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.request
+from http.client import HTTPResponse
+from typing import cast
+
+
+def ask_here(url: str, timeout_s: float) -> HTTPResponse:
+    """GET of an address here. Certificates are for the name that clients use, so not checked.
+
+    Raises:
+        OSError: no answer, or one that is no success (`urllib.error.HTTPError`).
+    """
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    answer = urllib.request.urlopen(url, timeout=timeout_s, context=context)  # noqa: S310
+    return cast(HTTPResponse, answer)
