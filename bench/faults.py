@@ -5,9 +5,10 @@
 Ray Serve, HAProxy, links, NIXL, Redis and HTTP are the product's; the model is a fake whose tokens
 depend on every byte of KV (tests/faults/fake_model.py), so that a wrong block shows in the text.
 Each fault proves that it took effect (tests/faults/faults.py). Every answer of every gate is
-compared with what it must be. Without names all gates run, at the size of their goals: about an
-hour, half of it the soak; each says how long it took. `--short` is a rehearsal. Ends with status 1
-unless every gate holds.
+compared with what it must be. HAProxy, Serve's controller, the raylet's agent and the command are
+killed under a whole `disagg serve` with a bundled model. Without names all gates run, at the
+size of their goals: about an hour, half of it the soak; each says how long it took. `--short` is a
+rehearsal. Ends with status 1 unless every gate holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from bench import faults_long, faults_memory
+from bench import faults_command, faults_long, faults_memory
 from bench.__main__ import run
 from bench.faults_gates import CREW, LONE, REHEARSAL, Gates, Sizes, row
 from bench.report import finish, print_table
@@ -66,7 +67,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = (*IN_PROCESS, *GATES)
+    names = (*IN_PROCESS, *GATES, *faults_command.NAMES)
     parser.add_argument("gates", nargs="*", metavar="GATE", help=", ".join(names))
     parser.add_argument("--short", action="store_true", help="a rehearsal")
     parser.add_argument("--soak-minutes", type=float, help="instead of 30")
@@ -87,6 +88,9 @@ def main() -> int:
     if in_system:
         with running_system(*POOLS) as system:
             rows += asyncio.run(pass_gates(system, in_system, sizes))
+    on_command = [name for name in faults_command.NAMES if name in wanted]
+    if on_command:
+        rows += asyncio.run(pass_command_gates(on_command))
     print_table(rows)
     is_held = all(each["held"] == "yes" for each in rows)
     minutes = round((time.monotonic() - began_s) / 60, 1)
@@ -116,6 +120,23 @@ async def pass_gates(system: System, names: list[str], sizes: Sizes) -> Rows:
         row("wrong tokens end to end", "0", f"{wrong} of {num} requests", not wrong and is_enough),
         row("requests without a terminal event", "0", f"{endless} of {num}", not endless),
     ]
+
+
+async def pass_command_gates(names: list[str]) -> Rows:
+    """Those that need the command itself, with its own model."""
+    gates, rows = faults_command.CommandGates(), []
+    for name in names:
+        began_s = time.monotonic()
+        try:
+            found = await gates.run(name)
+        except Exception as error:
+            traceback.print_exc()
+            found = [row(name, "an answer", f"broke: {error!r}"[:200], False)]
+        rows += timed(found, began_s)
+        print_table(found)
+    counts = gates.counts
+    num, bad = counts.total(), counts["wrong"] + counts["hung"]
+    return [*rows, row("wrong or hung where the command was hit", "0", f"{bad} of {num}", not bad)]
 
 
 def timed(rows: Rows, began_s: float) -> Rows:
