@@ -23,6 +23,7 @@ BENCHES = (
     "engine",
     "grammar",
     "hand_over",
+    "host_step",
     "kv_formats",
     "kv_pull",
     "prefix_index",
