@@ -29,12 +29,12 @@ async def fit(
         Overloaded: too many grammars are being looked at.
     """
     model, sampling, grammar = wanted.model, wanted.sampling, None
+    max_tokens = _max_tokens(wanted, prompts)
     for token_ids in prompts:
         check_ids(token_ids, model, wanted.prompt_param)
     # The model's own ends may lie beyond what prompts may hold.
     stops = [number for number in sampling.stop_token_ids if number not in model.eos_token_ids]
     check_ids(stops, model, "stop_token_ids")
-    max_tokens = _max_tokens(wanted, prompts)
     if sampling.min_tokens > max_tokens:
         raise invalid_value(
             "min_tokens",

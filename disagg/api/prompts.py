@@ -7,13 +7,14 @@ tokenized in a thread, so that they do not block the event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from disagg.api.json_body import load_arguments
+from disagg.api.off_loop import off_loop
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Conversation, JsonText, Prompt, Text
 from disagg.errors import ContextLengthExceeded, InvalidRequest
@@ -24,19 +25,24 @@ INLINE_S = 0.02  # a template that takes longer, even for less, goes there too
 MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
 
 
-async def tokenise(prompts: Sequence[Prompt], model: ServedModel) -> list[list[int]]:
+async def tokenise(
+    prompts: Sequence[Prompt], model: ServedModel, nbytes: int = 0
+) -> list[list[int]]:
     """The token ids of each prompt; those that are given as such are not looked at.
+
+    Args:
+        nbytes: of the body that they came in.
 
     Raises:
         InvalidRequest: the model has no chat template, or its template refuses a conversation.
         ContextLengthExceeded: it is clear that a prompt is too long.
     """
-    return [await _token_ids(prompt, model) for prompt in prompts]
+    return [await _token_ids(prompt, model, nbytes) for prompt in prompts]
 
 
-async def _token_ids(prompt: Prompt, model: ServedModel) -> list[int]:
+async def _token_ids(prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
     if isinstance(prompt, Conversation):
-        return await _conversation(prompt, model)
+        return await _conversation(prompt, model, nbytes)
     if not isinstance(prompt, Text):
         return prompt
     text, special = prompt.text, prompt.add_special_tokens
@@ -47,7 +53,7 @@ async def _token_ids(prompt: Prompt, model: ServedModel) -> list[int]:
     )
 
 
-async def _conversation(asked: Conversation, model: ServedModel) -> list[int]:
+async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) -> list[int]:
     template, shield = model.template, model.tokenizer.shield
     if template is None:
         raise InvalidRequest(
@@ -56,10 +62,7 @@ async def _conversation(asked: Conversation, model: ServedModel) -> list[int]:
             code="invalid_prompt",
             param="messages",
         )
-    num_messages = len(asked.messages)
-    num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
-    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
-    _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
+    cost = await off_loop(nbytes, lambda: _cost_num_chars(asked, model))
 
     def encode(limit_s: float) -> list[int]:
         rendered = template.render(
@@ -75,9 +78,17 @@ async def _conversation(asked: Conversation, model: ServedModel) -> list[int]:
         _check_fits(_fewest_tokens(len(rendered), model), model, "messages")
         return model.tokenizer.encode_chat(rendered)
 
-    # Earlier calls as well, which a template may leave out.
-    cost = num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
     return await _maybe_in_thread(cost, encode)
+
+
+def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
+    """What rendering costs, as the length of a text. Raises `ContextLengthExceeded`."""
+    num_messages = len(asked.messages)
+    num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
+    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
+    _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
+    # Earlier calls as well, which a template may leave out.
+    return num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
 
 
 def _shielded_message(message: dict[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
@@ -91,8 +102,8 @@ def _shielded_message(message: dict[str, Any], shield: Callable[[str], str]) -> 
 def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
     """JSON in which no string becomes a control token."""
     if isinstance(value, JsonText):
-        with suppress(ValueError, RecursionError):
-            return _shielded(json.loads(value or "{}"), shield)
+        with suppress(ValueError):  # what is no JSON is shown as the model wrote it
+            return _shielded(load_arguments(value or "{}"), shield)
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, list):

@@ -11,20 +11,27 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
 from disagg import telemetry
 from disagg.api.apis import Api, Asked
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import check_ids, fit
+from disagg.api.off_loop import off_loop
 from disagg.api.openai.answers import Explain, Generate, RunningJob
-from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest
+from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
+from disagg.api.openai.responses import Detokenized, Tokenized
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+
+TOKEN_NBYTES = 4  # of a token id, for what is made of many
 
 PROMPT = "its prompt was read; shorten the prompt"
 GRAMMAR = "its grammar was checked; make it simpler"
@@ -61,23 +68,28 @@ class Service:
 
     async def prepare(self, api: Api[Asked], body: bytes, caller: Caller) -> RunningJob:
         """A request, checked and ready to run. Raises `RequestError`."""
-        request = api.read(body)
-        wanted = api.understand(request, self.model(request.model), caller.min_priority)
         now = self._clock()
+
+        def understood() -> Wanted:
+            request = api.read(body)
+            return api.understand(request, self.model(request.model), caller.min_priority)
+
+        wanted = await off_loop(len(body), understood)
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
         before = PROMPT
         try:
-            async with asyncio.timeout(deadline_unix_s - now):
+            async with asyncio.timeout(deadline_unix_s - self._clock()):
                 with telemetry.span("tokenize", caller.traceparent) as span:
-                    prompts = await tokenise(wanted.prompts, wanted.model)
+                    prompts = await tokenise(wanted.prompts, wanted.model, len(body))
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
                 before = GRAMMAR
                 sampling = await fit(wanted, prompts, self._grammar_checks)
         except TimeoutError:
             raise _too_late(before) from None
         seed = self._random_bits(63) if wanted.seed is None else wanted.seed
-        job = name_choices(
+        named = partial(
+            name_choices,
             wanted,
             prompts,
             replace(sampling, seed=seed),
@@ -85,21 +97,43 @@ class Service:
             created_unix_s=now,
             deadline_unix_s=deadline_unix_s,
         )
+        job = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), named)
         return RunningJob(job, self._generate, self._explain)
 
-    async def tokenize(self, request: TokenizeRequest) -> tuple[ServedModel, list[int]]:
-        model = self.model(request.model)
+    async def tokenize(self, body: bytes) -> bytes:
+        """The answer to `/tokenize`. Raises `RequestError`."""
+
+        def understood() -> tuple[TokenizeRequest, ServedModel, Prompt]:
+            request = read_request(body, TokenizeRequest)
+            return request, self.model(request.model), understand_tokenize(request)
+
+        request, model, prompt = await off_loop(len(body), understood)
         try:
             async with asyncio.timeout(self._default_timeout_s):
-                (token_ids,) = await tokenise([understand_tokenize(request)], model)
+                (token_ids,) = await tokenise([prompt], model, len(body))
         except TimeoutError:
             raise _too_late(PROMPT) from None
-        return model, token_ids
 
-    def detokenize(self, request: DetokenizeRequest) -> str:
-        model = self.model(request.model)
-        check_ids(request.tokens, model, "tokens")
-        return model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        def answer() -> bytes:
+            texts = None
+            if request.return_token_strs:
+                texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+            length = model.max_model_len
+            return msgspec.json.encode(Tokenized(len(token_ids), length, token_ids, texts))
+
+        return await off_loop(TOKEN_NBYTES * len(token_ids), answer)
+
+    async def detokenize(self, body: bytes) -> bytes:
+        """The answer to `/detokenize`. Raises `RequestError`."""
+
+        def answer() -> bytes:
+            request = read_request(body, DetokenizeRequest)
+            model = self.model(request.model)
+            check_ids(request.tokens, model, "tokens")
+            text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+            return msgspec.json.encode(Detokenized(text))
+
+        return await off_loop(len(body), answer)
 
     def model(self, name: str | None) -> ServedModel:
         """The model a client asks for; it may be left out when only one is served.

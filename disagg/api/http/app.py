@@ -28,7 +28,6 @@ from disagg.api.http.reply import Reply, Send, Writer, watch
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.openai import responses
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
-from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
@@ -326,21 +325,10 @@ class HttpApp:
         return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
 
     async def _tokenize(self, request: HttpRequest) -> Reply:
-        asked = read_request(await self._read_json(request), TokenizeRequest)
-        model, token_ids = await self._service.tokenize(asked)
-        texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-        body = responses.Tokenized(
-            len(token_ids),
-            model.max_model_len,
-            token_ids,
-            texts if asked.return_token_strs else None,
-        )
-        return Reply(msgspec.json.encode(body))
+        return Reply(await self._service.tokenize(await self._read_json(request)))
 
     async def _detokenize(self, request: HttpRequest) -> Reply:
-        asked = read_request(await self._read_json(request), DetokenizeRequest)
-        text = self._service.detokenize(asked)
-        return Reply(msgspec.json.encode(responses.Detokenized(text)))
+        return Reply(await self._service.detokenize(await self._read_json(request)))
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()
