@@ -95,8 +95,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model with its own prefill and decode pools."""
 
-    model: str  # a directory, or the name of a bundled model
-    served_model_name: str | None = None  # the directory's name
+    model: str  # a directory, a GGUF file, or the name of a bundled model
+    served_model_name: str | None = None  # the name of the directory or the file
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
@@ -106,7 +106,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def name(self) -> str:
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        last = self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or last.removesuffix(".gguf")
 
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
         """As a worker of that pool has it: with a share of a GPU, as large a part of its memory."""
@@ -117,18 +118,19 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def directory(self) -> Path:
-        """Where the model lies. A directory of that name wins over a bundled model.
+        """Where the model lies, a directory or a GGUF file. A path wins over a bundled model.
 
         Raises:
             ModelError: there is neither.
         """
         for candidate in (Path(self.model), ASSETS / self.model):
-            if candidate.is_dir():
+            if candidate.exists():
                 return candidate
         bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
         raise ModelError(
             f"There is no model directory {self.model!r}, and the bundled models are {bundled}."
-            " Nothing is downloaded: give the path of a Hugging Face model directory.",
+            " Nothing is downloaded: give the path of a Hugging Face model directory or of a GGUF"
+            " file.",
             param="model",
         )
 

@@ -24,7 +24,9 @@ _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="*", help="model directories or bundled models to check")
+    parser.add_argument(
+        "model", nargs="*", help="model directories, GGUF files or bundled models to check"
+    )
     parser.add_argument("--ray-address", help="look at every node of this running cluster")
     parser.add_argument("--host", default="127.0.0.1", help="where HTTP is to listen")
     parser.add_argument("--port", type=int, default=8000)

@@ -57,9 +57,33 @@ class Header:
     tensors: Mapping[str, StoredTensor]
 
 
-def has_weights(directory: Path) -> bool:
-    """Whether there is anything that could be weights, be it broken."""
-    return any(directory.glob("*.safetensors*"))
+class DirectoryFiles:
+    """The files of a Hugging Face model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.place = directory
+
+    @property
+    def name(self) -> str:
+        return self.place.resolve().name
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is anything that could be weights, be it broken."""
+        return any(self.place.glob("*.safetensors*"))
+
+    def named(self, file: str) -> Path:
+        """The path of a file, for messages."""
+        return self.place / file
+
+    def read(self, name: str) -> str | None:
+        """The text of a file; None: there is none. Raises `ModelError`."""
+        file = self.place / name
+        return read_text(file) if file.is_file() else None
+
+    def headers(self) -> dict[Path, Header]:
+        """Raises `ModelError`: there are no weights, or they are damaged."""
+        return {file: read_header(file) for file in checkpoint_files(self.place)}
 
 
 def checkpoint_files(directory: Path) -> list[Path]:

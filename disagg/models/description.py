@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError
-from disagg.models.checkpoint import (
-    Header,
-    StoredTensor,
-    checkpoint_files,
-    has_weights,
-    read_header,
-    read_text,
-)
+from disagg.models.checkpoint import DirectoryFiles, Header, StoredTensor
 from disagg.models.families import FAMILIES, Json
+from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
 
 _SAMPLE_NBYTES = 1024
@@ -43,25 +37,36 @@ class GenerationDefaults:
 
 
 def describe_model(model: str | Path) -> ModelDescription:
-    """Describe a Hugging Face model directory.
+    """Describe a Hugging Face model directory or a GGUF file.
+
+    A directory with one GGUF file and no safetensors stands for that file.
 
     Raises:
-        ModelError: there is none, its config.json is missing or broken, or the model is not
+        ModelError: there is none, its configuration is missing or broken, or the model is not
             supported.
     """
-    directory = Path(model)
-    if not directory.is_dir():
+    files = _files(Path(model))
+    file = files.named("config.json")
+    text = files.read("config.json")
+    if text is None:
         raise ModelError(
-            f"there is no model directory at {directory}; give the path of a directory with "
-            "config.json, tokenizer.json and *.safetensors files"
+            f"{file} is missing; a model directory needs one. Is {model} a model directory?"
         )
-    file = directory / "config.json"
-    if not file.is_file():
+    raw = _json(text, file)
+    return ModelDescription(files, raw, ModelConfig.from_hf(raw, file))
+
+
+def _files(place: Path) -> DirectoryFiles | GgufFiles:
+    if place.is_file():
+        return GgufFiles(place)
+    if not place.is_dir():
         raise ModelError(
-            f"{file} is missing; a model directory needs one. Is {directory} a model directory?"
+            f"there is no model directory at {place}; give the path of a directory with "
+            "config.json, tokenizer.json and *.safetensors files, or of a GGUF file"
         )
-    raw = _json(file)
-    return ModelDescription(directory, raw, ModelConfig.from_hf(raw, file))
+    directory = DirectoryFiles(place)
+    file = None if directory.has_weights else gguf_in(place)
+    return directory if file is None else GgufFiles(file)
 
 
 class ModelDescription:
@@ -73,15 +78,15 @@ class ModelDescription:
         config: the numbers of its decoder.
     """
 
-    def __init__(self, directory: Path, raw: Json, config: ModelConfig) -> None:
-        self.source = str(directory)
+    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json, config: ModelConfig) -> None:
+        self.source = str(files.place)
         self.config = config
-        self._directory = directory
+        self._files = files
         self._raw = raw
 
     @property
     def name(self) -> str:
-        return self._directory.resolve().name
+        return self._files.name
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -100,7 +105,7 @@ class ModelDescription:
     @property
     def num_parameters(self) -> int:
         """As stored: a matrix that is tied to another one counts once. 0: there are no weights."""
-        if not has_weights(self._directory):
+        if not self._files.has_weights:
             return 0
         return sum(tensor.num_values for tensor in self.tensors.values())
 
@@ -115,10 +120,9 @@ class ModelDescription:
         """
         digest = hashlib.blake2b(digest_size=16, person=b"disagg-model")
         for name in ("config.json", "tokenizer.json"):
-            file = self._directory / name
-            raw = read_text(file).encode() if file.is_file() else b""
+            raw = (self._files.read(name) or "").encode()
             digest.update(len(raw).to_bytes(8, "little") + raw)
-        for file, header in self._headers.items() if has_weights(self._directory) else ():
+        for file, header in self._headers.items() if self._files.has_weights else ():
             digest.update(file.name.encode() + header.raw)
             with file.open("rb") as weights:
                 for tensor in header.tensors.values():
@@ -129,20 +133,20 @@ class ModelDescription:
 
     def read_tokenizer(self) -> str:
         """The JSON of Hugging Face's `tokenizers`. Megabytes, so it is not kept."""
-        file = self._directory / "tokenizer.json"
-        if not file.is_file():
+        text = self._files.read("tokenizer.json")
+        if text is None:
             raise ModelError(
                 f"{self.source} has no tokenizer.json. Save the tokenizer in the fast format, for"
                 " example with transformers' AutoTokenizer(...).save_pretrained()."
             )
-        return read_text(file)
+        return text
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja source: `chat_template.jinja`, else as `tokenizer_config.json` has it."""
-        file = self._directory / "chat_template.jinja"
-        if file.is_file():
-            return read_text(file)
+        template = self._files.read("chat_template.jinja")
+        if template is not None:
+            return template
         found = self._tokenizer_config.get("chat_template")
         if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
             found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
@@ -193,7 +197,7 @@ class ModelDescription:
 
     @cached_property
     def _headers(self) -> dict[Path, Header]:
-        return {file: read_header(file) for file in checkpoint_files(self._directory)}
+        return self._files.headers()
 
     @cached_property
     def _generation(self) -> Json:
@@ -204,11 +208,11 @@ class ModelDescription:
         return self._optional_json("tokenizer_config.json")
 
     def _optional_json(self, name: str) -> Json:
-        file = self._directory / name
-        return _json(file) if file.is_file() else {}
+        text = self._files.read(name)
+        return {} if text is None else _json(text, self._files.named(name))
 
     def _wrong(self, name: str, what: str) -> ModelError:
-        return ModelError(f"{self._directory / name} is wrong: {what}")
+        return ModelError(f"{self._files.named(name)} is wrong: {what}")
 
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -220,10 +224,10 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def _json(file: Path) -> Json:
+def _json(text: str, file: Path) -> Json:
     """A JSON object. Raises `ModelError`."""
     try:
-        parsed: Any = json.loads(read_text(file))
+        parsed: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(parsed, dict):

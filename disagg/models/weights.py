@@ -1,4 +1,4 @@
-"""Weights from safetensors into the fused tensors of a decoder.
+"""Weights from safetensors or GGUF into the fused tensors of a decoder.
 
 Checks every name, shape and value before the first forward pass. The order of layers and the
 fusing of q, k, v and of gate, up are decided here; nothing here computes.
@@ -19,6 +19,7 @@ from torch import Tensor
 from disagg.errors import ModelError
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
+from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
@@ -212,7 +213,7 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     not_float = [
         f"{name} is {stored[name].dtype}"
         for name in wanted
-        if name in stored and stored[name].dtype not in FLOATS
+        if name in stored and not _is_read(stored[name])
     ]
     problems = [
         f"{title}: {_some(names)}"
@@ -226,9 +227,14 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     ]
     if problems:
         raise ModelError(
-            f"the weights in {model.source} do not fit its config.json ({model.config.family}). "
+            f"the weights in {model.source} do not fit its configuration ({model.config.family}). "
             + "; ".join(problems)
         )
+
+
+def _is_read(stored: StoredTensor) -> bool:
+    # A GGUF file with another type was refused when it was described.
+    return isinstance(stored, GgufStored) or stored.dtype in FLOATS
 
 
 def _some(names: list[str]) -> str:
@@ -279,8 +285,13 @@ class _Reader:
         return fused
 
     def _one(self, name: str) -> Tensor:
-        file = self._stored[name].file
+        stored = self._stored[name]
+        file = stored.file
         try:
+            if isinstance(stored, GgufStored):
+                from disagg.models.gguf_values import read_values
+
+                return read_values(stored)
             if file not in self._opened:
                 self._opened[file] = safe_open(file, framework="pt")
             tensor: Tensor = self._opened[file].get_tensor(name)  # type: ignore[no-untyped-call]

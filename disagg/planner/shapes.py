@@ -66,10 +66,10 @@ def read_shape(name_or_directory: str) -> ModelShape:
     """
     if name_or_directory in SHAPES:
         return SHAPES[name_or_directory]
-    if not Path(name_or_directory).is_dir():
+    if not Path(name_or_directory).exists():
         raise ModelError(
-            f"{name_or_directory} is neither a directory with a config.json nor one of the known"
-            f" models: {', '.join(SHAPES)}.",
+            f"{name_or_directory} is neither a model directory, nor a GGUF file, nor one of the"
+            f" known models: {', '.join(SHAPES)}.",
             param="model",
         )
     return shape_of(describe_model(name_or_directory))

@@ -18,7 +18,7 @@ from tests.api.test_service import model_directory
 from tests.models.test_damaged_checkpoints import POINTER
 
 PACKAGE = Path(__file__).parents[2] / "disagg"
-READERS = ("models/description.py", "models/checkpoint.py")
+READERS = ("models/description.py", "models/checkpoint.py", "models/gguf_model.py")
 FILES = (
     "config.json",
     "generation_config.json",

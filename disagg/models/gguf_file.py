@@ -1,0 +1,184 @@
+"""The header of a GGUF file: its settings, and which tensor lies where. For `gguf_model`.
+
+Follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` library
+takes seconds and hundreds of megabytes for a vocabulary, in every process that describes a model,
+and says nothing about a file that is cut off; it is used for what is hard, the values of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ModelError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # of `struct`, by type
+_STRING, _ARRAY = 8, 9
+
+# Types whose blocks are read: by number, the name, and values and bytes of one block.
+BLOCKS: Mapping[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+_OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"} | {
+    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8",
+    25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """
+    Attributes:
+        dtype: as the format names it: "F32", "Q4_K", ...
+        shape: outermost dimension first, the reverse of the file's order.
+        begin, end: bytes of the file that hold it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """
+    Attributes:
+        raw: all bytes before the tensors' values.
+        settings: by their full names, as "llama.block_count".
+        tensors: by the file's own names, as "blk.0.attn_q.weight".
+    """
+
+    raw: bytes
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_gguf(file: Path) -> GgufHeader:
+    """Raises `ModelError`: no GGUF file, cut off, damaged, or with a type that is not read."""
+    try:
+        with file.open("rb") as opened:
+            if opened.read(4) != _MAGIC:
+                raise ModelError(
+                    f"{file} is not a GGUF file; a model is a GGUF file or a directory with"
+                    " config.json, tokenizer.json and *.safetensors files"
+                )
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _parsed(content, file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    except (struct.error, EOFError, OverflowError, MemoryError) as error:
+        raise ModelError(f"{file} is cut off in its header; download it again") from error
+    except ValueError as error:  # a UnicodeDecodeError is one
+        raise ModelError(f"{file} is damaged: {error}; download it again") from error
+
+
+class _Cursor:
+    """Reads one value after the other. Raises `struct.error` or `EOFError` at the end."""
+
+    def __init__(self, content: mmap.mmap, position: int) -> None:
+        self.content = content
+        self.position = position
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        found = struct.unpack_from(layout, self.content, self.position)
+        self.position += struct.calcsize(layout)
+        return found
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code)[0]
+
+    def string(self) -> str:
+        length = self.number("Q")
+        end = self.position + length
+        if end > len(self.content):
+            raise EOFError
+        found = self.content[self.position : end]
+        self.position = end
+        return found.decode()
+
+    def value(self) -> Any:
+        kind = self.number("I")
+        if kind != _ARRAY:
+            return self._scalar(kind)
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        return list(self.numbers(_code(kind), count))
+
+    def _scalar(self, kind: int) -> Any:
+        return self.string() if kind == _STRING else self.number(_code(kind))
+
+
+def _code(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a setting has the unknown type {kind}")
+    return _SCALARS[kind]
+
+
+def _parsed(content: mmap.mmap, file: Path) -> GgufHeader:
+    cursor = _Cursor(content, len(_MAGIC))
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        raise ModelError(
+            f"{file} has version {version} of GGUF, or the byte order of another machine; versions"
+            f" {' and '.join(map(str, _VERSIONS))}, little-endian, are read"
+        )
+    num_tensors, num_settings = cursor.numbers("Q", 2)
+    settings = {}
+    for _ in range(num_settings):
+        name = cursor.string()
+        settings[name] = cursor.value()
+    found = []
+    for _ in range(num_tensors):
+        name, num_dims = cursor.string(), cursor.number("I")
+        found.append(
+            (name, cursor.numbers("Q", num_dims), *cursor.numbers("I"), cursor.number("Q"))
+        )
+    alignment = settings.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {
+        name: _tensor(file, name, dims, kind, start + offset) for name, dims, kind, offset in found
+    }
+    if len(tensors) < num_tensors:
+        raise ValueError("two tensors have one name")
+    end = max((tensor.end for tensor in tensors.values()), default=0)
+    if end > len(content):
+        raise ModelError(
+            f"{file} is cut off: it has {len(content):,} of {end:,} bytes; download it again"
+        )
+    return GgufHeader(content[: cursor.position], settings, tensors)
+
+
+def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+    if kind not in BLOCKS:
+        supported = ", ".join(each for each, _, _ in BLOCKS.values())
+        raise ModelError(
+            f"{file}: {name} has type {_OTHER_TYPES.get(kind, f'number {kind}')}, which is not"
+            f" read; choose a file whose tensors are of {supported}"
+        )
+    dtype, num_values, nbytes = BLOCKS[kind]
+    if not dims or dims[0] % num_values:
+        raise ValueError(f"{name} of shape {list(dims)} is not made of whole blocks of {dtype}")
+    end = begin + math.prod(dims) // num_values * nbytes
+    return GgufTensor(dtype, tuple(reversed(dims)), begin, end)

@@ -1,0 +1,281 @@
+"""A GGUF file in the words of a Hugging Face directory, so that one reader understands both.
+
+Names and settings follow `convert_hf_to_gguf.py` of llama.cpp, whose work is undone here. Values
+stay where they are; `gguf_values` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ModelError
+from disagg.models.checkpoint import Header, StoredTensor
+from disagg.models.gguf_file import GgufTensor, read_gguf
+from disagg.models.gguf_tokenizer import token_of, tokenizer_json
+
+_FAMILIES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_SIZES: Mapping[str, str] = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+# Another computation, where they are set and are not 0.
+_NOT_COMPUTED = (
+    "expert_count",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+)
+_OUTER: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_A_LAYER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"
+# Of every llama3 scaling that Meta published; the factor itself is the largest of the file's.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_SAMPLING: Mapping[str, str] = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class GgufStored(StoredTensor):
+    """
+    Attributes:
+        num_paired_heads: heads whose rows lie as llama.cpp turns them, the two of a pair side by
+            side; 0: as transformers has them, halves one after the other.
+    """
+
+    num_paired_heads: int = 0
+
+
+def gguf_in(directory: Path) -> Path | None:
+    """The GGUF file that a directory holds. Raises `ModelError` if there are several."""
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(
+            f"{directory} holds {len(files)} GGUF files"
+            f" ({', '.join(file.name for file in files[:8])}); give the path of one"
+        )
+    return files[0] if files else None
+
+
+class GgufFiles:
+    """What a directory's files would say. Raises `ModelError` for a file that is not supported."""
+
+    has_weights = True
+
+    def __init__(self, file: Path) -> None:
+        self.place = file
+        self._header = read_gguf(file)
+        self._settings = self._header.settings
+        self._architecture = str(self._settings.get("general.architecture"))
+        if self._architecture not in _FAMILIES:
+            raise ModelError(
+                f"{file} describes a model of architecture {self._architecture!r}; supported are"
+                f" {', '.join(_FAMILIES)}"
+            )
+        if self._settings.get("split.count", 0) > 1:
+            raise ModelError(
+                f"{file} is one of {self._settings['split.count']} parts of a model; join them with"
+                " llama.cpp's `llama-gguf-split --merge`"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.place.stem
+
+    def named(self, file: str) -> Path:
+        return self.place
+
+    def read(self, name: str) -> str | None:
+        """What a file of that name would hold; None: nothing here says it."""
+        said: Any = None
+        if name == "config.json":
+            said = self._config
+        elif name == "tokenizer.json":
+            said = tokenizer_json(self._settings, self.place)
+        elif name == "tokenizer_config.json":
+            roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+            said = {"chat_template": self._settings.get("tokenizer.chat_template")}
+            for role, theirs in roles.items():
+                token = token_of(self._settings, theirs, self.place)
+                if token is not None:
+                    said[f"{role}_token"] = token[1]
+        elif name == "generation_config.json":
+            said = {key: self._settings.get(f"general.sampling.{_SAMPLING[key]}")
+                    for key in _SAMPLING}  # fmt: skip
+        return None if said is None else json.dumps(said, ensure_ascii=False)
+
+    def headers(self) -> dict[Path, Header]:
+        tensors = {
+            _hf_name(name): self._stored(name, tensor)
+            for name, tensor in self._header.tensors.items()
+            if name != _ROPE_FACTORS
+        }
+        return {self.place: Header(self._header.raw, tensors)}
+
+    def _stored(self, name: str, tensor: GgufTensor) -> GgufStored:
+        paired = 0
+        if self._architecture == "llama":
+            place = name.rpartition(".")[0]
+            if place.endswith(".attn_q"):
+                paired = self._config["num_attention_heads"]
+            elif place.endswith(".attn_k"):
+                paired = self._config["num_key_value_heads"]
+        shape, begin, end = tensor.shape, tensor.begin, tensor.end
+        return GgufStored(self.place, tensor.dtype, shape, begin, end, paired)
+
+    def _setting(self, name: str, default: Any = None) -> Any:
+        return self._settings.get(f"{self._architecture}.{name}", default)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        for name in _NOT_COMPUTED:
+            if self._setting(name):
+                raise self._unsupported(name)
+        config = {key: self._setting(name) for key, name in _SIZES.items()}
+        missing = [f"{self._architecture}.{_SIZES[key]}" for key in config if config[key] is None]
+        tensors = self._header.tensors
+        table = tensors.get("token_embd.weight")
+        if missing or table is None:
+            raise ModelError(f"{self.place} has no {', '.join(missing) or 'token_embd.weight'}")
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        for key in ("num_attention_heads", "hidden_size"):
+            if not isinstance(config[key], int) or config[key] < 1:
+                raise self._unsupported(_SIZES[key])
+        head_dim = self._setting("attention.key_length", hidden // heads)
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._setting(name, head_dim) != head_dim:
+                raise self._unsupported(name)
+        family, window = _FAMILIES[self._architecture], self._setting("attention.sliding_window")
+        if window and self._architecture == "llama":
+            family = "MistralForCausalLM"
+        elif window:
+            raise self._unsupported("attention.sliding_window")
+        ends = [token_of(self._settings, role, self.place) for role in ("eos", "eot", "eom")]
+        return config | {
+            "architectures": [family],
+            "num_key_value_heads": self._setting("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "vocab_size": table.shape[0],
+            "dtype": _DTYPES.get(self._main_dtype, "bfloat16"),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "sliding_window": window or None,
+            "rope_theta": self._setting("rope.freq_base", 10_000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "eos_token_id": [each[0] for each in ends if each is not None],
+        }
+
+    @property
+    def _main_dtype(self) -> str:
+        """Of the first layer's matrices; norms are kept in F32 beside any other type."""
+        found = self._header.tensors.get("blk.0.attn_q.weight")
+        return found.dtype if found is not None else ""
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        kind = self._setting("rope.scaling.type", "none")
+        factors = self._header.tensors.get(_ROPE_FACTORS)
+        if factors is not None:
+            if kind != "none":
+                raise self._unsupported("rope.scaling.type")
+            return self._llama3(factors, head_dim)
+        if kind == "none":
+            return None
+        if self._setting("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise self._unsupported("rope.scaling.attn_factor")
+        scaling = {"rope_type": kind, "factor": self._setting("rope.scaling.factor")}
+        original = self._setting("rope.scaling.original_context_length")
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _llama3(self, tensor: GgufTensor, head_dim: int) -> dict[str, Any] | None:
+        """Llama 3.1 and later: the file has what each frequency is divided by, not why."""
+        if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
+            raise ModelError(f"{self.place}: {_ROPE_FACTORS} is not {head_dim // 2} values of F32")
+        with self.place.open("rb") as opened:
+            opened.seek(tensor.begin)
+            found = struct.unpack(f"<{head_dim // 2}f", opened.read(tensor.end - tensor.begin))
+        if set(found) == {1.0}:
+            return None
+        factor = round(max(found), 3)  # the file has 32 bits of a quotient
+        scaling = {**_LLAMA3, "factor": factor}
+        wanted = _llama3_factors(self._setting("rope.freq_base", 10_000.0), head_dim, factor)
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
+            raise ModelError(
+                f"{self.place}: the frequencies in {_ROPE_FACTORS} are not those of Llama 3.1"
+                " (llama3 with 8,192 original positions), and no others are supported"
+            )
+        return scaling
+
+    def _unsupported(self, name: str) -> ModelError:
+        return ModelError(
+            f"{self.place}: {self._architecture}.{name} is {self._setting(name)!r}, which is not"
+            " supported"
+        )
+
+
+def _llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
+    low, high = 1.0, 4.0
+    divisors = []
+    for index in range(0, head_dim, 2):
+        turns = 8192 / (2 * math.pi * theta ** (index / head_dim))  # over the original positions
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        divisors.append(1 / ((1 - share) / factor + share))
+    return divisors
+
+
+def _hf_name(name: str) -> str:
+    """What transformers calls a tensor; one that is not known keeps its name, and is refused."""
+    outer, _, kind = name.rpartition(".")
+    if outer in _OUTER:
+        return f"{_OUTER[outer]}.{kind}"
+    found = _LAYER.fullmatch(name)
+    if found is None or found[2] not in _OF_A_LAYER:
+        return name
+    return f"model.layers.{found[1]}.{_OF_A_LAYER[found[2]]}.{found[3]}"
