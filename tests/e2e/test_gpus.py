@@ -96,7 +96,7 @@ def test_one_gpu_has_one_worker_that_does_both(tmp_path: Path) -> None:
 
 def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     """A second signal ends them at once, in the middle of streams."""
-    share = "--num-gpus-per-worker 0.5 --host ::"
+    share = "--num-gpus-per-worker 0.5 --host :: --insecure"
     with started(tmp_path, machine(80), share, 128 + signal.SIGTERM) as (command, found):
         assert found.gpus == [("demo-small-decode", 0), ("demo-small-prefill", 0)]
         assert found.claims == [36.0, 36.0]

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SHORT = 600
 DONE = "data: [DONE]"
+ROOT = Path(__file__).parents[2]
 MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
 ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever workers there are
 
@@ -197,30 +198,37 @@ def test_a_log_directory_that_cannot_be(home: Path) -> None:
     assert "/proc/logs cannot be written to" in said
 
 
+def other_tmp(options: str) -> str:
+    """Mounts another /tmp. This checkout may lie in the one that is there, so it is kept."""
+    keep = f"mount --bind {ROOT} /mnt"
+    back = f"mkdir -p {ROOT} && mount --bind /mnt {ROOT}"
+    return f"{keep} && mount -t tmpfs tmpfs /tmp && {back} && mount -o remount,{options} /tmp"
+
+
 def test_a_small_shared_memory(home: Path) -> None:
     said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o size=32m tmpfs /dev/shm"))
     assert "/dev/shm has 32 MiB left" in said and "--shm-size" in said
 
 
 def test_a_full_disk(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o size=99m tmpfs /tmp"))
+    said = _refusal(Command(MODEL, home, mounts=other_tmp("size=99m")))
     assert "/tmp has 98 MiB left" in said and "make 256 MiB free" in said
 
 
 def test_a_disk_without_a_byte_left(home: Path) -> None:
-    filled = "mount -t tmpfs -o size=1m tmpfs /tmp && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
+    filled = f"{other_tmp('size=1m')} && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
     said = _refusal(Command(MODEL, home, mounts=filled))
     assert "/tmp has 0 MiB left" in said
 
 
 def test_a_temporary_directory_that_is_read_only(home: Path) -> None:
-    mounts = "mount -t tmpfs -o ro tmpfs /tmp && mount -t tmpfs tmpfs /mnt"
+    mounts = f"{other_tmp('ro')} && mount -t tmpfs tmpfs /mnt"
     said = _refusal(Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=mounts))
     assert "/tmp cannot be written to (Read-only file system)" in said
 
 
 def test_no_place_for_logs(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o ro tmpfs /tmp"))
+    said = _refusal(Command(MODEL, home, mounts=other_tmp("ro")))
     assert "nor /tmp can be written to; name a place with --log-dir" in said
 
 
