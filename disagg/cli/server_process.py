@@ -40,7 +40,7 @@ from disagg.cli.reports import (
     Reports,
     StartRefused,
 )
-from disagg.cli.start_checks import check_before_ray, check_models
+from disagg.cli.start_checks import check_before_ray, check_models, hold_port
 from disagg.config import ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
 from disagg.kernels.devices import Gpus, gpus_here
@@ -104,9 +104,12 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
     """Everything from the checks to the end. Raises `StartupError` before it is ready."""
     directory, is_here = Path(order.directory), order.ray_address is None
     check_before_ray(order)
-    plan = _plan(order.config, gpus_here(), order, reports) if is_here else DevicePlan(order.config)
-    check_models(plan.config, plan.gpu_nbytes, is_here)
     with ExitStack() as cleanup:
+        plan = DevicePlan(order.config)
+        if is_here:
+            cleanup.enter_context(hold_port(order.config.http))
+            plan = _plan(order.config, gpus_here(), order, reports)
+        check_models(plan.config, plan.gpu_nbytes, is_here)
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
             reports.say(

@@ -55,6 +55,27 @@ def check_port(http: HttpConfig) -> None:
         ) from error
 
 
+def hold_port(http: HttpConfig) -> socket.socket:
+    """Keep others from starting on the same address, for as long as the socket is open.
+
+    Two commands that start at once both find the port free, and HAProxy shares it with the other
+    one: each would get some of the connections. The name of this socket is no file.
+
+    Raises:
+        StartupError: another command has it.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(f"\0disagg-serve-{http.host}-{http.port}")
+    except OSError as error:
+        held.close()
+        raise StartupError(
+            f"Another `disagg serve` starts on {http.host}:{http.port}; choose another port.",
+            param="port",
+        ) from error
+    return held
+
+
 def check_certificate(http: HttpConfig) -> None:
     if http.ssl_certfile is None and http.ssl_keyfile is None:
         return

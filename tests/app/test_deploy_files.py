@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import configparser
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from disagg.app.build import build, filled_in
+from disagg.cli.serve_arguments import add_arguments
 from disagg.config import ServeConfig, parse_config
 from disagg.errors import StartupError
 
@@ -131,3 +134,17 @@ def test_limits_that_ingresses_cannot_share_are_refused() -> None:
     }
     with pytest.raises(StartupError, match="set redis_url"):
         build(args)
+
+
+def test_the_service_of_systemd() -> None:
+    """Its command is one, and has time to let streams end before systemd kills it."""
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "systemd" / "disagg.service")
+    service = unit["Service"]
+    _, verb, *words = shlex.split(service["ExecStart"])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert verb == "serve"
+    assert parser.parse_args(words).drain_s < float(service["TimeoutStopSec"])
+    assert service["KillMode"] == "mixed"

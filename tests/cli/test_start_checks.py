@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from disagg.cli import start_checks
+from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
 
@@ -49,3 +50,14 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(StartupError, match="Cannot listen on 192"):
         start_checks.check_port(HttpConfig(host="192.0.2.1"))
+
+
+def test_two_starts_at_once_on_one_address() -> None:
+    """Both find it free, and HAProxy would share it."""
+    http = HttpConfig(port=free_port())
+    with start_checks.hold_port(http):
+        start_checks.check_port(http)
+        with pytest.raises(StartupError, match="Another `disagg serve` starts"):
+            start_checks.hold_port(http)
+        start_checks.hold_port(HttpConfig(host="::1", port=http.port)).close()
+    start_checks.hold_port(http).close()
