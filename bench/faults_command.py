@@ -138,8 +138,8 @@ class CommandGates:
                 self.counts += Counter(each.end for each in asked)
 
     async def _haproxy_killed(self, command: Command) -> list[dict[str, Any]]:
-        haproxy = Killed(command.one("haproxy"))
-        async with self._load(command) as asked, suffered(haproxy):
+        # Serve replaces its first HAProxy when it knows all routes.
+        async with self._load(command) as asked, suffered(Killed(command.one("haproxy"))):
             died_s = time.monotonic()
             await asyncio.sleep(SETTLE_S + HEAL_S)
         assert command.events("haproxy_replaced"), command.output()

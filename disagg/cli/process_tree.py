@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -87,6 +88,14 @@ def end_run(directory: Path) -> list[EndedProcess]:
     psutil.wait_procs(list(found), timeout=2)
     shutil.rmtree(directory, ignore_errors=True)
     return ended
+
+
+def end_run_elsewhere(directory: Path) -> None:
+    """`end_run` by a process of its own: Ray ends a process whose raylet is killed, and would leave
+    the directory half removed. Returns when it is done, if this process lives so long."""
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    command = [sys.executable, "-m", "disagg.cli.process_tree", str(directory)]
+    subprocess.run(command, env=environment, start_new_session=True, check=False)
 
 
 def adopt_orphans() -> None:
@@ -196,3 +205,7 @@ def _is_of(process: psutil.Process, directory: Path) -> bool:
         is_mine: bool = process.uids().real == os.getuid()
         return is_mine and process.environ().get(MARK) == str(directory)
     return False
+
+
+if __name__ == "__main__":
+    end_run(Path(sys.argv[1]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ import msgspec
 
 from disagg.app.probe import ask_here
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
-from disagg.cli.process_tree import end_family, end_run, join_run, keep_logs
+from disagg.cli.process_tree import end_run_elsewhere, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
 from disagg.cli.reports import (
     STOP,
@@ -73,9 +72,7 @@ class Orders:
             self.stop.set()
         directory = Path(self._order.directory)
         keep_logs(directory, Path(self._order.log_directory))
-        end_family()  # as a whole: without their raylet workers would end later, one by one
-        end_run(directory)
-        shutil.rmtree(directory, ignore_errors=True)
+        end_run_elsewhere(directory)
         os._exit(1)
 
 
