@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.config import check_secrets, parse_config
+from disagg.config_checks import check_secrets, parse_config
 from disagg.errors import StartupError
 
 

@@ -31,6 +31,7 @@ LAYERS = {
     "messages": 1,
     "worker_status": 1,
     "config": 1,
+    "config_checks": 1,
     "api_keys": 0,
     "time_model": 1,
     "queueing": 1,

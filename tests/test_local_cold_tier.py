@@ -13,7 +13,8 @@ import redis
 
 from disagg.blocks import BlockHash, hash_blocks, hash_root
 from disagg.cli.embedded_redis import EmbeddedRedis
-from disagg.config import EngineConfig, parse_config
+from disagg.config import EngineConfig
+from disagg.config_checks import parse_config
 from disagg.local import LocalCluster, running
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model

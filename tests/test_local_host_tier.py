@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.config import EngineConfig, parse_config
+from disagg.config import EngineConfig
+from disagg.config_checks import parse_config
 from disagg.local import LocalCluster, running
 from disagg.router.fleet import host_id
 from tests.e2e.single_engine import SingleEngine

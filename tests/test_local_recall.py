@@ -12,7 +12,8 @@ import random
 import httpx
 from tokenizers import Tokenizer
 
-from disagg.config import ASSETS, parse_config
+from disagg.config import ASSETS
+from disagg.config_checks import parse_config
 from disagg.local import running
 from scripts.demo_evaluate import recall_at
 

@@ -17,14 +17,8 @@ from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster
 from disagg.app.ingress import Ingress
-from disagg.config import (
-    AutoscalingConfig,
-    PoolConfig,
-    ServeConfig,
-    TierConfig,
-    check_secrets,
-    parse_config,
-)
+from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.config_checks import check_secrets, parse_config
 from disagg.errors import StartupError
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("max_tokens", "temperature", "seed")
         if (value := getattr(args, name)) is not None
     }
-    conversation = Conversation(
+    conversation = ChatSession(
         server, args.model or server.first_model(), options, system=args.system
     )
     if args.message is not None:
@@ -196,7 +196,7 @@ def _decode(raw: bytes, kind: type[Answer]) -> Answer:
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """Turns so far, and the question under way."""
 
     server: Server
@@ -233,7 +233,7 @@ class Conversation:
                 self.turns += [asked, {"role": "assistant", "content": answer}]
 
 
-def _talk(conversation: Conversation, console: Console) -> int:
+def _talk(conversation: ChatSession, console: Console) -> int:
     console.print(Text(f"{conversation.model} at {conversation.server.url}. {_HELP}", style="dim"))
     while True:
         try:
@@ -254,7 +254,7 @@ def _talk(conversation: Conversation, console: Console) -> int:
             _show_answer(conversation, line, console)
 
 
-def _show_answer(conversation: Conversation, question: str, console: Console) -> None:
+def _show_answer(conversation: ChatSession, question: str, console: Console) -> None:
     started_s = time.monotonic()
     first_s: float | None = None
     pieces = conversation.ask(question)

@@ -16,7 +16,8 @@ from disagg.cli.reports import Order
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments, raw_config
 from disagg.cli.supervisor import Signals, Supervisor
-from disagg.config import AUTO, ServeConfig, parse_config, url_of
+from disagg.config import AUTO, ServeConfig, url_of
+from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.models.fetched import FETCHED, fetch
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import EngineConfig, ServeConfig, parse_config
+from disagg.config import EngineConfig, ServeConfig
+from disagg.config_checks import parse_config
 from disagg.doctor.findings import DoctorReport
 from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError

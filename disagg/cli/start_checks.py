@@ -12,7 +12,8 @@ from pathlib import Path
 from disagg.api_keys import read_key_file
 from disagg.app.address import check_address
 from disagg.cli.reports import Order
-from disagg.config import HttpConfig, ServeConfig, check_secrets
+from disagg.config import HttpConfig, ServeConfig
+from disagg.config_checks import check_secrets
 from disagg.errors import StartupError
 
 MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process

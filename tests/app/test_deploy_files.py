@@ -14,7 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from disagg.app.build import build, filled_in
 from disagg.cli.serve_arguments import add_arguments
-from disagg.config import ServeConfig, parse_config
+from disagg.config import ServeConfig
+from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -19,7 +19,8 @@ from bench.peers.pair import was_moved
 from bench.peers.servers import Server, in_turns, started
 from bench.peers.streams import complete
 from bench.report import ENOUGH_S
-from disagg.config import ServeConfig, parse_config
+from disagg.config import ServeConfig
+from disagg.config_checks import parse_config
 from tests.behind_uvicorn import served_port
 
 

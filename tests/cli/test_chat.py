@@ -108,7 +108,7 @@ def test_an_interrupt_hangs_up_and_keeps_what_came(monkeypatch: pytest.MonkeyPat
         TEXT, finish=False, pause=lambda: asyncio.ensure_future(asyncio.sleep(0.002))
     )
     with served(make_app(generate)) as url:
-        conversation = chat.Conversation(chat.Server(url), "tiny", {"max_tokens": 480})
+        conversation = chat.ChatSession(chat.Server(url), "tiny", {"max_tokens": 480})
         pieces = conversation.ask("hi")
         assert next(text for text in pieces if text) == "the"
         pieces.close()
@@ -158,7 +158,7 @@ def test_a_stream_that_breaks_off_is_not_an_answer() -> None:
             await send({"type": "http.response.body", "body": b'data: {"choices":[]}\n\n'})  # type: ignore[operator]
 
     with served(half) as url:  # type: ignore[arg-type]
-        conversation = chat.Conversation(chat.Server(url), "tiny", {})
+        conversation = chat.ChatSession(chat.Server(url), "tiny", {})
         with pytest.raises(Unavailable, match="hung up"):
             list(conversation.ask("hi"))
     assert conversation.turns == []

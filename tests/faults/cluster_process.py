@@ -20,7 +20,8 @@ from pathlib import Path
 
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
-from disagg.config import HttpConfig, ServeConfig, parse_config
+from disagg.config import HttpConfig, ServeConfig
+from disagg.config_checks import parse_config
 
 START_TIMEOUT_S = 180.0
 

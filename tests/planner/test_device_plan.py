@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from disagg.config import EngineConfig, PoolConfig, ServeConfig, parse_config
+from disagg.config import EngineConfig, PoolConfig, ServeConfig
+from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.kernels.devices import Device, Gpus
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers

@@ -1,0 +1,202 @@
+"""Plain data to a `ServeConfig`, and all that can be wrong with one before it is deployed."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from disagg.api_keys import DEFAULT_TENANT, tenants_by_digest
+from disagg.config import AUTO, CascadeConfig, HttpConfig, ServeConfig, TierConfig
+from disagg.errors import StartupError
+
+MIN_CLUSTER_KEY_LENGTH = 16
+EXAMPLE_PREFIX = "change-me"  # in the files under deploy/
+
+
+def parse_config(raw: dict[str, Any]) -> ServeConfig:
+    """A checked `ServeConfig` from plain data, as YAML or Serve's `args` give it.
+
+    Raises:
+        StartupError: names the key at fault and what would be right.
+    """
+    try:
+        config = msgspec.convert(raw, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise StartupError(
+            f"The configuration is not valid: {error}.{_supported(str(error))}"
+        ) from error
+    if not config.cluster_key:  # now, and not when workers have loaded their models
+        raise StartupError(
+            "The cluster key is empty; set cluster_key to a secret of your own, which every process"
+            " of the cluster shares.",
+            param="cluster_key",
+        )
+    names = [tier.name for tier in config.tiers]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise StartupError(
+            f"Two tiers are named {', '.join(sorted(repeated))}; set served_model_name so that"
+            " each has a name of its own.",
+            param="served_model_name",
+        )
+    for tier in config.tiers:
+        _check_autoscaling(tier)
+        if tier.engine.kv_offloading_size and not tier.engine.enable_prefix_caching:
+            raise StartupError(
+                f"Tier {tier.name!r} keeps evicted KV in host memory, and finds none of it without"
+                " prefix caching; set enable_prefix_caching, or kv_offloading_size to 0.",
+                param="kv_offloading_size",
+            )
+        if tier.decode.num_replicas == 0 and tier.decode.autoscaling is None:
+            raise StartupError(
+                f"Tier {tier.name!r} has no decode worker; set decode.num_replicas to at least 1.",
+                param="decode",
+            )
+    _check_budget(config)
+    _check_tenants(config)
+    if config.cascade is not None:
+        _check_cascade(config.cascade, names)
+    return config
+
+
+def _supported(error: str) -> str:
+    """What msgspec leaves out: the values that are possible where another one was given."""
+    match = re.fullmatch(r"Invalid enum value .* at `\$\.(.+)`", error, re.DOTALL)
+    if match is None:
+        return ""
+    found: inspect.Type = inspect.type_info(ServeConfig)
+    for name in re.findall(r"\w+", match[1]):
+        if isinstance(found, inspect.UnionType):  # of something and None
+            found = next(t for t in found.types if not isinstance(t, inspect.NoneType))
+        if isinstance(found, inspect.Metadata):
+            found = found.type
+        if isinstance(found, inspect.StructType):
+            found = next(field.type for field in found.fields if field.name == name)
+        elif isinstance(found, inspect.VarTupleType):  # `name` is a place in it
+            found = found.item_type
+    values = found.values if isinstance(found, inspect.LiteralType) else ()
+    return f" Supported: {', '.join(map(str, values))}." if values else ""
+
+
+def _check_tenants(config: ServeConfig) -> None:
+    http = config.http
+    tenants_by_digest(http.named_keys())
+    if http.api_keys_file is not None:  # who is in it may change
+        return
+    for name in config.tenants:
+        if name != DEFAULT_TENANT and name not in http.api_keys:
+            raise StartupError(
+                f"There are settings for a tenant {name!r}, and no key; add it to http.api_keys.",
+                param="tenants",
+            )
+
+
+def check_secrets(config: ServeConfig, host: str | None = None) -> None:
+    """To be called where a deployment begins; a configuration of tests needs no secrets.
+
+    Args:
+        host: where HTTP will listen; None: others decide that.
+
+    Raises:
+        StartupError: the cluster key can be guessed, or whoever reaches `host` may ask.
+    """
+    if config.insecure:
+        return
+    for param, secret in (("cluster_key", config.cluster_key), *_named_keys(config.http)):
+        if secret.startswith(EXAMPLE_PREFIX):
+            raise StartupError(
+                f"{param} is still the one of the example, which everybody knows;"
+                " `openssl rand -hex 32` makes another one.",
+                param=param,
+            )
+    if len(config.cluster_key) < MIN_CLUSTER_KEY_LENGTH:
+        raise StartupError(
+            f"The cluster key has {len(config.cluster_key)} characters and can be guessed: whoever"
+            " has it can read KV and steer workers. `openssl rand -hex 32` makes one; or say"
+            " insecure: true.",
+            param="cluster_key",
+        )
+    if host is not None and config.http.is_open and not _is_loopback(host):
+        raise StartupError(
+            f"Everybody who reaches {host} could use this server, since it has no API key. Set"
+            " --api-key, --tenants or --api-keys-file; or say --insecure.",
+            param="host",
+        )
+
+
+def _named_keys(http: HttpConfig) -> Iterator[tuple[str, str]]:
+    for name, key in http.named_keys():
+        yield ("api_keys" if name else "api_key"), key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_autoscaling(tier: TierConfig) -> None:
+    for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+        limits = pool.autoscaling
+        if limits is None:
+            continue
+        if not limits.min_replicas <= pool.num_replicas <= limits.max_replicas:
+            raise StartupError(
+                f"Tier {tier.name!r} begins with {pool.num_replicas} {role} workers, and its"
+                f" autoscaling allows {limits.min_replicas} to {limits.max_replicas}.",
+                param=role,
+            )
+        if limits.min_replicas == 0 and pool.num_standby:
+            raise StartupError(
+                f"Tier {tier.name!r} keeps {pool.num_standby} {role} workers standing by, so it"
+                " cannot go down to none; set min_replicas to 1 or num_standby to 0.",
+                param=role,
+            )
+        if limits.min_replicas == 0 and tier.engine.block_size is None:
+            raise StartupError(
+                f"Tier {tier.name!r} may have no {role} worker that says how long its blocks are;"
+                " set engine.block_size (16 on a CPU and 64 on a GPU are usual).",
+                param="block_size",
+            )
+
+
+def _check_budget(config: ServeConfig) -> None:
+    if config.max_num_workers is None:
+        return
+    num_least = sum(
+        (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
+        + pool.num_standby
+        for tier in config.tiers
+        for pool in (tier.prefill, tier.decode)
+    )
+    if num_least > config.max_num_workers:
+        raise StartupError(
+            f"max_num_workers is {config.max_num_workers}, and the pools have at least"
+            f" {num_least} workers.",
+            param="max_num_workers",
+        )
+
+
+def _check_cascade(cascade: CascadeConfig, names: list[str]) -> None:
+    if len(names) < 2:
+        raise StartupError(
+            "A cascade needs at least two models, the smallest first.", param="cascade"
+        )
+    if AUTO in names:
+        raise StartupError(
+            f"With a cascade no model may be named {AUTO!r}: that name has it choose one. Set"
+            " served_model_name.",
+            param="served_model_name",
+        )
+    if len(cascade.thresholds) != len(names) - 1:
+        raise StartupError(
+            f"{len(names)} models need {len(names) - 1} thresholds, one for each but the last;"
+            f" {len(cascade.thresholds)} are given.",
+            param="cascade",
+        )
