@@ -18,7 +18,8 @@ from disagg.api.off_loop import off_loop
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Conversation, JsonText, Prompt, Text
 from disagg.errors import ContextLengthExceeded, InvalidRequest
-from disagg.text.chat_template import RENDER_LIMIT_S, TemplateTooSlow
+from disagg.text.chat_template import RENDER_LIMIT_S
+from disagg.text.template_sandbox import TemplateTooSlow
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
 INLINE_S = 0.02  # a template that takes longer, even for less, goes there too

@@ -2,14 +2,13 @@
 
 Equal to transformers' `apply_chat_template`, whose filters and globals templates are written
 against. The template comes from the operator's model directory, never from a request. The sandbox
-forbids attributes and mutation; on top, products and powers are bounded, and so are the output and
-the time, so that a bad template fails the request that meets it and nothing else.
+bounds the time and the size of whatever is made on the way, so that a bad template fails the
+request that meets it and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -19,17 +18,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from disagg.errors import InvalidRequest, ModelError
+from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox, check_json
 
-MAX_NUM_CHARS = 32 << 20  # of a rendered prompt
 RENDER_LIMIT_S = 10.0
-_MAX_PRODUCT = 1 << 20
-
-
-class TemplateTooSlow(InvalidRequest):
-    """Rendering took longer than it may."""
 
 
 class ChatTemplate:
@@ -48,7 +41,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        environment = self._environment = _Sandbox(
+        environment = self._environment = Sandbox(
             timer,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -113,56 +106,6 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Checks the time in every iteration of every loop, where a template spends its time."""
-
-    intercepted_binops = frozenset(["*", "**", "%"])
-
-    def __init__(self, timer: Callable[[], float], **options: Any) -> None:
-        super().__init__(**options)
-        self._timer = timer
-        self._limits = threading.local()
-
-    def begin(self, limit_s: float) -> None:
-        """The calling thread may spend so much time from now on."""
-        self._limits.seconds = limit_s
-        self._limits.ends_s = self._timer() + limit_s
-
-    def tick(self) -> None:
-        if self._timer() > self._limits.ends_s:
-            raise TemplateTooSlow(
-                "The model's chat template takes longer than"
-                f" {self._limits.seconds:g} s on these messages.",
-                code="invalid_prompt",
-                param="messages",
-            )
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
-        loops: list[jinja2.nodes.For | jinja2.nodes.Macro] = []
-        loops += tree.find_all(jinja2.nodes.For)
-        loops += tree.find_all(jinja2.nodes.Macro)
-        for loop in loops:
-            tick = jinja2.nodes.EnvironmentAttribute("tick", lineno=loop.lineno)
-            call = jinja2.nodes.Call(tick, [], [], None, None, lineno=loop.lineno)
-            look = jinja2.nodes.ExprStmt(call, lineno=loop.lineno)
-            loop.body.insert(0, look.set_environment(self))
-        return tree
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or (operator == "%" and isinstance(left, str)):
-            raise jinja2.exceptions.SecurityError(f"{operator} is not allowed in a chat template")
-        if operator == "*" and abs(_size(left) * _size(right)) > _MAX_PRODUCT:
-            raise jinja2.exceptions.SecurityError("a product is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(operand: Any) -> float:
-    if isinstance(operand, Sequence):
-        return len(operand)
-    return operand if isinstance(operand, int | float) else 1
-
-
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}`: marks answers for training; here just its body."""
 
@@ -182,6 +125,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
+    check_json(value, indent)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from disagg.errors import InvalidRequest
-from disagg.text.chat_template import ChatTemplate, TemplateTooSlow
+from disagg.text.chat_template import ChatTemplate
+from disagg.text.template_sandbox import TemplateTooSlow
 from tests.api.fakes import CHATML, byte_level_core
 
 LLAMA = """{{- bos_token }}

@@ -1,0 +1,309 @@
+"""The sandbox that chat templates run in: bounded in time, and in the size of what they make.
+
+Jinja's own forbids attributes and mutation. On top, time is looked at in every iteration of every
+loop, and the length of a text is reckoned before the text is made wherever few words ask for a long
+one: widths, replacements, concatenations, products, lists written out as text. What lists refer to
+twice counts twice, as it would be written twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2.filters
+import jinja2.nodes
+import jinja2.visitor
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from disagg.errors import InvalidRequest
+
+MAX_NUM_CHARS = 32 << 20  # of a rendered prompt, and of any text that a template makes
+_MAX_PRODUCT = 1 << 20  # of a repeated text or list
+_MAX_WIDTH = 1 << 16  # that a text is filled up to
+
+# In formats: more than four digits, or a width that is an argument.
+_WIDE = {
+    "%": re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)"),
+    "{": re.compile(r"\{[^{}]*(\d{5}|:[^{}]*\{)"),
+}
+
+
+class TemplateTooSlow(InvalidRequest):
+    """Rendering took longer than it may."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """
+    Args:
+        timer: monotonic seconds.
+    """
+
+    intercepted_binops = frozenset(["*", "**", "%", "+"])
+
+    def __init__(self, timer: Callable[[], float], **options: Any) -> None:
+        super().__init__(finalize=_writable, **options)
+        self._timer = timer
+        self._limits = threading.local()
+        del self.globals["lipsum"]
+        for name, rule in {**_WRITTEN_OUT, **_FILTERS}.items():
+            self.filters[name] = _bounded(self.filters[name], rule)
+        self.filters["join"] = _join
+
+    def begin(self, limit_s: float) -> None:
+        """The calling thread may spend so much time from now on."""
+        self._limits.seconds = limit_s
+        self._limits.ends_s = self._timer() + limit_s
+
+    def tick(self) -> None:
+        if self._timer() > self._limits.ends_s:
+            raise TemplateTooSlow(
+                "The model's chat template takes longer than"
+                f" {self._limits.seconds:g} s on these messages.",
+                code="invalid_prompt",
+                param="messages",
+            )
+
+    @staticmethod
+    def join_texts(*values: Any) -> str:
+        """Raises `SecurityError` when they are too long together."""
+        _check_size(values)
+        return "".join(map(str, values))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What Jinja joins the pieces of macros and of `{% set %}` blocks with."""
+        return Sandbox.join_texts(*pieces)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        loops: list[jinja2.nodes.For | jinja2.nodes.Macro] = []
+        loops += tree.find_all(jinja2.nodes.For)
+        loops += tree.find_all(jinja2.nodes.Macro)
+        for loop in loops:
+            call = _call_of("tick", [], loop.lineno)
+            look = jinja2.nodes.ExprStmt(call, lineno=loop.lineno)
+            loop.body.insert(0, look.set_environment(self))
+        bounded: jinja2.nodes.Template = _BoundedConcatenation().visit(tree)
+        bounded.set_environment(self)
+        return bounded
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise SecurityError(f"{operator} is not allowed in a chat template")
+        if operator == "*" and abs(_size(left) * _size(right)) > _MAX_PRODUCT:
+            raise SecurityError("a product is too large")
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            _check(len(left) + len(right))
+        elif (
+            operator == "+"
+            and isinstance(left, list | tuple | bytes)
+            and (_size(left) + _size(right) > _MAX_PRODUCT)
+        ):
+            raise SecurityError("a list is too long")
+        return super().call_binop(context, operator, left, right)
+
+    def call(  # the names are Jinja's: they must not meet a keyword argument's
+        __self,
+        __context: Any,
+        __obj: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str | bytes | int) and name in _METHODS:
+            if name == "join":
+                args = tuple(map(list, args))  # it may be an iterator
+            _METHODS[name](owner, *args, **kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        form: str = value.__self__
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_form(form, "{", args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return functools.update_wrapper(checked, wrapped)
+
+
+class _BoundedConcatenation(jinja2.visitor.NodeTransformer):
+    """`a ~ b` as a call that looks at the lengths first."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _call_of("join_texts", node.nodes, node.lineno)
+
+
+def _call_of(name: str, arguments: list[jinja2.nodes.Expr], lineno: int) -> jinja2.nodes.Call:
+    function = jinja2.nodes.EnvironmentAttribute(name, lineno=lineno)
+    return jinja2.nodes.Call(function, arguments, [], None, None, lineno=lineno)
+
+
+def check_json(value: Any, indent: int | str | None) -> None:
+    """Raises `SecurityError` when `value` as JSON, `indent` for each level, is too long."""
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    _check_width(width)
+    _check_size(value, width)
+
+
+def _check(num_chars: float) -> None:
+    if num_chars > MAX_NUM_CHARS:
+        raise SecurityError(f"a text would be longer than {MAX_NUM_CHARS} characters")
+
+
+def _check_width(width: int) -> None:
+    if width > _MAX_WIDTH:
+        raise SecurityError(f"a width is above {_MAX_WIDTH}")
+
+
+def _check_size(value: Any, indent: int = 0) -> int:
+    """About the length of `value` written out. Raises `SecurityError` as soon as it is too long."""
+    num_chars, rest = 0, [(value, 0)]
+    while rest:
+        item, depth = rest.pop()
+        if isinstance(item, str | bytes):
+            num_chars += len(item)
+        elif isinstance(item, Mapping | list | tuple):
+            items = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
+            rest += [(each, depth + 1) for each in items]
+            num_chars += (2 + indent * (depth + 1)) * len(items)
+        elif isinstance(item, int):
+            num_chars += 1 + item.bit_length() // 3
+        _check(num_chars)
+    return num_chars
+
+
+def _check_form(form: str, mark: str, args: Any, kwargs: Any) -> None:
+    if _WIDE[mark].search(form.replace(mark * 2, "")):
+        raise SecurityError("a width in a format must be a number of at most four digits")
+    _check(len(form) + form.count(mark) * (9999 + _check_size((args, kwargs))))
+
+
+def _size(operand: Any) -> float:
+    if isinstance(operand, Sequence):
+        return len(operand)
+    return operand if isinstance(operand, int | float) else 1
+
+
+def _writable(value: Any) -> Any:
+    """Of every expression that is written out."""
+    if isinstance(value, Mapping | list | tuple):
+        _check_size(value)
+    return value
+
+
+# Rules take what the filter or method takes, and raise `SecurityError`.
+
+
+def _padded(text: Any, width: int = 80, fillchar: Any = None) -> None:
+    _check_size(text)
+    _check_width(width)
+
+
+def _expanded(text: Any, tabsize: int = 8) -> None:
+    _check_width(tabsize)
+    _check(len(text) + tabsize * text.count("\t" if isinstance(text, str) else b"\t"))
+
+
+def _replaced(text: Any, old: Any, new: Any, count: int | None = None) -> None:
+    _check_size(text)
+    if not isinstance(text, bytes):
+        text, old, new = str(text), str(old), str(new)
+    _check(len(text) + text.count(old) * len(new))
+
+
+def _joined(between: Any, items: Sequence[Any]) -> None:
+    _check(_check_size(items) + len(between) * len(items))
+
+
+def _translated(text: Any, *_: Any) -> None:
+    raise SecurityError("translate is not allowed in a chat template")
+
+
+def _as_bytes(number: int, length: int = 1, *_: Any, **__: Any) -> None:
+    _check_width(length)
+
+
+def _indented(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> None:
+    _check_size(text)
+    each = len(width) if isinstance(width, str) else width
+    _check(len(str(text)) + each * (1 + len(str(text).splitlines())))
+
+
+def _formatted(form: Any, *args: Any, **kwargs: Any) -> None:
+    _check_form(str(form), "%", args, kwargs)
+
+
+def _wrapped(
+    text: str, width: int = 79, break_long_words: bool = True, wrapstring: str | None = None,
+    break_on_hyphens: bool = True,
+) -> None:  # fmt: skip
+    num_lines = 1 + len(text.splitlines()) + 2 * len(text) // max(width, 1)
+    _check(len(text) + num_lines * len(wrapstring or "\n"))
+
+
+def _filled(items: Any, number: int, fill_with: Any = None) -> None:
+    _check_width(number)
+
+
+def _written_out(value: Any, *_: Any, **__: Any) -> None:
+    _check_size(value)
+
+
+def _bounded(filter_: Callable[..., Any], rule: Callable[..., None]) -> Callable[..., Any]:
+    num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument, before the value
+
+    @functools.wraps(filter_)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        rule(*args[num_own:], **kwargs)
+        return filter_(*args, **kwargs)
+
+    return checked
+
+
+@jinja2.pass_environment
+def _join(
+    environment: jinja2.Environment, value: Any, d: str = "", attribute: str | int | None = None
+) -> str:
+    items = list(value)
+    if attribute is not None:
+        items = list(map(jinja2.filters.make_attrgetter(environment, attribute), items))
+    _joined(str(d), items)
+    return str(d).join(map(str, items))
+
+
+_METHODS: dict[str, Callable[..., None]] = {
+    "center": _padded,
+    "ljust": _padded,
+    "rjust": _padded,
+    "zfill": _padded,
+    "expandtabs": _expanded,
+    "replace": _replaced,
+    "join": _joined,
+    "translate": _translated,
+    "to_bytes": _as_bytes,
+}
+_FILTERS: dict[str, Callable[..., None]] = {
+    "center": _padded,
+    "indent": _indented,
+    "format": _formatted,
+    "replace": _replaced,
+    "wordwrap": _wrapped,
+    "batch": _filled,
+    "slice": _filled,
+}
+_WRITTEN_OUT: dict[str, Callable[..., None]] = dict.fromkeys(
+    (
+        "capitalize", "e", "escape", "forceescape", "lower", "pprint", "string", "striptags",
+        "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr",
+    ),
+    _written_out,
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Few words of a template ask for gigabytes: refused before anything of that size is made."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from disagg.errors import InvalidRequest
+from disagg.text.chat_template import ChatTemplate
+from disagg.text.template_sandbox import MAX_NUM_CHARS
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "a\tb\nc" * 20}]
+
+
+def render(source: str) -> str:
+    return ChatTemplate(source, {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a'.center(4000000000) }}",
+        "{{ 'a'.ljust(4000000000) }}",
+        "{{ 'a'.rjust(4000000000, 'b') }}",
+        "{{ '1'.zfill(4000000000) }}",
+        "{{ messages[0].content.zfill(width) }}",
+        "{{ ('a'|attr('ljust'))(4000000000) }}",
+        "{{ 'a'.encode().ljust(4000000000) }}",
+        "{{ (1).to_bytes(4000000000, 'big') }}",
+        "{{ 'a\tb'.expandtabs(4000000000) }}",
+        "{{ 'a'|center(4000000000) }}",
+        "{{ ['a']|map('center', 4000000000)|list }}",
+        "{{ 'a\nb'|indent(4000000000) }}",
+        "{{ 'a'|indent(4000000000, first=true) }}",
+        "{{ ('a\n' * 1000)|indent(width='x' * 1000000) }}",
+        "{{ '%4000000000d'|format(1) }}",
+        "{{ '%.4000000000f'|format(1.5) }}",
+        "{{ '%*d'|format(4000000000, 1) }}",
+        "{{ '{:4000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 4000000000) }}",
+        "{{ '{a:4000000000}'.format_map({'a': 1}) }}",
+        "{{ ('{0}' * 100000).format('a' * 1000000) }}",
+        "{{ messages|tojson(indent=4000000000) }}",
+        "{{ ([1] * 100000)|tojson(indent=60000) }}",
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+        "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+        "{{ ('a' * 1000000).replace('', 'b' * 1000000) }}",
+        "{{ 'a'.translate({97: 'b' * 1000000}) }}",
+        "{{ ('a' * 1000000).join(['b'] * 1000000) }}",
+        "{{ ['b'] * 1000000|join('a' * 1000000) }}",
+        "{{ (['b'] * 100000)|join('a' * 100000) }}",
+        "{{ ([{'a': 'b' * 1000000}] * 1000)|join(attribute='a') }}",
+        "{{ ['a' * 1000000] * 100000 }}",
+        "{{ (['a' * 1000000] * 100000)|string }}",
+        "{{ (['a' * 1000000] * 100000)|upper }}",
+        "{{ ([['a' * 1000000] * 1000] * 1000)|tojson }}",
+        "{{ ('a b ' * 100000)|wordwrap(1, wrapstring='b' * 100000) }}",
+        "{{ [1]|batch(4000000000, 1)|list }}",
+        "{{ [1]|slice(4000000000, 1)|list }}",
+        "{{ lipsum(n=4000000000) }}",
+        "{% set n = namespace(t='a') %}{% for i in range(60) %}"
+        "{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "{% set n = namespace(t='a') %}{% for i in range(60) %}"
+        "{% set n.t = n.t + n.t %}{% endfor %}",
+        "{% set n = namespace(t=[1]) %}{% for i in range(60) %}"
+        "{% set n.t = n.t + n.t %}{% endfor %}",
+        "{% set n = namespace(t=[1]) %}{% for i in range(60) %}"
+        "{% set n.t = [n.t, n.t] %}{% endfor %}"
+        "{{ n.t|tojson }}",
+        "{% set n = namespace(t='a') %}{% for i in range(60) %}{% set t %}{{ n.t }}{{ n.t }}"
+        "{% endset %}{% set n.t = t %}{% endfor %}",
+        "{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}{% set n = namespace(t='a') %}"
+        "{% for i in range(60) %}{% set n.t = m(n.t) %}{% endfor %}",
+    ],
+)
+def test_a_text_of_gigabytes_is_refused_before_it_is_made(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest):
+            render(source)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_NUM_CHARS
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_refusal_says_why() -> None:
+    with pytest.raises(InvalidRequest, match="a width is above 65536"):
+        render("{{ 'a'.ljust(4000000000) }}")
+    with pytest.raises(InvalidRequest, match="a text would be longer than 33554432 characters"):
+        render("{{ ['a' * 1000000] * 100000 }}")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a'.center(5) }}|{{ 'a'|center(5) }}|{{ 'a'.ljust(3, '.') }}", "  a  |  a  |a.."),
+        ("{{ 'a'.rjust(3) }}|{{ '7'.zfill(3) }}|{{ 'a\tb'.expandtabs(4) }}", "  a|007|a   b"),
+        ("{{ 'a\nb'|indent(2) }}|{{ 'a\nb'|indent('--', true) }}", "a\n  b|--a\n--b"),
+        ("{{ '**%s** of 100000: %05.2f%%'|format('a', 1.5) }}", "**a** of 100000: 01.50%"),
+        ("{{ '{:>4} of 100000 {{{a}}}'.format(1, a=2) }}", "   1 of 100000 {2}"),
+        ("{{ ['a', 1, none]|join(', ') }}|{{ ','.join('ab'|map('upper')) }}", "a, 1, None|A,B"),
+        ("{{ [{'a': {'b': 1}}, {'a': {'b': 2}}]|join('+', attribute='a.b') }}", "1+2"),
+        ("{{ 'aXbX'.replace('X', '-') }}|{{ 'aXbX'|replace('X', '-', 1) }}", "a-b-|a-bX"),
+        ("{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}", "a1None[2]"),
+        ("{{ 'a' + 'b' }}|{{ [1] + [2] }}", "ab|[1, 2]"),
+        ("{{ [1, 2, 3]|batch(2, 0)|list }}|{{ 'a b'|wordwrap(1) }}", "[[1, 2], [3, 0]]|a\nb"),
+        ("{{ {'a': [1]}|tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
+        ("{{ missing }}|{{ none }}|{{ {'a': 1} }}", "|None|{'a': 1}"),
+    ],
+)  # fmt: skip
+def test_ordinary_ones_are_made_as_ever(source: str, text: str) -> None:
+    assert render(source) == text
