@@ -61,7 +61,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are taken as such."""
-        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: only then does the library let other threads run meanwhile.
+        (encoded,) = self.core.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def shield(self, text: str) -> str:
         """`text` with every control token in it broken after its first character.
