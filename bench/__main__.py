@@ -33,6 +33,7 @@ BENCHES = (
     "scheduler",
     "serving_path",
     "sim",
+    "stalls",
     "tiers",
     "time_model",
     "worker_memory",

@@ -48,6 +48,7 @@ def test_named_benches_run_one_after_another() -> None:
         "sampler_law",
         "scheduler",
         "sim",
+        "stalls",
         "tiers",
         "time_model",
         "worker_memory",
@@ -71,6 +72,9 @@ def test_named_benches_run_one_after_another() -> None:
     assert stored["int4"] < 0.57 * stored["int8"]
     assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
+    stalls = results["stalls"]["rows"]
+    assert [row["status"] for row in stalls if row["status"] != 200] == [None, 400]  # idle, enum
+    assert all(row["stream ms"] > 0 < row["loop ms"] for row in stalls)
     cascade = results["cascade"]
     assert [row["tasks"] for row in cascade["rows"]] == ["hard", "easy", "recall", "all"]
     assert all(row["cost %"] >= row["small alone cost %"] > 0 for row in cascade["rows"])
