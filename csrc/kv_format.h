@@ -1,0 +1,156 @@
+// Keys and values as `disagg/kernels/kv_pages.py` lays them out: a page is what one head of one
+// layer has in one block, and ends with a float32 scale for each vector in formats that have them.
+// Numbers are rounded as `disagg/kernels/torch_quantized.py` does it.
+#pragma once
+
+#include "vectors.h"
+
+namespace disagg {
+
+enum Format : int32_t { BFLOAT16 = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
+enum Half : int32_t { KEYS = 0, VALUES = 1 };
+
+constexpr float SMALLEST_PEAK = 1e-30f;  // a vector of zeros has a scale too
+constexpr int INT4_STEP = 16;            // an int4 is the upper half of an int8
+constexpr int INT4_TOP = 7;
+constexpr int E4M3_SHIFT = 20;               // from its last bit to where a float32 has it
+constexpr int E4M3_EXPONENT = (127 - 7) << 23;  // what a float32's exponent counts more
+constexpr float E4M3_SMALLEST = 1.0f / 512;
+
+inline __m512i bytes_of(const uint8_t* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+inline __m512 from_int8(const uint8_t* from) { return _mm512_cvtepi32_ps(bytes_of(from)); }
+
+// Two neighbours share a byte, the first in its lower half.
+inline __m512 from_int4(const uint8_t* from) {
+  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m256i twice = _mm256_cvtepu8_epi16(pairs);
+  const __m256i both = _mm256_or_si256(_mm256_slli_epi16(twice, 4), _mm256_slli_epi16(twice, 8));
+  const __m256i upper = _mm256_and_si256(both, _mm256_set1_epi16(static_cast<int16_t>(0xF0F0)));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(upper)));
+}
+
+inline __m512 from_fp8(const uint8_t* from) {
+  const __m512i bits = bytes_of(from);
+  const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7F));
+  const __m512i normal =
+      _mm512_add_epi32(_mm512_slli_epi32(size, E4M3_SHIFT), _mm512_set1_epi32(E4M3_EXPONENT));
+  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(E4M3_SMALLEST));
+  const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+  const __m512i sign = _mm512_and_si512(bits, _mm512_set1_epi32(INT32_MIN));
+  const __m512i value = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
+  return _mm512_castsi512_ps(_mm512_or_si512(value, sign));
+}
+
+// The nearest e4m3 numbers, to even, of values up to 448.
+inline __m128i to_fp8(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(INT32_MAX));
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(size, E4M3_SHIFT), _mm512_set1_epi32(1));
+  const __m512i half = _mm512_set1_epi32((1 << (E4M3_SHIFT - 1)) - 1);
+  const __m512i moved = _mm512_sub_epi32(size, _mm512_set1_epi32(E4M3_EXPONENT));
+  const __m512i normal =
+      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(moved, half), last), E4M3_SHIFT);
+  const __m512 steps =
+      _mm512_mul_ps(_mm512_castsi512_ps(size), _mm512_set1_ps(1.0f / E4M3_SMALLEST));
+  const __mmask16 is_small = _mm512_cmp_ps_mask(steps, _mm512_set1_ps(8.0f), _CMP_LT_OQ);
+  const __m512i code = _mm512_mask_mov_epi32(normal, is_small, _mm512_cvtps_epi32(steps));
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+  return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+}
+
+struct KVPages {
+  uint8_t* base;
+  int64_t page_nbytes;
+  int64_t scales_offset;  // in a page; 0: no scales
+  int32_t num_layers;
+  int32_t num_kv_heads;
+  int32_t block_size;
+  int32_t format;
+
+  uint8_t* page(int64_t block, int layer, Half half, int kv_head) const {
+    const int64_t number = ((block * num_layers + layer) * 2 + half) * num_kv_heads + kv_head;
+    return base + number * page_nbytes;
+  }
+
+  int64_t vector_nbytes(int head_dim) const {
+    return format == BFLOAT16 ? 2 * head_dim : format == INT4 ? head_dim / 2 : head_dim;
+  }
+
+  // `count` vectors as bfloat16, without their scales: where they lie, or exact in `scratch`.
+  const bf16* widened(const uint8_t* page, int offset, int count, int head_dim,
+                      bf16* scratch) const {
+    const uint8_t* from = page + offset * vector_nbytes(head_dim);
+    const int num_values = count * head_dim;
+    switch (format) {
+      case INT8:
+        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_int8(from + i));
+        return scratch;
+      case INT4:
+        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_int4(from + i / 2));
+        return scratch;
+      case FP8:
+        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_fp8(from + i));
+        return scratch;
+      default: return reinterpret_cast<const bf16*>(from);
+    }
+  }
+
+  const float* scales(const uint8_t* page, int offset) const {
+    if (scales_offset == 0) return nullptr;
+    return reinterpret_cast<const float*>(page + scales_offset) + offset;
+  }
+
+  void write(uint8_t* page, int offset, int head_dim, const bf16* vector) const {
+    uint8_t* to = page + offset * vector_nbytes(head_dim);
+    if (format == BFLOAT16) {
+      memcpy(to, vector, sizeof(bf16) * head_dim);
+      return;
+    }
+    const float scale = scale_of(vector, head_dim);
+    reinterpret_cast<float*>(page + scales_offset)[offset] = scale;
+    for (int d = 0; d < head_dim; d += LANES) {
+      const __m512 scaled = _mm512_div_ps(load(vector + d), _mm512_set1_ps(scale));
+      if (format == INT4)
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to + d / 2), to_int4(scaled));
+      else if (format == INT8)
+        store_bytes(to + d, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled)));
+      else
+        store_bytes(to + d, to_fp8(scaled));
+    }
+  }
+
+ private:
+  static void store_bytes(uint8_t* to, __m128i bytes) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  }
+
+  // What a stored number of 1 stands for. An int4 reaches one step further below 0 than above it:
+  // there the value of the largest size becomes -128, and the scale has the sign.
+  float scale_of(const bf16* vector, int head_dim) const {
+    __m512 sizes = _mm512_setzero_ps(), least = _mm512_setzero_ps();
+    for (int d = 0; d < head_dim; d += LANES) {
+      const __m512 some = load(vector + d);
+      sizes = _mm512_max_ps(sizes, _mm512_abs_ps(some));
+      least = _mm512_min_ps(least, some);
+    }
+    const float largest = _mm512_reduce_max_ps(sizes);
+    const float peak = largest > SMALLEST_PEAK ? largest : SMALLEST_PEAK;
+    if (format != INT4) return peak / (format == INT8 ? 127.0f : 448.0f);
+    return (_mm512_reduce_min_ps(least) <= -peak ? -peak : peak) / -128.0f;
+  }
+
+  static __m128i to_int4(__m512 scaled) {
+    const __m512 steps = _mm512_div_ps(scaled, _mm512_set1_ps(INT4_STEP));
+    const __m512i whole =
+        _mm512_min_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(INT4_TOP));
+    // Two neighbours, in 64 bits, become one byte.
+    const __m512i first = _mm512_and_si512(whole, _mm512_set1_epi64(15));
+    const __m512i second = _mm512_slli_epi64(_mm512_srli_epi64(whole, 32), 4);
+    return _mm512_cvtepi64_epi8(_mm512_or_si512(first, second));
+  }
+};
+
+}  // namespace disagg

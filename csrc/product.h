@@ -1,0 +1,98 @@
+// Products of a few rows with a weight in oneDNN's layout: panels of 64 columns (rows of the weight
+// as a checkpoint has it), in which the 64 pairs of one k and the next lie together. The weight is
+// read from memory once for all rows. A result does not depend on the other rows.
+#pragma once
+
+#include "vectors.h"
+
+namespace disagg {
+
+constexpr int PANEL = 64;
+constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
+constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
+
+struct Matrix {
+  const uint32_t* panels;
+  const bf16* bias;  // null: none
+  int32_t num_out;
+  int32_t num_in;  // even
+
+  int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
+  int num_pairs() const { return num_in / 2; }
+  // oneDNN fills up to a multiple of 32.
+  int64_t panel_size() const { return int64_t((num_in + 31) / 32 * 32) / 2 * PANEL; }
+  const uint32_t* panel(int index) const { return panels + index * panel_size(); }
+};
+
+// Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
+// Brings two lines of `ahead` closer for each pair, `step` lines further each time.
+template <int num_rows, int num_vectors, class Take>
+inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, const uint32_t* ahead,
+                 int step, Take&& take) {
+  __m512 sums[num_rows][num_vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+  for (int k = 0; k < num_pairs; ++k) {
+    const uint32_t* column = weight + int64_t(k) * PANEL;
+    __m512i columns[num_vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) {
+      columns[v] = _mm512_loadu_si512(column + v * LANES);
+      _mm_prefetch(reinterpret_cast<const char*>(column + v * LANES) + PREFETCHED, _MM_HINT_T0);
+    }
+    const uint32_t* lines = ahead + int64_t(k) * step * LANES;
+    _mm_prefetch(reinterpret_cast<const char*>(lines), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r) {
+      const __m512i row = _mm512_set1_epi32(static_cast<int>(x[int64_t(r) * num_pairs + k]));
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
+}
+
+// A part of a panel (its `part`th `num_vectors` * 16 columns) for all rows; `take(row, column,
+// sums)` gets rows and columns of the whole product. `next` is what this thread will probably read
+// after it: the later tiles, which find this panel in the cache, have time to bring it closer.
+template <int num_vectors, class Take>
+inline void product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
+                    const uint32_t* next, Take&& take) {
+  const int num_pairs = matrix.num_pairs();
+  const uint32_t* weight = matrix.panel(panel) + part * num_vectors * LANES;
+  const int first_column = panel * PANEL + part * num_vectors * LANES;
+  const auto* pairs = reinterpret_cast<const uint32_t*>(x);
+  const int num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int step = num_tiles < 4 ? 2 : 1;  // of the 4 lines that a pair has in a panel
+  for (int i = 0; i < num_tiles; ++i) {
+    const int begin = i * num_rows / num_tiles, end = (i + 1) * num_rows / num_tiles;
+    auto take_here = [&](int r, int v, __m512 sums) {
+      take(begin + r, first_column + v * LANES, sums);
+    };
+    const uint32_t* rows = pairs + int64_t(begin) * num_pairs;
+    const bool has_time = num_vectors == 4 && num_tiles > 1 && i * step < 4;
+    const uint32_t* ahead = has_time ? next + int64_t(i) * step * num_pairs * LANES : weight;
+    switch (end - begin) {
+      case 1: tile<1, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+      case 2: tile<2, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+      case 3: tile<3, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+      case 4: tile<4, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+      case 5: tile<5, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+      case 6: tile<6, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
+    }
+  }
+}
+
+// With the bias added, of the columns that exist.
+inline __m512 with_bias(const Matrix& matrix, int column, __m512 sums) {
+  if (matrix.bias == nullptr) return sums;
+  return _mm512_add_ps(sums, load(matrix.bias + column, first_lanes(matrix.num_out - column)));
+}
+
+}  // namespace disagg

@@ -1,0 +1,79 @@
+// bfloat16 and float32 vectors of AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace disagg {
+
+using bf16 = uint16_t;  // the upper half of a float32
+
+constexpr int LANES = 16;
+
+inline __m512 load(const bf16* from) {
+  __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline __m512 load(const bf16* from, __mmask16 mask) {
+  __m256i halves = _mm256_maskz_loadu_epi16(mask, from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// Rounded to the nearest, to even.
+inline __m256i narrowed(__m512 values) {
+  __m256bh rounded = _mm512_cvtneps_pbh(values);
+  __m256i bits;
+  memcpy(&bits, &rounded, sizeof bits);
+  return bits;
+}
+
+inline void store(bf16* to, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(values));
+}
+
+inline void store(bf16* to, __m512 values, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(to, mask, narrowed(values));
+}
+
+inline __m512 rounded(__m512 values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(values)), 16));
+}
+
+// The first `count` of 16 lanes: all for a larger count, none for one below 0.
+inline __mmask16 first_lanes(int count) {
+  if (count >= LANES) return 0xFFFF;
+  return count <= 0 ? 0 : __mmask16((1u << count) - 1);
+}
+
+// acc + the dot products of neighbouring pairs.
+inline __m512 dot_pairs(__m512 acc, __m512i left, __m512i right) {
+  __m512bh one, other;
+  memcpy(&one, &left, sizeof one);
+  memcpy(&other, &right, sizeof other);
+  return _mm512_dpbf16_ps(acc, one, other);
+}
+
+// e^x within two units in the last place.
+inline __m512 exponential(__m512 x) {
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  // The rest of x in two steps, as ln 2 has more digits than a float32.
+  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693145752f), x);
+  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(1.42860677e-6f), rest);
+  // The Taylor series, on |rest| <= ln 2 / 2.
+  __m512 sum = _mm512_set1_ps(1.0f / 5040);
+  const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  for (float factor : factors) sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+inline __m512 silu(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512 inverse = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_div_ps(x, _mm512_add_ps(one, inverse));
+}
+
+}  // namespace disagg

@@ -1,0 +1,134 @@
+"""Sampling on a CPU in compiled loops (`csrc/sampling.cpp`): two calls a step, not hundreds.
+
+`torch_sampling` is the plain-torch reference. It samples if no compiler was found when disagg was
+installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, byref, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu_library import CPU_KERNELS
+from disagg.kernels.sampling_rows import SampledRows, SamplingTables
+
+FILE = Path(__file__).parent / "_sampling.so"
+VERSION = 1  # of the functions in csrc/sampling.cpp
+_FEW = 1 << 18  # logits that are not worth waking another thread
+
+
+class _Tables(Structure):
+    _fields_ = (
+        ("numbers", c_void_p),
+        ("stop_ids", c_void_p),
+        ("seen_ids", c_void_p),
+        ("num_seen", c_void_p),
+        ("counts", c_void_p),
+        ("num_stop_ids", c_int64),
+        ("seen_width", c_int64),
+        ("vocab", c_int64),
+    )
+
+
+@cache
+def find_sampling() -> ctypes.CDLL | None:
+    """The compiled library; None if it was not built, or the environment asks for torch."""
+    return None if os.environ.get(CPU_KERNELS) == "torch" else load(FILE)
+
+
+def load(file: Path) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(file))
+        if library.disagg_sampling_version() != VERSION:
+            return None
+    except (OSError, AttributeError):
+        return None
+    tables, pointer, number = ctypes.POINTER(_Tables), c_void_p, c_int64
+    library.disagg_sampling_adjust.argtypes = [pointer, tables, pointer, pointer, number, pointer]
+    library.disagg_sampling_adjust.restype = None
+    rows = [number, number]
+    library.disagg_sampling_choose.argtypes = [pointer, tables, pointer, pointer, *rows, pointer]
+    library.disagg_sampling_choose.restype = c_int32
+    library.disagg_sampling_remember.argtypes = [tables, pointer, pointer, pointer, number]
+    library.disagg_sampling_remember.restype = None
+    return library
+
+
+class CpuSampling:
+    """`SamplingOps` for tensors in a CPU's memory. One thread at a time may use it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._threads: ThreadPoolExecutor | None = None  # beside the caller's
+
+    def adjust_(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> None:
+        self._library.disagg_sampling_adjust(
+            logits.data_ptr(),
+            byref(_described(tables, logits.shape[1])),
+            rows.slots.data_ptr(),
+            rows.adjusted.data_ptr(),
+            rows.adjusted.shape[0],
+            positions.data_ptr(),
+        )
+
+    def choose(
+        self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
+    ) -> Tensor:
+        num_rows, vocab_size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        described = _described(tables, vocab_size)
+        given = logits.data_ptr(), described, rows.slots.data_ptr(), positions.data_ptr()
+
+        def choose(first: int, end: int) -> int:
+            found: int = self._library.disagg_sampling_choose(
+                *given, first, end, token_ids.data_ptr()
+            )
+            return found
+
+        num_parts = min(torch.get_num_threads(), num_rows, max(1, logits.numel() // _FEW))
+        ends = [num_rows * part // num_parts for part in range(num_parts + 1)]
+        if num_parts > 1 and self._threads is None:
+            most = max(1, torch.get_num_threads() - 1)
+            self._threads = ThreadPoolExecutor(most, thread_name_prefix="sampling")
+        others = [
+            self._threads.submit(choose, ends[part], ends[part + 1])
+            for part in range(1, num_parts)
+            if self._threads is not None
+        ]
+        failed = choose(0, ends[1]) + sum(other.result() for other in others)
+        if failed:
+            raise MemoryError(f"no memory to choose tokens of {num_rows} rows")
+        return token_ids
+
+    def remember(
+        self, tables: SamplingTables, slots: Tensor, token_ids: Tensor, rows: Tensor
+    ) -> None:
+        self._library.disagg_sampling_remember(
+            byref(_described(tables, tables.counts.shape[1])),
+            slots.data_ptr(),
+            token_ids.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[0],
+        )
+
+
+def _described(tables: SamplingTables, vocab_size: int) -> _Tables:
+    return _Tables(
+        tables.numbers.data_ptr(),
+        tables.stop_ids.data_ptr(),
+        tables.seen_ids.data_ptr(),
+        tables.num_seen.data_ptr(),
+        tables.counts.data_ptr(),
+        tables.stop_ids.shape[1],
+        tables.seen_ids.shape[1],
+        vocab_size,
+    )

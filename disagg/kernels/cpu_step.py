@@ -1,0 +1,294 @@
+"""A decode step as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
+
+With few rows, a step in torch is some hundred calls, and starting them takes as long as their
+work. The program reads the weights in oneDNN's packed layout, so that torch computes prompts from
+the same copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu_library import find_library
+from disagg.kernels.huge_pages import use_huge_pages
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.linear import PackedLinear
+from disagg.kernels.ops import PagedBatch, Weight
+
+MOST_ROWS = 64  # more rows are computed by torch, as prompts are
+FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
+_UNKNOWN_TOKEN = 2  # `Status` of csrc/step.cpp
+LANES = 16  # head sizes are multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """One layer's weights, packed by `TorchOps`."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Weight
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    output: Weight
+    post_norm: Tensor  # [hidden]
+    gate_up: Weight
+    down: Weight
+    window: int | None  # positions that a token sees, itself included; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModel:
+    """All weights of a decoder without experts."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    embedding: Tensor  # [vocab, hidden]
+    rope: Tensor  # of `TorchOps.rope_table`
+    layers: Sequence[DenseLayer]
+    norm: Tensor  # [hidden]
+    head: Weight
+
+
+class StepBatch(PagedBatch, Protocol):
+    """The fields of `models.batch.Batch` that a step reads."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def logits_rows(self) -> Tensor: ...
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("num_out", c_int32),
+        ("num_in", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", _Matrix),
+        ("output", _Matrix),
+        ("gate", _Matrix),
+        ("up", _Matrix),
+        ("down", _Matrix),
+        ("window", c_int32),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("num_layers", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("vocab", c_int32),
+        ("eps", c_float),
+        ("embedding", c_void_p),
+        ("rope", c_void_p),
+        ("norm", c_void_p),
+        ("head", _Matrix),
+        ("layers", POINTER(_Layer)),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("num_rows", c_int32),
+        ("logits", c_void_p),
+    )
+
+
+class _Pages(Structure):
+    _fields_ = (
+        ("base", c_void_p),
+        ("page_nbytes", c_int64),
+        ("scales_offset", c_int64),
+        ("num_layers", c_int32),
+        ("num_kv_heads", c_int32),
+        ("block_size", c_int32),
+        ("format", c_int32),
+    )
+
+
+class CpuStep:
+    """The compiled step of one model. One thread at a time may use it.
+
+    Args:
+        model: whose weights it reads; kept alive.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
+        self._library = library
+        self._model = model
+        self._vocab_size = model.embedding.shape[0]
+        layers = (_Layer * len(model.layers))(*map(_layer, model.layers))
+        hidden = model.embedding.shape[1]
+        described = _Model(
+            num_layers=len(model.layers),
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            hidden=hidden,
+            inner=model.layers[0].down.num_in,
+            vocab=self._vocab_size,
+            eps=model.eps,
+            embedding=model.embedding.data_ptr(),
+            rope=model.rope.data_ptr(),
+            norm=model.norm.data_ptr(),
+            head=_matrix(model.head),
+            layers=layers,
+        )
+        self._step = library.disagg_step_new(byref(described))
+        if not self._step:
+            raise MemoryError("no memory for a decode step")
+        self._pages: tuple[KVPages, _Pages] | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_step", None):
+            self._library.disagg_step_free(self._step)
+            self._step = None
+
+    def use_huge_pages(self) -> int:
+        """Move the weights into huge pages. Returns how many bytes are there now."""
+        return use_huge_pages((each.panels, each.panels_nbytes) for each in _matrices(self._model))
+
+    def takes(self, batch: StepBatch, kv_cache: KVPages) -> bool:
+        """Whether it computes this batch: one token of each of a few sequences."""
+        num_rows = len(batch.query_lens)
+        return (
+            0 < num_rows <= MOST_ROWS
+            and batch.num_decodes == num_rows
+            and batch.logits_rows.shape[0] == num_rows
+            and kv_cache.format.name in FORMATS
+        )
+
+    def run(self, batch: StepBatch, kv_cache: KVPages, logits: Tensor | None) -> Tensor:
+        """As `Decoder.forward`, for what it `takes`.
+
+        Raises:
+            IndexError: a token id that the vocabulary does not have.
+            MemoryError: no memory for the step.
+        """
+        num_rows = len(batch.query_lens)
+        if logits is None:
+            logits = torch.empty(num_rows, self._vocab_size)
+        tables = batch.block_tables
+        described = _Batch(
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            batch.context_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            num_rows,
+            logits.data_ptr(),
+        )
+        status = self._library.disagg_step_run(
+            self._step, byref(described), byref(self._described(kv_cache)), torch.get_num_threads()
+        )
+        if status == _UNKNOWN_TOKEN:
+            raise IndexError(f"a token id is not one of the vocabulary's {self._vocab_size}")
+        if status:
+            raise MemoryError(f"no memory for a decode step of {num_rows} sequences")
+        return logits
+
+    def _described(self, kv_cache: KVPages) -> _Pages:
+        if self._pages is None or self._pages[0] is not kv_cache:
+            _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.values.shape
+            format = kv_cache.format
+            pages = _Pages(
+                base=kv_cache.blocks.data_ptr(),
+                page_nbytes=format.page_nbytes(block_size, kv_cache.head_dim),
+                scales_offset=(
+                    format.scales_offset(block_size, kv_cache.head_dim) if format.has_scales else 0
+                ),
+                num_layers=num_layers,
+                num_kv_heads=num_kv_heads,
+                block_size=block_size,
+                format=FORMATS[format.name],
+            )
+            self._pages = kv_cache, pages
+        return self._pages[1]
+
+
+def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:
+    """The compiled step of a model, or None; and a sentence that says why.
+
+    Args:
+        model: None for one that is not dense.
+    """
+    found = find_library()
+    if found.library is None:
+        return None, found.sentence
+    if model is None:
+        return None, "torch, as the model has experts or attention sinks"
+    problem = _problem(model)
+    if problem:
+        return None, f"torch, as {problem}"
+    return CpuStep(found.library, model), found.sentence
+
+
+def _problem(model: DenseModel) -> str:
+    """Why the compiled step does not compute this model; empty if it does."""
+    if model.embedding.device.type != "cpu":
+        return "the model is not on a CPU"
+    if model.embedding.dtype != torch.bfloat16:
+        return f"the model computes in {str(model.embedding.dtype).removeprefix('torch.')}"
+    if model.head_dim % LANES:
+        return f"the head size {model.head_dim} is not a multiple of {LANES}"
+    if not all(isinstance(each, PackedLinear) and each.panels for each in _matrices(model)):
+        return "oneDNN lays out the weights in another way here"
+    if any(matrix.num_in % 2 for matrix in _matrices(model)):
+        return "a weight has an odd number of columns"
+    return ""
+
+
+def _matrices(model: DenseModel) -> list[PackedLinear]:
+    matrices = [model.head]
+    for layer in model.layers:
+        matrices += [layer.qkv, layer.output, *layer.gate_up, layer.down]
+    return matrices
+
+
+def _layer(layer: DenseLayer) -> _Layer:
+    gate, up = layer.gate_up
+    return _Layer(
+        input_norm=layer.input_norm.data_ptr(),
+        qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        qkv=_matrix(layer.qkv),
+        output=_matrix(layer.output),
+        gate=_matrix(gate),
+        up=_matrix(up),
+        down=_matrix(layer.down),
+        window=layer.window or 0,
+    )
+
+
+def _matrix(linear: PackedLinear) -> _Matrix:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Matrix(linear.panels, bias, linear.num_out, linear.num_in)

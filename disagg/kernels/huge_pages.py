@@ -1,0 +1,39 @@
+"""Moves memory that every step reads into huge pages.
+
+A weight of 100 MB has 25,000 pages of 4 KB, more than a processor's TLB holds: products of few rows
+read it at half the speed of memory. The system gives huge pages to large new
+mappings only, and a thread of its own moves what is there already within minutes or hours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+HUGE_NBYTES = 2 << 20
+MADV_HUGEPAGE = 14
+MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
+
+
+def use_huge_pages(regions: Iterable[tuple[int, int]]) -> int:
+    """Move regions, each an address and a number of bytes; contents stay.
+
+    Returns how many bytes are in huge pages now: 0 where the system does not offer it. The ends of
+    a region, and what lies beside it in the same two megabytes, move with it.
+    """
+    pages = {
+        number
+        for address, nbytes in regions
+        for number in range(address // HUGE_NBYTES, (address + nbytes - 1) // HUGE_NBYTES + 1)
+    }
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
+        return 0
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    num_moved = 0
+    for number in sorted(pages):
+        address = number * HUGE_NBYTES
+        # The first says so to the system's own thread, too, where the second is not known.
+        madvise(address, HUGE_NBYTES, MADV_HUGEPAGE)
+        num_moved += madvise(address, HUGE_NBYTES, MADV_COLLAPSE) == 0
+    return num_moved * HUGE_NBYTES

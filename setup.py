@@ -1,0 +1,66 @@
+"""Builds the compiled kernels (`csrc/`) where a C++ compiler is; everything else: pyproject.toml.
+
+They are plain shared libraries that ctypes opens, not modules of Python, so one wheel serves every
+version of Python. Without a compiler the package is installed without them and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+# As `disagg.kernels.cpu_library.NEEDED`, which must not be imported here: it may need torch.
+AVX512_BF16 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
+COMPILED = ["-O3", "-g0", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
+# gcc 12 takes its own intrinsics for uninitialised variables.
+SILENCED = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+
+
+class BuildLibraries(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class OfEveryPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, system = super().get_tag()
+        return "py3", "none", system
+
+
+def extensions() -> list[Extension]:
+    if platform.system() != "Linux":
+        return []
+    # A token must not depend on whether a processor fuses multiplying and adding.
+    exact = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+    sampling = Extension(
+        "disagg.kernels._sampling",
+        sources=["csrc/sampling.cpp"],
+        extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", *exact],
+        language="c++",
+        optional=True,
+    )
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return [sampling]
+    return [
+        sampling,
+        Extension(
+            "disagg.kernels._step_avx512_bf16",
+            sources=["csrc/step.cpp"],
+            depends=glob("csrc/*.h"),
+            extra_compile_args=[*COMPILED, *SILENCED, *AVX512_BF16],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        ),
+    ]
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": OfEveryPython},
+)

@@ -1,0 +1,53 @@
+"""Which kernels a CPU gets, and what is said where it gets torch's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disagg.kernels import cpu_library
+from disagg.kernels.cpu_library import CPU_KERNELS, NEEDED, find_library, load
+
+ALL = frozenset(NEEDED)
+
+
+def test_a_cpu_without_the_instructions_gets_torch(tmp_path: Path) -> None:
+    found = load(tmp_path / "any.so", ALL - {"avx512_bf16"})
+    assert found.library is None and not found.may_be_built
+    assert found.sentence == "torch, as this CPU has no avx512_bf16"
+
+
+def test_an_installation_without_compiler_gets_torch(tmp_path: Path) -> None:
+    found = load(tmp_path / "missing.so", ALL)
+    assert found.library is None and found.may_be_built
+    assert "no C++ compiler" in found.sentence
+
+
+def test_a_damaged_file_gets_torch(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"\x7fELF")
+    found = load(damaged, ALL)
+    assert found.library is None
+    assert "cannot be loaded" in found.sentence
+
+
+def test_the_environment_may_ask_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "torch")
+    find_library.cache_clear()
+    try:
+        assert find_library().sentence == f"torch, as {CPU_KERNELS}=torch asks for"
+        monkeypatch.setenv(CPU_KERNELS, "fast")
+        find_library.cache_clear()
+        with pytest.raises(ValueError, match="possible are auto and torch"):
+            find_library()
+    finally:
+        find_library.cache_clear()
+
+
+def test_the_planner_of_a_start_needs_no_torch() -> None:
+    """The command says which kernels there are before a worker loads torch."""
+    program = f"import sys, {cpu_library.__name__}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,274 @@
+"""The compiled step and torch's operations are two ways to the same logits and the same KV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels import cpu_step as cpu_step_module
+from disagg.kernels import reference
+from disagg.kernels.cpu_step import MOST_ROWS
+from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
+from disagg.models.decoder import Decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import DecoderWeights, random_weights
+from tests.kernels.compiled import compiled
+from tests.models.paging import SMALL, Tokens, make_batch, new_slab, run_step
+
+CPU = torch.device("cpu")
+NewDecoder = Callable[..., Decoder]
+LLAMA = replace(SMALL, qkv_bias=False, qk_norm=False, sliding_windows=(None, None))
+
+
+@pytest.fixture
+def new_decoder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> NewDecoder:
+    """Makes decoders in bfloat16, which have the compiled step."""
+    found = compiled(tmp_path_factory.getbasetemp() / "compiled")
+    monkeypatch.setattr(cpu_step_module, "find_library", lambda: found)
+
+    def new(config: ModelConfig, weights: DecoderWeights | None = None) -> Decoder:
+        decoder = Decoder(config, weights or random_weights(config, torch.bfloat16, CPU, seed=2))
+        assert decoder.step is not None, decoder.step_sentence
+        return decoder
+
+    return new
+
+
+def _loud_weights(config: ModelConfig) -> DecoderWeights:
+    """Weights whose biases and norms matter, of which attention is not flat."""
+    weights = random_weights(config, torch.bfloat16, CPU, seed=2)
+    generator = torch.Generator().manual_seed(3)
+
+    def louder(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if tensor.dim() == 2:
+            return tensor * 6
+        return (1 + torch.randn(tensor.shape, generator=generator) / 2).to(tensor.dtype)
+
+    layers = [
+        replace(
+            layer, **{name: louder(getattr(layer, name)) for name in layer.__dataclass_fields__}
+        )
+        for layer in weights.layers
+    ]
+    embedding, head = weights.embedding * 20, weights.lm_head * 6
+    return replace(weights, layers=layers, embedding=embedding, lm_head=head)
+
+
+def _in_float32(weights: DecoderWeights) -> DecoderWeights:
+    def wide(each: Any) -> Any:
+        return each.float() if isinstance(each, Tensor) else each
+
+    layers = [
+        replace(layer, **{name: wide(getattr(layer, name)) for name in layer.__dataclass_fields__})
+        for layer in weights.layers
+    ]
+    names = ("embedding", "norm", "lm_head")
+    return replace(weights, layers=layers, **{name: wide(getattr(weights, name)) for name in names})
+
+
+def _sequences(lengths: list[int], block_size: int, vocab_size: int) -> list[Tokens]:
+    """Random tokens in shuffled blocks."""
+    generator = torch.Generator().manual_seed(5)
+    counts = [-(-(length + 2) // block_size) for length in lengths]
+    order = torch.randperm(sum(counts), generator=generator).tolist()
+    sequences = []
+    for length, count in zip(lengths, counts, strict=True):
+        ids = torch.randint(0, vocab_size, (length + 2,), generator=generator).tolist()
+        sequences.append(Tokens(ids, [order.pop() for _ in range(count)]))
+    return sequences
+
+
+def _slab(config: ModelConfig, sequences: list[Tokens], block_size: int) -> KVPages:
+    num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
+    return new_slab(config, num_blocks, block_size, torch.bfloat16, fill=math.nan)
+
+
+CASES: dict[str, tuple[ModelConfig, list[int], int]] = {
+    # A model, the lengths of its sequences, and the size of blocks.
+    "one sequence": (SMALL, [40], 16),
+    "windows, groups, biases, norms of heads": (SMALL, [3, 30, 1, 17, 100, 64, 15, 16], 4),
+    "blocks of an odd size": (SMALL, [25, 7, 12, 13], 12),
+    "llama": (LLAMA, [20, 31, 32, 33, 5, 6, 7], 16),
+    "biases of everything": (
+        replace(LLAMA, family="LlamaForCausalLM", qkv_bias=True, output_bias=True, mlp_bias=True),
+        [9, 50],
+        16,
+    ),
+    "one head for each KV head": (replace(LLAMA, num_kv_heads=6), [9, 50, 23], 16),
+    "one KV head for six": (replace(SMALL, num_kv_heads=1), [9, 50, 23], 16),
+    "heads of 48": (replace(SMALL, head_dim=48), [9, 50, 23], 16),
+    "heads of 128": (replace(SMALL, head_dim=128), [9, 50], 16),
+    "hidden sizes in no multiple of 16": (
+        replace(SMALL, hidden_size=54, intermediate_size=74),
+        [9, 50],
+        16,
+    ),
+    "a context in several chunks": (
+        replace(SMALL, max_model_len=2048, sliding_windows=(None, 600)),
+        [511, 512, 513, 1100, 1500],
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> None:
+    """What a step writes is what the reference makes of the KV that it writes without scales; what
+    it reads there, also in several chunks and in blocks that begin, gives torch's logits."""
+    config = replace(SMALL, head_dim=head_dim, max_model_len=1024, num_layers=1)
+    config = replace(config, sliding_windows=(None,))
+    weights = _loud_weights(config)
+    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
+    torchs.step = None
+    lengths, block_size = [7, 600, 15, 16], 16
+    heads = (config.num_layers, config.num_kv_heads, block_size, head_dim)
+    logits, slabs = {}, {}
+    for name, decoder in (("bfloat16", ours), (format, ours), ("torch", torchs)):
+        sequences = _sequences(lengths, block_size, config.vocab_size)
+        num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
+        slab = new_pages(FORMATS[name if name in FORMATS else format], num_blocks, *heads, CPU)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            run_step(torchs, slab, [(sequence, length)], block_size)
+        batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
+        logits[name], slabs[name] = decoder.forward(batch, slab), slab
+    own, other = logits[format], logits["torch"]
+    assert (own - other).abs().max() <= 0.03 * other.abs().max()
+    found, plain = slabs[format], slabs["bfloat16"]
+    assert found.scales is not None and slabs["torch"].scales is not None
+    for slot in batch.slots.tolist():
+        at = slot // block_size, 0, slice(None), slice(None), slot % block_size
+        values, scales = reference.quantize(plain.values[at], found.format)
+        assert torch.equal(found.values[at].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(found.scales[at], scales)
+    assert torch.equal(found.scales != 0, slabs["torch"].scales != 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> None:
+    """The logits of two steps, and the KV that they write."""
+    config, lengths, block_size = CASES[case]
+    weights = _loud_weights(config)
+    exact = Decoder(config, _in_float32(weights))
+    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
+    torchs.step = None
+    logits, caches = [], []
+    for decoder in (exact, ours, torchs):
+        sequences = _sequences(lengths, block_size, config.vocab_size)
+        slab = _slab(config, sequences, block_size)
+        if decoder is exact:
+            num_blocks = slab.values.shape[0]
+            slab = new_slab(config, num_blocks, block_size, torch.float32, fill=math.nan)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            run_step(decoder, slab, [(sequence, length)], block_size)
+            sequence.logits.clear()
+        for _ in range(2):
+            run_step(decoder, slab, [(sequence, 1) for sequence in sequences], block_size)
+        logits.append(torch.stack([row for sequence in sequences for row in sequence.logits]))
+        caches.append(slab.values.float())
+    for found in (logits, caches):
+        truth, own, other = (each.nan_to_num(0.0) for each in found)
+        own_error, other_error = ((each - truth).square().mean() for each in (own, other))
+        assert truth.abs().max() > 0.5
+        assert own_error <= 2 * other_error  # of so few values; a wrong one is off by far more
+        assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+    written = [~cache.isnan() for cache in caches]
+    assert torch.equal(written[1], written[2])
+
+
+def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) -> None:
+    lengths = [3, 30, 1, 17, 100, 64, 15, 16, 9]
+    decoder = new_decoder(SMALL, _loud_weights(SMALL))
+    sequences = _sequences(lengths, 4, SMALL.vocab_size)
+    slab = _slab(SMALL, sequences, 4)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        run_step(decoder, slab, [(sequence, length)], 4)
+    before = slab.values.clone()
+    together = decoder.forward(make_batch([(each, 1) for each in sequences], 4), slab)
+    cache = slab.values.clone()
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (2, 3, 1, 5):
+            torch.set_num_threads(threads)
+            slab.values.copy_(before)
+            again = decoder.forward(make_batch([(each, 1) for each in sequences], 4), slab)
+            assert torch.equal(again, together)
+            assert torch.equal(slab.values.view(torch.int16), cache.view(torch.int16))
+    finally:
+        torch.set_num_threads(num_threads)
+    for row, each in enumerate(sequences):
+        alone = decoder.forward(make_batch([(each, 1)], 4), slab)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
+    """Many short steps of changing numbers of threads, more of them than processors."""
+    decoder = new_decoder(LLAMA)
+    (sequence,) = _sequences([5], 16, LLAMA.vocab_size)
+    slab = _slab(LLAMA, [sequence], 16)
+    run_step(decoder, slab, [(sequence, 5)], 16)
+    batch = make_batch([(sequence, 1)], 16)
+    expected = decoder.forward(batch, slab)
+    num_threads = torch.get_num_threads()
+    try:
+        for step in range(400):
+            torch.set_num_threads(1 + step % 4)
+            assert torch.equal(decoder.forward(batch, slab), expected)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_only_a_few_decodes_are_taken(
+    new_decoder: NewDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, drafts and many sequences are torch's."""
+    decoder = new_decoder(LLAMA)
+    assert decoder.step is not None
+    sequences = _sequences([4] * (MOST_ROWS + 1), 16, LLAMA.vocab_size)
+    slab = _slab(LLAMA, sequences, 16)
+    for sequence in sequences:
+        run_step(decoder, slab, [(sequence, 4)], 16)
+    decodes = [(sequence, 1) for sequence in sequences]
+    first = sequences[0]
+    assert decoder.step.takes(make_batch(decodes[:MOST_ROWS], 16), slab)
+    assert not decoder.step.takes(make_batch(decodes, 16), slab)
+    assert not decoder.step.takes(make_batch([(first, 2)], 16), slab)
+    assert not decoder.step.takes(make_batch([decodes[1], (first, 2)], 16), slab)
+    monkeypatch.setattr(decoder.step, "run", None)
+    assert decoder.forward(make_batch(decodes, 16), slab).shape[0] == MOST_ROWS + 1
+
+
+def test_a_token_that_does_not_exist_is_an_error(new_decoder: NewDecoder) -> None:
+    decoder = new_decoder(LLAMA)
+    sequence = Tokens([LLAMA.vocab_size], [0])
+    batch = make_batch([(sequence, 1)], 16)
+    with pytest.raises(IndexError, match="vocabulary's 61"):
+        decoder.forward(batch, new_slab(LLAMA, 1, 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "reason"),
+    [
+        (LLAMA, torch.float32, "the model computes in float32"),
+        (replace(LLAMA, head_dim=24), torch.bfloat16, "the head size 24 is not a multiple of 16"),
+    ],
+)
+def test_what_it_does_not_compute_is_torchs_and_says_so(
+    config: ModelConfig, dtype: torch.dtype, reason: str, new_decoder: NewDecoder
+) -> None:
+    decoder = Decoder(config, random_weights(config, dtype, CPU, seed=2))
+    assert decoder.step is None
+    assert decoder.step_sentence == f"torch, as {reason}"
+    sequence = Tokens([1], [0])
+    slab = new_slab(config, 1, 16, dtype)
+    assert decoder.forward(make_batch([(sequence, 1)], 16), slab).isfinite().all()
