@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from disagg.kernels.cpu_sampling import CpuSampling, find_sampling
 from disagg.kernels.ops import Ops
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
@@ -38,9 +39,10 @@ def device_name(device_id: int) -> str:
 
 
 def sampling_ops_for(device: torch.device) -> SamplingOps:
-    """Return Triton kernels for CUDA and plain torch for everything else."""
+    """Return Triton kernels for CUDA, compiled loops for a CPU where there are any, or torch."""
     if device.type != "cuda":
-        return TorchSampling()
+        library = find_sampling() if device.type == "cpu" else None
+        return TorchSampling() if library is None else CpuSampling(library)
     from disagg.kernels.triton_sampling import TritonSampling
 
     return TritonSampling()

@@ -13,7 +13,7 @@ import torch
 
 from disagg.kernels.attention_work import AttentionPiece, split_keys, split_queries
 from disagg.kernels.launcher import next_power_of_2
-from disagg.kernels.paged_attention import (
+from disagg.kernels.paged_work import (
     KEY_TILE,
     LONG_ROWS,
     MAX_SHORT_ROWS,

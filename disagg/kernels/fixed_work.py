@@ -20,7 +20,7 @@ from torch import Tensor
 
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
-from disagg.kernels.paged_attention import KEY_TILE, Launch, PagedWork
+from disagg.kernels.paged_work import KEY_TILE, Launch, PagedWork
 
 _LEAST_ROWS = 64  # of a program: fewer would only be one more kernel to compile
 

@@ -11,6 +11,7 @@ half precision computes so whatever the type of activations is.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 ROWS_AT_ONCE = 64
+PANEL, PANEL_COLUMNS = 64, 32  # rows of a weight in a panel; their columns are filled up to so many
 _MOST_LOST = 2.0**-21  # of a weight's norm
 _ROWS_COMPARED = 1024  # few enough for the processor's cache, enough to hide the calls
 
@@ -50,11 +52,20 @@ class PackedLinear:
     oneDNN makes a program for every number of rows that it has not seen lately, which takes some
     milliseconds, and prompts have all lengths: many rows are filled up to a multiple of
     `ROWS_AT_ONCE`.
+
+    Attributes:
+        bias: [num_out], or None.
+        panels: the address of the weight as csrc/product.h describes it; 0 if it is laid out in
+            another way.
+        panels_nbytes: of the packed weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = _ops._reorder_linear_weight(weight.contiguous())
-        self._bias = bias
+        self.bias = bias
+        self.num_out, self.num_in = weight.shape
+        self.panels = _panels(weight, self._weight)
+        self.panels_nbytes = int(_ops._nbytes(self._weight))
         self._unary = _ops._linear_pointwise.default
         self._binary = _ops._linear_pointwise.binary
 
@@ -72,12 +83,12 @@ class PackedLinear:
 
     def _one(self, x: Tensor, then: str) -> Tensor:
         filled = _filled(x)
-        result: Tensor = self._unary(filled, self._weight, self._bias, then, [], "")
+        result: Tensor = self._unary(filled, self._weight, self.bias, then, [], "")
         return result if filled is x else result[: x.shape[0]]
 
     def _two(self, x: Tensor, other: Tensor, then: str) -> Tensor:
         filled = _filled(x)
-        result: Tensor = self._binary(filled, _filled(other), self._weight, self._bias, then)
+        result: Tensor = self._binary(filled, _filled(other), self._weight, self.bias, then)
         return result if filled is x else result[: x.shape[0]]
 
 
@@ -110,6 +121,29 @@ class HalfLinear:
         with torch._C.DisableTorchFunctionSubclass():
             result: Tensor = self._product(x.float(), self._weight)
         return result
+
+
+def _panels(weight: Tensor, packed: Tensor) -> int:
+    """The address of a packed bfloat16 weight, if it is in panels of 64 rows in which the 64 pairs
+    of one column and the next lie together, filled up with zeros. oneDNN promises no layout: it is
+    compared, in the first and the last panel.
+    """
+    if weight.dtype != torch.bfloat16:
+        return 0
+    num_out, num_in = weight.shape
+    num_panels, width = -(-num_out // PANEL), -(-num_in // PANEL_COLUMNS) * PANEL_COLUMNS
+    panel_nbytes = PANEL * width * weight.itemsize
+    if _ops._nbytes(packed) != num_panels * panel_nbytes:
+        return 0
+    address = int(_ops.data_ptr(packed))
+    for panel in {0, num_panels - 1}:
+        rows = weight[panel * PANEL : (panel + 1) * PANEL]
+        filled = functional.pad(rows, (0, width - num_in, 0, PANEL - rows.shape[0]))
+        expected = filled.view(PANEL, -1, 2).transpose(0, 1).contiguous().view(torch.uint8)
+        stored = ctypes.string_at(address + panel * panel_nbytes, panel_nbytes)
+        if expected.numpy().tobytes() != stored:
+            return 0
+    return address
 
 
 Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear

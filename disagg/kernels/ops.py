@@ -6,7 +6,8 @@ decoder is given one and calls nothing else, so tests run both on the same model
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,6 +17,36 @@ from disagg.kernels.kv_pages import KVPages
 
 Weight: TypeAlias = Any  # what an implementation made of a matrix; only it looks inside
 Paging: TypeAlias = Any  # what an implementation derived from one batch; only it looks inside
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer: gated MLPs, of which each token goes through a few.
+
+    Attributes:
+        gate_up: [num_experts, 2 * inner, hidden], the rows of gate first.
+        down: [num_experts, hidden, inner].
+        gate_up_bias, down_bias: as the first two dimensions of these.
+        gate_up_scales, down_scales: uint8 exponents of MXFP4, one for 32 values of a row; the
+            matrices are then uint8 with two values a byte, the first one in its low half.
+        dtype: of activations.
+        num_chosen: experts a token goes through.
+        is_normalized: their weights add up to 1; else they are parts of a softmax over all.
+        limit: of the clamped SwiGLU: (min(up, limit) + 1) * gate * sigmoid(alpha * gate), with up
+            also at least -limit and gate at most limit. None: silu(gate) * up.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    dtype: torch.dtype
+    num_chosen: int
+    is_normalized: bool
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 class PagedBatch(Protocol):
@@ -38,7 +69,7 @@ class PagedBatch(Protocol):
     @property
     def query_lens(self) -> tuple[int, ...]: ...
     @property
-    def context_lens_host(self) -> tuple[int, ...]: ...
+    def context_lens_host(self) -> Sequence[int]: ...
 
 
 class Ops(Protocol):
@@ -50,6 +81,18 @@ class Ops(Protocol):
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Weight:
         """Prepare the stacked gate and up matrices [2 * inner, in] for `project_gated`."""
+        ...
+
+    def pack_experts(self, experts: Experts) -> Weight:
+        """Prepare the experts of a layer for `mix_experts`; its tensors are consumed."""
+        ...
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Weight) -> Tensor:
+        """Return the weighted sum of what each token's experts make of it: [num_tokens, hidden].
+
+        A token goes through the experts with its largest `logits`, [num_tokens, num_experts].
+        Which tokens go where is decided on the device, without waiting for it.
+        """
         ...
 
     def project(self, x: Tensor, weight: Weight) -> Tensor:
@@ -64,6 +107,12 @@ class Ops(Protocol):
         self, x: Tensor, weight: Weight, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return residual + x W^T + b, and the same after RMS normalisation."""
+        ...
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return residual + x, and the same after RMS normalisation."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,12 +136,19 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: Paging
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: Paging,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the keys and values of this step in `kv_cache`, then attend causally.
 
         `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
         A query at position p sees positions > p - window (all, if None) up to p. The softmax scale
-        is head_dim^-0.5. Returns [num_tokens, num_heads * head_dim].
+        is head_dim^-0.5. `sinks` are logits, [num_heads], one of which takes part in each softmax
+        of its head and has no value. Returns [num_tokens, num_heads * head_dim].
         """
         ...

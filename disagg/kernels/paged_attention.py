@@ -12,8 +12,6 @@ reduced in a fixed order, so a result does not depend on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,16 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.attention_tile import attend_tile
-from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys, split_queries
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.paged_work import KEY_TILE, MAX_SHORT_ROWS, Launch, PagedWork
 
-KEY_TILE = 64
-MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
-LONG_ROWS = 128
 # Up to which `attend_tile` reads bytes in pairs; of int4 up to half, as its parts are half as wide.
 MAX_PAIR_ROWS = 32
 REDUCED_AT_ONCE = 64  # partial results: 64 registers of a thread hold so many
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing has no NaN
 
 
@@ -51,6 +47,7 @@ def _paged_attention_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
+    sinks_ptr,
     scale,
     token_stride,
     table_stride,
@@ -68,6 +65,7 @@ def _paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     piece_ptr = pieces_ptr + tl.program_id(0) * 6
     head = tl.program_id(1)
@@ -113,6 +111,9 @@ def _paged_attention_kernel(
 
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
+    if HAS_SINKS and partial < 0:  # else the reduction adds it, once
+        peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
+        total += 1.0
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     page_ptr = pages_ptr + head * PAGE_STRIDE
     if LARGEST != 0.0:
@@ -164,12 +165,14 @@ def _reduce_kernel(
     query_start_ptr,
     reductions_ptr,
     out_ptr,
+    sinks_ptr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTIALS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Merge the partial softmaxes of one query and head, PARTIALS at a time and first to last.
 
@@ -186,6 +189,9 @@ def _reduce_kernel(
         acc = tl.zeros([BLOCK_D], dtype=tl.float32)
         total = 0.0
         peak = _NOTHING_SEEN
+        if HAS_SINKS:
+            total = 1.0
+            peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
         for first in range(0, num_partials, PARTIALS):
             index = first + tl.arange(0, PARTIALS)
             is_one = index < num_partials
@@ -224,92 +230,6 @@ def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel launch: its pieces on the device, and the rows of a query tile.
-
-    Attributes:
-        num_partials: room for so many.
-        rows: of a tile, a power of two.
-        num_merged_rows: of those, how many a reduction may have.
-    """
-
-    pieces: Tensor  # int32 [num_pieces, 6]
-    reductions: Tensor  # int32 [num_reductions, 4]
-    num_partials: int
-    rows: int
-    num_merged_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagedWork:
-    """Everything about one step and one window that its layers share."""
-
-    launches: tuple[Launch, ...]
-    window: int | None
-
-
-def plan_work(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    group: int,
-    window: int | None,
-    num_programs: int,
-    device: torch.device,
-    done_elsewhere: Container[int] = (),
-) -> PagedWork:
-    """Cut a step into pieces and put the lists on the device.
-
-    Args:
-        group: query heads per KV head.
-        num_programs: pieces per KV head that fill the device.
-        done_elsewhere: sequences whose rows of the result somebody else writes.
-    """
-    rows = [
-        (sequence, *lens)
-        for sequence, lens in enumerate(zip(query_lens, context_lens, strict=True))
-        if sequence not in done_elsewhere
-    ]
-    short = [row for row in rows if row[1] * group <= MAX_SHORT_ROWS]
-    long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]
-    launches = []
-    if short:
-        num_rows = max(row[1] for row in short) * group
-        pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
-        height = max(16, next_power_of_2(num_rows))
-        launches.append(_launch(pieces, reductions, height, num_rows, device))
-    if long:
-        height = max(LONG_ROWS, next_power_of_2(group))
-        pieces = split_queries(long, window, KEY_TILE, height // group)
-        launches.append(_launch(pieces, [], height, 0, device))
-    return PagedWork(tuple(launches), window)
-
-
-def _launch(
-    pieces: list[AttentionPiece],
-    reductions: list[Reduction],
-    rows: int,
-    num_merged_rows: int,
-    device: torch.device,
-) -> Launch:
-    numbers: list[int] = []
-    for p in pieces:
-        numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
-    for r in reductions:
-        numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
-    uploaded = torch.tensor(numbers, dtype=torch.int32)
-    if device.type == "cuda":
-        uploaded = uploaded.pin_memory().to(device, non_blocking=True)
-    num_first = len(pieces) * 6
-    return Launch(
-        pieces=uploaded[:num_first].view(-1, 6),
-        reductions=uploaded[num_first:].view(-1, 4),
-        num_partials=sum(merge.num_partials for merge in reductions),
-        rows=rows,
-        num_merged_rows=num_merged_rows,
-    )
-
-
 def paged_attention(
     qkv: Tensor,
     kv_cache: KVPages,
@@ -318,6 +238,7 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     work: PagedWork,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally to keys and values in the cache, the step's own included.
 
@@ -325,6 +246,7 @@ def paged_attention(
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of which the queries are read.
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `plan_work`.
+        sinks: float32 [num_heads], a logit of each head's softmax that has no value; or None.
 
     Returns:
         [num_tokens, num_heads * head_dim].
@@ -333,7 +255,7 @@ def paged_attention(
     out = torch.empty(qkv.shape[0], num_heads * qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     step = (block_tables, query_start, context_lens)
     for launch in work.launches:
-        _run(launch, qkv, kv_cache, layer, step, work.window, out)
+        _run(launch, qkv, kv_cache, layer, step, work.window, out, sinks)
     return out
 
 
@@ -345,6 +267,7 @@ def _run(
     step: tuple[Tensor, Tensor, Tensor],
     window: int | None,
     out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
     head_dim, block_size = kv_cache.head_dim, kv_cache.values.shape[4]
@@ -379,6 +302,7 @@ def _run(
         out,
         partials,
         weights,
+        sinks,
         head_dim**-0.5 * math.log2(math.e),
         qkv.stride(0),
         block_tables.stride(0),
@@ -391,6 +315,7 @@ def _run(
         PARTS=parts,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        HAS_SINKS=sinks is not None,
         **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
     )
@@ -402,7 +327,9 @@ def _run(
             query_start,
             launch.reductions,
             out,
+            sinks,
             PARTIALS=REDUCED_AT_ONCE,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
             **sizes,
         )

@@ -12,6 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
+from disagg.kernels.ops import Experts
 
 SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
 
@@ -46,6 +47,53 @@ def norm_rope(heads: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: 
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
     return turned.to(heads.dtype)
+
+
+def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """Return float32 weights and int64 experts, [num_tokens, num_chosen] each, largest first."""
+    ordered = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    chosen, experts = ordered.values[:, :num_chosen], ordered.indices[:, :num_chosen]
+    if is_normalized:
+        return chosen.softmax(-1), experts
+    return logits.float().softmax(-1).gather(1, experts), experts
+
+
+def gated(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """Return the gated activation of `ops.Experts`."""
+    if limit is None:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def widen_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 [..., 2 * num_bytes] of uint8 pairs of e2m1 and uint8 exponents (OCP MX)."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
+    values = magnitudes[halves & 7] * (1 - (halves >> 3) * 2)
+    groups = values.view(*scales.shape, -1)
+    return torch.ldexp(groups, scales.int().unsqueeze(-1) - 127).flatten(-2)
+
+
+def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+    """Send one token after the other through its experts; shapes as in `ops.Ops.mix_experts`."""
+    gate_up, down = experts.gate_up, experts.down
+    if experts.gate_up_scales is not None and experts.down_scales is not None:
+        gate_up = widen_mxfp4(gate_up, experts.gate_up_scales)
+        down = widen_mxfp4(down, experts.down_scales)
+    weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for token, own in enumerate(chosen.tolist()):
+        for weight, expert in zip(weights[token], own, strict=True):
+            inner = gate_up[expert].float() @ x[token].float()
+            if experts.gate_up_bias is not None:
+                inner += experts.gate_up_bias[expert].float()
+            gate, up = inner.chunk(2)
+            made = down[expert].float() @ gated(gate, up, experts.limit, experts.alpha)
+            if experts.down_bias is not None:
+                made += experts.down_bias[expert].float()
+            out[token] += weight * made
+    return out.to(x.dtype)
 
 
 def quantize(vectors: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
@@ -100,6 +148,7 @@ def paged_attention(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally, one sequence after the other, to keys and values in the cache.
 
@@ -109,6 +158,7 @@ def paged_attention(
         query_lens: tokens of each sequence in `q`; they are its last ones.
         context_lens: positions of each sequence in the cache, the step's own included.
         window: positions a token sees, itself included; None for all.
+        sinks: [num_heads], a logit of each head's softmax that has no value.
 
     Returns:
         [num_tokens, num_heads, head_dim].
@@ -128,6 +178,11 @@ def paged_attention(
         key = torch.arange(length, device=q.device)
         query = key[length - own.shape[0] :, None]
         hidden = (key > query) | (key <= query - (window or length))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
         parts.append(torch.einsum("hqk,hkd->qhd", weights, values))
     return torch.cat(parts).to(q.dtype)

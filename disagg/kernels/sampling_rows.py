@@ -30,6 +30,8 @@ NUM_COLUMNS = 9
 class Numbers(NamedTuple):
     """The sampling parameters of a sequence, as the kernels read them.
 
+    What is called as in `SamplingParams` and not listed here is the same there.
+
     seed: mixed once, as a signed 64-bit integer.
     top_k: a number beyond the vocabulary where it is off.
     min_tokens: of prompt and output, before the sequence may end; 0 where it always may.
@@ -44,9 +46,9 @@ class Numbers(NamedTuple):
     temperature: float
     top_p: float
     reach: float
-    repetition: float
-    presence: float
-    frequency: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
 
 
 @dataclass(slots=True)
@@ -134,5 +136,9 @@ def upload(
     values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """[len(values)] on the device, without waiting for what it computes."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return copied(torch.tensor(values, dtype=dtype), device)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for what it computes."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

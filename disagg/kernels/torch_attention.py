@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
+from disagg.kernels.torch_products import attend_by_products, softmax
 from disagg.kernels.torch_quantized import attend_quantized, store_quantized
 
 _MAX_WASTED_TOKENS = 512  # padding in a group of decodes that costs as much as one more group
@@ -101,7 +102,12 @@ def plan_paging(
 
 
 def paged_attention(
-    qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TorchPaging
+    qkv: Tensor,
+    kv_cache: KVPages,
+    layer: int,
+    window: int | None,
+    paging: TorchPaging,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write this step's keys and values, then attend. See `Ops.attention`."""
     num_kv_heads, block_size = kv_cache.values.shape[3:5]
@@ -112,7 +118,7 @@ def paged_attention(
         vectors.index_put_(paging.write_rows, qkv[:, num_heads:])
     else:
         store_quantized(qkv[:, num_heads:], kv_cache, first_page, paging.write_rows)
-    attend = _Attend(kv_cache, first_page)
+    attend = _Attend(kv_cache, first_page, sinks)
     parts = []
     groups = paging.groups[window]
     q = qkv[: paging.num_decodes, :num_heads]
@@ -130,8 +136,8 @@ def paged_attention(
 class _Attend:
     """Attention calls of one layer."""
 
-    def __init__(self, kv_cache: KVPages, first_page: int) -> None:
-        self._kv_cache = kv_cache
+    def __init__(self, kv_cache: KVPages, first_page: int, sinks: Tensor | None) -> None:
+        self._kv_cache, self._sinks = kv_cache, sinks
         self._num_kv_heads, self._head_dim = kv_cache.values.shape[3], kv_cache.head_dim
         self._pages = kv_cache.rows[first_page:]
 
@@ -145,7 +151,10 @@ class _Attend:
         keys, values, mask = group.products.keys, group.products.values, group.products.mask
         packed = q.reshape(keys.shape[0], -1, self._head_dim)
         scores = torch.baddbmm(mask, packed, keys, alpha=self._head_dim**-0.5)
-        return torch.bmm(torch.softmax(scores, -1), values).view(q.shape[0], -1)
+        sinks = self._sinks
+        if sinks is not None:
+            sinks = sinks.view(self._num_kv_heads, -1, 1).repeat(q.shape[0], 1, 1)
+        return torch.bmm(softmax(scores, sinks), values).view(q.shape[0], -1)
 
     def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
         """Queries of one sequence: [num_queries, all heads, head_dim] in, heads flat out."""
@@ -153,18 +162,38 @@ class _Attend:
         q, keys, values = own.tensor_split((-2 * self._num_kv_heads, -self._num_kv_heads), dim=1)
         if chunk.keys is not None:
             out = self._attend(q, chunk.keys)
+        elif self._sinks is not None:
+            out = self._prompt_with_sinks(q, keys, values)
         else:
             out = scaled_dot_product_attention(
                 q, keys, values, is_causal=True, enable_gqa=q.shape[1] != self._num_kv_heads
             )
         return out.transpose(1, 2).reshape(qkv.shape[0], -1)
 
+    def _prompt_with_sinks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A whole prompt, in pieces whose scores are not the square of its length."""
+        assert self._sinks is not None
+        positions, parts = torch.arange(q.shape[2], device=q.device), []
+        for piece in torch.split(positions, _PIECE_TOKENS):
+            first, end = int(piece[0]), int(piece[-1]) + 1
+            mask = torch.where(positions[:end] > piece[:, None], float("-inf"), 0.0)
+            own, seen = slice(first, end), slice(0, end)
+            sinks = self._sinks.view(-1, 1, 1)
+            parts.append(
+                attend_by_products(q[:, :, own], keys[:, :, seen], values[:, :, seen], mask, sinks)
+            )
+        return torch.cat(parts, 2)
+
     def _attend(self, q: Tensor, cached: CachedKeys) -> Tensor:
         """Look at gathered pages: [num_seqs, num_heads, num_queries, head_dim] in and out."""
         self._gather(cached)
+        # Of heads that are packed as queries, each query has the sink of its head.
+        sinks = None if self._sinks is None else self._sinks.view(q.shape[1], -1, 1)
         if self._kv_cache.scales is not None:
-            return attend_quantized(q, cached.rows, cached.seen, cached.mask, self._kv_cache)
+            return attend_quantized(q, cached.rows, cached.seen, cached.mask, self._kv_cache, sinks)
         keys, values = cached.keys_and_values(self._head_dim)
+        if sinks is not None:
+            return attend_by_products(q, keys, values, cached.mask, sinks)
         return scaled_dot_product_attention(
             q,
             keys,

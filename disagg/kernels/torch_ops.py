@@ -13,8 +13,9 @@ from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
-from disagg.kernels.ops import PagedBatch
+from disagg.kernels.ops import Experts, PagedBatch
 from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
+from disagg.kernels.torch_experts import TorchExperts
 
 _FEW_ROWS = 16
 
@@ -37,6 +38,12 @@ class TorchOps:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return linear(gate, gate_bias), linear(up, up_bias)
 
+    def pack_experts(self, experts: Experts) -> TorchExperts:
+        return TorchExperts(experts)
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: TorchExperts) -> Tensor:
+        return experts(x, logits)
+
     def project(self, x: Tensor, weight: Linear) -> Tensor:
         return weight(x)
 
@@ -48,6 +55,12 @@ class TorchOps:
         self, x: Tensor, weight: Linear, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         total = weight.plus(x, residual)
+        return total, self.rms_norm(total, norm, eps)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
         return total, self.rms_norm(total, norm, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,6 +93,12 @@ class TorchOps:
         return paging
 
     def attention(
-        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TorchPaging
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: TorchPaging,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(qkv, kv_cache, layer, window, paging)
+        return paged_attention(qkv, kv_cache, layer, window, paging, sinks)

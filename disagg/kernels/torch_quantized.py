@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVFormat, KVPages
+from disagg.kernels.torch_products import attend_by_products
 
 _SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
 # An e4m3 number's exponent and fraction, moved to where bfloat16 has them, count from another
@@ -41,7 +42,12 @@ def store_quantized(
 
 
 def attend_quantized(
-    q: Tensor, rows: Tensor, seen: slice, mask: Tensor | None, kv_cache: KVPages
+    q: Tensor,
+    rows: Tensor,
+    seen: slice,
+    mask: Tensor | None,
+    kv_cache: KVPages,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to pages that were gathered.
 
@@ -50,24 +56,18 @@ def attend_quantized(
         rows: uint8 [2, num_seqs, num_kv_heads, num_pages, page_nbytes].
         seen: of the positions in `rows`, those that are looked at.
         mask: float32, added to the scores, or None.
+        sinks: as in `attend_by_products`.
 
     Returns:
         [num_seqs, num_heads, num_queries, head_dim].
     """
     block_size, stored_dim = kv_cache.values.shape[4:]
-    num_seqs, num_heads, num_queries, head_dim = q.shape
     stored = rows[..., : block_size * stored_dim]
-    wide = _widened(stored, kv_cache.format, q.dtype).view(*rows.shape[:3], -1, head_dim)
+    wide = _widened(stored, kv_cache.format, q.dtype).view(*rows.shape[:3], -1, q.shape[3])
     keys, values = wide[:, :, :, seen].unbind(0)
     scales = _scales(rows, kv_cache).flatten(3)[:, :, :, None, seen]
     key_scales, value_scales = scales.unbind(0)
-    packed = q.reshape(num_seqs, rows.shape[2], -1, head_dim)  # queries that share a KV head
-    scores = torch.matmul(packed, keys.transpose(2, 3)).float()
-    scores *= key_scales * head_dim**-0.5
-    if mask is not None:
-        scores.view(num_seqs, num_heads, num_queries, -1).add_(mask)
-    weights = torch.softmax(scores, -1).mul_(value_scales).to(q.dtype)
-    return torch.matmul(weights, values).view(num_seqs, num_heads, num_queries, head_dim)
+    return attend_by_products(q, keys, values, mask, sinks, (key_scales, value_scales))
 
 
 def _scales(rows: Tensor, kv_cache: KVPages) -> Tensor:

@@ -28,6 +28,8 @@ from disagg.kernels.sampling_rows import (
 # Of the most likely tokens: the first number is enough for nearly every row; the rest are sorted
 # whole.
 SORTED_COLUMNS = (1024, 16384)
+PLACES = 128  # of a group in which a largest number is looked for
+LEAST_GROUPED = 32768  # numbers; of fewer more calls take longer
 
 
 class TorchSampling:
@@ -64,7 +66,7 @@ class TorchSampling:
         drawn = rows.drawn
         if drawn.shape[0] == logits.shape[0]:
             return _draw(logits, tables.numbers[rows.slots], rows, positions)
-        token_ids = logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
+        token_ids = most_likely(logits)
         if drawn.shape[0]:
             numbers = tables.numbers[rows.slots[drawn]]
             token_ids[drawn] = _draw(logits[drawn], numbers, rows, positions[drawn])
@@ -84,6 +86,21 @@ class TorchSampling:
         # One that was seen before is written behind the end, and overwritten by the next.
         tables.seen_ids[slots, num_seen.long()] = token_ids.int()
         tables.num_seen[slots] = num_seen + (counts == 0)
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The place of each row's largest number, int64 [num_rows]; of several the first.
+
+    torch finds the largest number of a row a dozen times faster than its place: of a large
+    vocabulary the place is looked for only in the group that has it.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size % PLACES or logits.numel() < LEAST_GROUPED:
+        return logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
+    groups = logits.view(num_rows, -1, PLACES)
+    chosen = groups.amax(dim=-1).max(dim=-1).indices
+    members = groups[torch.arange(num_rows, device=logits.device), chosen]
+    return chosen * PLACES + members.max(dim=-1).indices
 
 
 def _column(numbers: Tensor, column: int) -> Tensor:

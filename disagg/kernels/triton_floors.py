@@ -275,21 +275,42 @@ _select = KernelLauncher(_select_kernel)
 _floors = KernelLauncher(_floors_kernel)
 
 
-def find_floors(logits: Tensor, tables: SamplingTables, rows: SampledRows) -> Tensor:
-    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf where all do."""
+class FloorBuffers:
+    """What the kernels write for so many rows of logits, in every step anew.
+
+    Attributes:
+        floors: float32 [num_rows], what `find_floors` finds.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        num_groups = -(-vocab_size // GROUP_SIZE)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.peaks, self.sums = empty(num_rows, num_groups), empty(num_rows, num_groups)
+        chosen = empty(num_rows, num_groups, dtype=torch.int32)
+        bounds, totals = empty(num_rows, 3, dtype=torch.int64), empty(num_rows, dtype=torch.float64)
+        self.found = chosen, bounds, totals
+        self.floors = empty(num_rows)
+
+
+def find_floors(
+    logits: Tensor, tables: SamplingTables, rows: SampledRows, buffers: FloorBuffers
+) -> Tensor:
+    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf where all do.
+
+    Args:
+        buffers: for as many rows, of the same device.
+    """
     num_rows, vocab_size = logits.shape
-    num_groups, device = -(-vocab_size // GROUP_SIZE), logits.device
-    peaks = torch.empty(2, num_rows, num_groups, device=device)  # and sums
-    chosen = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
-    bounds = torch.empty(num_rows, 3, dtype=torch.int64, device=device)
-    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
-    floors = torch.empty(num_rows, device=device)
+    num_groups = -(-vocab_size // GROUP_SIZE)
     of_row, sizes = (tables.numbers, rows.slots), (vocab_size, num_groups)
+    of_groups, found = (buffers.peaks, buffers.sums), buffers.found
     tile = NUM_GROUPS_AT_ONCE
     grid = (num_rows, -(-num_groups // tile))
-    _groups(grid, logits, *of_row, peaks[0], peaks[1], *sizes, TILE=tile)
+    _groups(grid, logits, *of_row, *of_groups, *sizes, TILE=tile)
     block = next_power_of_2(num_groups)
-    found = (chosen, bounds, totals)
-    _select((num_rows,), *of_row, peaks[0], peaks[1], *found, *sizes, BLOCK=block)
-    _floors((num_rows,), logits, *of_row, *found, floors, *sizes, TILE=tile, num_warps=8)
-    return floors
+    _select((num_rows,), *of_row, *of_groups, *found, *sizes, BLOCK=block)
+    _floors((num_rows,), logits, *of_row, *found, buffers.floors, *sizes, TILE=tile, num_warps=8)
+    return buffers.floors

@@ -14,11 +14,13 @@ from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.ops import PagedBatch
-from disagg.kernels.paged_attention import PagedWork, paged_attention, plan_work
+from disagg.kernels.ops import Experts, PagedBatch
+from disagg.kernels.paged_attention import paged_attention
+from disagg.kernels.paged_work import PagedWork, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.silu_mul import silu_mul
+from disagg.kernels.triton_experts import TritonExperts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 3  # what shared memory holds of the short-query kernel
 
@@ -86,6 +88,12 @@ class TritonOps:
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         return Matrix(weight, bias)
 
+    def pack_experts(self, experts: Experts) -> TritonExperts:
+        return TritonExperts(experts)
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: TritonExperts) -> Tensor:
+        return experts(x, logits)
+
     def project(self, x: Tensor, weight: Matrix) -> Tensor:
         return weight(x)
 
@@ -96,6 +104,11 @@ class TritonOps:
         self, x: Tensor, weight: Matrix, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(weight(x), residual, norm, eps)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, norm, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -164,7 +177,13 @@ class TritonOps:
         return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
 
     def attention(
-        self, qkv: Tensor, kv_cache: KVPages, layer: int, window: int | None, paging: TritonPaging
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: TritonPaging,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         batch = paging.batch
         kv_write(qkv, kv_cache, layer, batch.slots)
@@ -176,6 +195,7 @@ class TritonOps:
             batch.query_start,
             batch.context_lens,
             paging.work[window],
+            sinks,
         )
         for rows in paging.prompts.get(window, {}).values():
             attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows])

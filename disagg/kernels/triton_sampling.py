@@ -16,7 +16,12 @@ from torch import Tensor
 from disagg.kernels import sampling_rows
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
-from disagg.kernels.triton_floors import NUM_GROUPS_AT_ONCE, find_floors, float_of
+from disagg.kernels.triton_floors import (
+    NUM_GROUPS_AT_ONCE,
+    FloorBuffers,
+    find_floors,
+    float_of,
+)
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
 _SEED = tl.constexpr(sampling_rows.SEED)
@@ -199,8 +204,21 @@ _pick = KernelLauncher(_pick_kernel)
 _remember = KernelLauncher(_remember_kernel)
 
 
+class _Buffers(FloorBuffers):
+    """And what choosing writes. scores: float64 [num_rows, num_groups]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        num_rows, vocab_size = self.shape = logits.shape
+        super().__init__(num_rows, vocab_size, logits.device)
+        num_groups = -(-vocab_size // GROUP_SIZE)
+        self.scores = torch.empty(num_rows, num_groups, dtype=torch.float64, device=logits.device)
+
+
 class TritonSampling:
-    """`SamplingOps` for CUDA."""
+    """`SamplingOps` for CUDA, all on one stream: each step overwrites what the one before wrote."""
+
+    def __init__(self) -> None:
+        self._buffers: _Buffers | None = None
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
@@ -226,14 +244,16 @@ class TritonSampling:
     def choose(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
+        buffers = self._buffers
+        if buffers is None or buffers.shape != logits.shape:
+            self._buffers = buffers = _Buffers(logits)
         floors = None
         if rows.has_min_p or rows.narrowed.shape[0]:
-            floors = find_floors(logits, tables, rows)
+            floors = find_floors(logits, tables, rows, buffers)
         num_rows, vocab_size = logits.shape
         num_groups = -(-vocab_size // GROUP_SIZE)
-        scores = torch.empty(num_rows, num_groups, dtype=torch.float64, device=logits.device)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        row = (logits, tables.numbers, rows.slots, positions, floors, scores)
+        row = (logits, tables.numbers, rows.slots, positions, floors, buffers.scores)
         tile = NUM_GROUPS_AT_ONCE
         grid = (num_rows, -(-num_groups // tile))
         _score(grid, *row, vocab_size, num_groups, TILE=tile)

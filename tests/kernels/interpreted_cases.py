@@ -12,7 +12,8 @@ from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.paged_attention import paged_attention, plan_work
+from disagg.kernels.paged_attention import paged_attention
+from disagg.kernels.paged_work import plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.silu_mul import silu_mul

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.kernels.attention_work import split_keys
 from disagg.kernels.fixed_work import FixedWork
-from disagg.kernels.paged_attention import KEY_TILE
+from disagg.kernels.paged_work import KEY_TILE
 
 CPU = torch.device("cpu")
 NO_PIECE, NO_REDUCTION = [0, 0, 0, 0, 0, -1], [0, 0, 0, 0]

@@ -12,42 +12,20 @@ import pytest
 import torch
 
 from disagg.kernels import torch_sampling
-from disagg.kernels.sampling_rows import TEMPERATURE, Numbers, SamplingTables
+from disagg.kernels.sampling_rows import TEMPERATURE
 from disagg.kernels.torch_sampling import TorchSampling
-from disagg.kernels.triton_floors import find_floors
+from disagg.kernels.triton_floors import FloorBuffers, find_floors
 from disagg.kernels.triton_sampling import TritonSampling
-from tests.kernels.sampling_cases import OFF, PLAIN, rows_of, tables_of
-
-VOCAB_SIZE = 5 * 256 + 77
-
-
-def logits_of(num_rows: int, scale: float, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, VOCAB_SIZE, generator=generator) * scale
-
-
-def random_numbers(rng: random.Random) -> Numbers:
-    return Numbers(
-        seed=rng.getrandbits(64) - (1 << 63),
-        top_k=rng.choice([OFF, OFF, 1, 2, 5, 20, 300, VOCAB_SIZE - 1, VOCAB_SIZE]),
-        min_tokens=rng.choice([0, 0, 9]),
-        temperature=rng.choice([0.0, 0.6, 1.0, 1.7]),
-        top_p=rng.choice([math.inf, math.inf, 0.95, 0.5, 1e-9]),
-        reach=rng.choice([math.inf, math.inf, 0.0, 3.0]),
-        repetition=rng.choice([1.0, 1.3, 0.8]),
-        presence=rng.choice([0.0, 0.5]),
-        frequency=rng.choice([0.0, 0.3, -0.2]),
-    )
-
-
-def copy_of(tables: SamplingTables) -> SamplingTables:
-    return SamplingTables(
-        tables.numbers,
-        tables.stop_ids,
-        tables.seen_ids.clone(),
-        tables.num_seen.clone(),
-        tables.counts.clone(),
-    )
+from tests.kernels.sampling_cases import (
+    OFF,
+    PLAIN,
+    VOCAB_SIZE,
+    copy_of,
+    logits_of,
+    random_numbers,
+    rows_of,
+    tables_of,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +45,9 @@ def test_kept_tokens(scale: float, dtype: torch.dtype) -> None:
     ]
     tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
     logits = logits_of(len(numbers), scale).to(dtype).float()
-    found = find_floors(logits, tables, rows)
+    found = find_floors(
+        logits, tables, rows, FloorBuffers(logits.shape[0], logits.shape[1], logits.device)
+    )
     temperatures = tables.numbers[:, TEMPERATURE].view(torch.float64).float().unsqueeze(1)
     scaled = logits / temperatures
     expected = torch_sampling.floors(scaled, tables.numbers, rows)

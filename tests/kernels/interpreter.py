@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(path: str) -> None:
+def run_interpreted(*paths: str) -> None:
     """The interpreter is chosen when Triton is imported, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", path, "-x"]
+    plugin = ["-p", "tests.kernels.quick_interpreter"]
+    command = [sys.executable, "-m", "pytest", *paths, "-x", *plugin]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -41,7 +41,7 @@ class PagedInputs:
     def max_context_len(self) -> int:
         return max(self.context_lens_host)
 
-    def expected(self, window: int | None) -> Tensor:
+    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
         cache = copy_of(self.kv_cache)
         reference.kv_write(self.qkv, cache, LAYER, self.slots)
@@ -54,6 +54,7 @@ class PagedInputs:
             self.query_lens,
             self.context_lens_host,
             window,
+            sinks,
         )
         return out.flatten(1)
 

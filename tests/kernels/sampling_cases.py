@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,36 @@ from disagg.kernels.sampling_rows import FIRST_FLOAT, Numbers, SampledRows, Samp
 
 OFF = 1 << 31
 PLAIN = Numbers(7, OFF, 0, 1.0, math.inf, math.inf, 1.0, 0.0, 0.0)
+VOCAB_SIZE = 5 * 256 + 77
+
+
+def logits_of(num_rows: int, scale: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, VOCAB_SIZE, generator=generator) * scale
+
+
+def random_numbers(rng: random.Random) -> Numbers:
+    return Numbers(
+        seed=rng.getrandbits(64) - (1 << 63),
+        top_k=rng.choice([OFF, OFF, 1, 2, 5, 20, 300, VOCAB_SIZE - 1, VOCAB_SIZE]),
+        min_tokens=rng.choice([0, 0, 9]),
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.7]),
+        top_p=rng.choice([math.inf, math.inf, 0.95, 0.5, 1e-9]),
+        reach=rng.choice([math.inf, math.inf, 0.0, 3.0]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.8]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, 0.3, -0.2]),
+    )
+
+
+def copy_of(tables: SamplingTables) -> SamplingTables:
+    return SamplingTables(
+        tables.numbers,
+        tables.stop_ids,
+        tables.seen_ids.clone(),
+        tables.num_seen.clone(),
+        tables.counts.clone(),
+    )
 
 
 def tables_of(numbers: Sequence[Numbers], vocab_size: int, num_ids: int = 1) -> SamplingTables:
@@ -35,7 +66,8 @@ def rows_of(numbers: Sequence[Numbers], slots: Sequence[int] | None = None) -> S
     penalised = [
         row
         for row, each in enumerate(own)
-        if (each.repetition, each.presence, each.frequency) != (1.0, 0.0, 0.0)
+        if (each.repetition_penalty, each.presence_penalty, each.frequency_penalty)
+        != (1.0, 0.0, 0.0)
     ]
     adjusted = [row for row, each in enumerate(own) if row in penalised or each.min_tokens]
 

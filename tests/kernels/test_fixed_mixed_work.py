@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.kernels.attention_work import split_keys
 from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
-from disagg.kernels.paged_attention import KEY_TILE
+from disagg.kernels.paged_work import KEY_TILE
 
 GROUP = 4
 NO_PIECE = [0, 0, 0, 0, 0, -1]

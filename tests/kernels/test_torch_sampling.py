@@ -75,3 +75,13 @@ def test_flat_rows_are_looked_at_further(
     found = kept(torch.stack(rows), numbers)
     for row, each, its in zip(rows, numbers, found, strict=True):
         assert torch.equal(its, kept_by_definition(row, each.top_k, each.top_p, each.reach))
+
+
+@pytest.mark.parametrize("shape", [(1, 61), (3, 100), (5, 16384), (2, 128 * 300), (300, 128)])
+def test_the_first_of_several_largest_is_the_most_likely(shape: tuple[int, int]) -> None:
+    """As in bfloat16, where neighbours are often equal; also of rows that a mask has emptied."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(shape, generator=generator).bfloat16().float()
+    logits[-1] = -math.inf
+    assert torch.equal(torch_sampling.most_likely(logits), logits.argmax(dim=-1))
+    assert torch.equal(torch_sampling.most_likely(logits.round()), logits.round().argmax(dim=-1))

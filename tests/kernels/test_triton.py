@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from disagg.kernels import fixed_work, kv_write, norm_rope, paged_attention, rms_norm, silu_mul
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.kv_pages import FORMATS, KVFormat
+from disagg.kernels.paged_work import KEY_TILE
 from tests.kernels.interpreter import run_interpreted
 
 # Of each architecture: shared memory that a program may use.
@@ -37,7 +38,7 @@ POINTERS = {
         ),
         "*i32",
     ),
-    **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr"), "*fp32"),
+    **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr"), "*fp32"),
 }
 STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
 PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
@@ -46,7 +47,7 @@ FLOATS = ("scale", "eps")
 
 @pytest.mark.timeout(600)
 def test_kernels_equal_their_references_under_the_interpreter() -> None:
-    run_interpreted("tests/kernels/interpreted_cases.py")
+    run_interpreted("tests/kernels/interpreted_cases.py", "tests/kernels/interpreted_experts.py")
 
 
 def _compile(
@@ -165,10 +166,13 @@ def test_attention_compiles_and_is_pipelined(
         "NUM_KV_HEADS": 8,
         "GROUP": 4,
         "ROWS": rows,
-        "TILE": paged_attention.KEY_TILE,
+        "TILE": KEY_TILE,
         "WINDOW": window,
+        "HAS_SINKS": head_dim == 64,  # of gpt-oss
         **_units(stored, rows, block_size, head_dim),
     }
+    if not constants["HAS_SINKS"]:
+        constants["sinks_ptr"] = None
     num_units = head_dim // constants["PARTS"]
     in_pairs = _in_pairs(stored, rows)
     unit_nbytes = 2 if in_pairs else _format(stored).dtype.itemsize
@@ -183,7 +187,7 @@ def test_attention_compiles_and_is_pipelined(
     # lie there as they are stored: nothing is widened before it is needed.
     kinds = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}
     unit = "i16" if in_pairs else kinds[stored]
-    tile = rf"memdesc<(\d+)x{paged_attention.KEY_TILE}x{num_units}x{unit}"
+    tile = rf"memdesc<(\d+)x{KEY_TILE}x{num_units}x{unit}"
     assert max(map(int, re.findall(tile, compiled.asm["ttgir"]))) >= 2
     assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
     if in_pairs:  # nothing comes byte by byte on its way from shared memory into a product
@@ -207,7 +211,7 @@ def test_the_cut_of_decodes_compiles(
     constants = {
         "NUM_PROGRAMS": 49,
         "WINDOW": window,
-        "TILE": paged_attention.KEY_TILE,
+        "TILE": KEY_TILE,
         "LEAST_KEYS": MIN_SPLIT_KEYS,
         "ROWS": num_seqs,
         "PIECES": 64,
@@ -240,6 +244,7 @@ def test_the_cut_of_decodes_compiles(
                 "HEAD_DIM": 128,
                 "BLOCK_D": 128,
                 "PARTIALS": paged_attention.REDUCED_AT_ONCE,
+                "HAS_SINKS": True,
             },
             "bf16",
         ),

@@ -1,0 +1,102 @@
+"""A step's attention as lists of pieces on the device, one for each launch of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys, split_queries
+from disagg.kernels.launcher import next_power_of_2
+
+KEY_TILE = 64
+MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
+LONG_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: its pieces on the device, and the rows of a query tile.
+
+    Attributes:
+        num_partials: room for so many.
+        rows: of a tile, a power of two.
+        num_merged_rows: of those, how many a reduction may have.
+    """
+
+    pieces: Tensor  # int32 [num_pieces, 6]
+    reductions: Tensor  # int32 [num_reductions, 4]
+    num_partials: int
+    rows: int
+    num_merged_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWork:
+    """Everything about one step and one window that its layers share."""
+
+    launches: tuple[Launch, ...]
+    window: int | None
+
+
+def plan_work(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    group: int,
+    window: int | None,
+    num_programs: int,
+    device: torch.device,
+    done_elsewhere: Container[int] = (),
+) -> PagedWork:
+    """Cut a step into pieces and put the lists on the device.
+
+    Args:
+        group: query heads per KV head.
+        num_programs: pieces per KV head that fill the device.
+        done_elsewhere: sequences whose rows of the result another kernel writes.
+    """
+    rows = [
+        (sequence, *lens)
+        for sequence, lens in enumerate(zip(query_lens, context_lens, strict=True))
+        if sequence not in done_elsewhere
+    ]
+    short = [row for row in rows if row[1] * group <= MAX_SHORT_ROWS]
+    long = [row for row in rows if row[1] * group > MAX_SHORT_ROWS]
+    launches = []
+    if short:
+        num_rows = max(row[1] for row in short) * group
+        pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
+        height = max(16, next_power_of_2(num_rows))
+        launches.append(_launch(pieces, reductions, height, num_rows, device))
+    if long:
+        height = max(LONG_ROWS, next_power_of_2(group))
+        pieces = split_queries(long, window, KEY_TILE, height // group)
+        launches.append(_launch(pieces, [], height, 0, device))
+    return PagedWork(tuple(launches), window)
+
+
+def _launch(
+    pieces: list[AttentionPiece],
+    reductions: list[Reduction],
+    rows: int,
+    num_merged_rows: int,
+    device: torch.device,
+) -> Launch:
+    numbers: list[int] = []
+    for p in pieces:
+        numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
+    for r in reductions:
+        numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
+    uploaded = torch.tensor(numbers, dtype=torch.int32)
+    if device.type == "cuda":
+        uploaded = uploaded.pin_memory().to(device, non_blocking=True)
+    num_first = len(pieces) * 6
+    return Launch(
+        pieces=uploaded[:num_first].view(-1, 6),
+        reductions=uploaded[num_first:].view(-1, 4),
+        num_partials=sum(merge.num_partials for merge in reductions),
+        rows=rows,
+        num_merged_rows=num_merged_rows,
+    )

@@ -1,0 +1,46 @@
+"""Attention as two matrix products with a softmax between them, for what torch's own cannot do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_by_products(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attend with a softmax in float32.
+
+    Args:
+        q: [num_seqs, num_heads, num_queries, head_dim].
+        keys, values: [num_seqs, num_kv_heads, num_keys, head_dim].
+        mask: added to the scores, or None.
+        sinks: [num_heads, num_queries or 1, 1], or None.
+        scales: what keys and values are multiplied by, [num_seqs, num_kv_heads, 1, num_keys] each.
+
+    Returns:
+        [num_seqs, num_heads, num_queries, head_dim].
+    """
+    packed = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])  # queries that share a KV head
+    scores = torch.matmul(packed, keys.transpose(2, 3)).float()
+    scores *= q.shape[3] ** -0.5 if scales is None else scales[0] * q.shape[3] ** -0.5
+    by_head = scores.view(*q.shape[:3], -1)
+    if mask is not None:
+        by_head.add_(mask)
+    weights = softmax(by_head, sinks).view(scores.shape)
+    if scales is not None:
+        weights.mul_(scales[1])
+    return torch.matmul(weights.to(q.dtype), values).view(q.shape)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension. `sinks`, [..., 1], take part in it, and their share is left out."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1].contiguous()

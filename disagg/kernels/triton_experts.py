@@ -1,0 +1,299 @@
+"""A mixture of experts in Triton: one launch for gate and up of all experts, one for down.
+
+Rows, a token for each of its experts, are sorted by expert. A program multiplies up to ROWS of them
+that go to one expert with a tile of its matrix, and works out itself which these are: the grid is
+sized for the worst case, and programs without rows end at once. So the host does not wait for the
+router's choice, and one captured graph serves every choice. Each row's result is written by one
+program and a token's are summed in the order of its choices: a result does not depend on timing.
+
+Weights of MXFP4 are widened in registers. The two values of a byte go into a product each, as in
+`attention_tile`: the first values of all bytes are multiplied with the first half of `x`, whose
+columns were put in that order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.ops import Experts
+from disagg.kernels.route import choose_experts
+
+MIN_ROWS, MAX_ROWS = 16, 128
+MAX_PACKED_ROWS_SM80 = 64  # MXFP4 in tiles of more spills there
+WIDTH = 128  # rows of a matrix that a program multiplies with: 64 each of gate and up
+DEPTH = 64  # values of these at a time ...
+PACKED_DEPTH = 32  # ... or bytes of MXFP4, as many values
+
+
+@triton.jit
+def _own_rows(
+    starts_ptr, block, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
+    """The expert of a block, its first row and where its rows end; 0 and 0: no block is left."""
+    experts = tl.arange(0, EXPERTS)
+    begins = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
+    counts = tl.cdiv(ends - begins, ROWS)
+    before = tl.cumsum(counts, axis=0) - counts
+    is_own = (before <= block) & (block < before + counts)
+    first = tl.sum(tl.where(is_own, begins + (block - before) * ROWS, 0), axis=0)
+    end = tl.sum(tl.where(is_own, ends, 0), axis=0)
+    return tl.sum(tl.where(is_own, experts, 0), axis=0).to(tl.int64), first, end
+
+
+@triton.jit
+def _e2m1(bits):
+    """Numbers of four bits, in halves: their magnitudes are 0 to 6."""
+    exponent, fraction = (bits >> 1) & 3, bits & 1
+    halves = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
+    return tl.where(bits >= 8, -halves, halves).to(tl.float32)
+
+
+@triton.jit
+def _add_product(
+    acc,
+    x_ptrs,
+    is_row,
+    matrix_ptr,
+    scales_ptr,
+    own,
+    is_own,
+    SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Add x W^T, of which W has the rows `own` of a matrix with SIZE values in each."""
+    depth = tl.arange(0, DEPTH)
+    if PACKED:
+        # Each byte has two values. The first ones go with the first half of x.
+        half: tl.constexpr = SIZE // 2
+        w_ptrs = matrix_ptr + own[:, None] * half
+        for start in range(0, half, DEPTH):
+            at = (start + depth)[None, :]
+            mask = is_own[:, None] & (at < half)
+            packed = tl.load(w_ptrs + at, mask=mask, other=0).to(tl.int32)
+            group = (start // 16 + tl.arange(0, DEPTH // 16))[None, :]
+            scale_ptrs = scales_ptr + own[:, None] * (SIZE // 32) + group
+            mask = is_own[:, None] & (group < SIZE // 32)
+            exponents = tl.load(scale_ptrs, mask=mask, other=0).to(tl.int32)
+            scales = (exponents << 23).to(tl.float32, bitcast=True) * 0.5
+            scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], DEPTH // 16, 16])
+            scales = tl.reshape(scales, packed.shape)
+            seen = is_row[:, None] & (at < half)
+            x = tl.load(x_ptrs + at, mask=seen, other=0.0)
+            w = (_e2m1(packed & 15) * scales).to(x.dtype)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            x = tl.load(x_ptrs + half + at, mask=seen, other=0.0)
+            w = (_e2m1(packed >> 4) * scales).to(x.dtype)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    else:
+        w_ptrs = matrix_ptr + own[:, None] * SIZE
+        for start in range(0, SIZE, DEPTH):
+            at = (start + depth)[None, :]
+            x = tl.load(x_ptrs + at, mask=is_row[:, None] & (at < SIZE), other=0.0)
+            w = tl.load(w_ptrs + at, mask=is_own[:, None] & (at < SIZE), other=0.0)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    order_ptr,
+    starts_ptr,
+    matrix_ptr,
+    scales_ptr,
+    bias_ptr,
+    inner_ptr,
+    limit,
+    alpha,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):
+    expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < end
+        tokens = tl.load(order_ptr + rows, mask=is_row, other=0) // NUM_CHOSEN
+        # Rows of gate and up in turn, so that a pair of results lies side by side.
+        places = tl.arange(0, WIDTH)
+        column = tl.program_id(1) * (WIDTH // 2) + places // 2
+        own = (places % 2) * INNER + column
+        values: tl.constexpr = HIDDEN // 2 if PACKED else HIDDEN
+        acc = _add_product(
+            tl.zeros([ROWS, WIDTH], dtype=tl.float32),
+            x_ptr + tokens[:, None] * HIDDEN,
+            is_row,
+            matrix_ptr + expert * (2 * INNER * values),
+            scales_ptr + expert * (2 * INNER * HIDDEN // 32) if PACKED else None,
+            own,
+            column < INNER,
+            HIDDEN,
+            DEPTH,
+            PACKED,
+        )
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert * (2 * INNER) + own
+            acc += tl.load(bias_ptrs, mask=column < INNER, other=0.0).to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(acc, [ROWS, WIDTH // 2, 2]))
+        if CLAMPED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+            made = up * gate / (1.0 + tl.exp(-alpha * gate))
+        else:
+            made = up * gate / (1.0 + tl.exp(-gate))
+        column = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+        target = column
+        if PACKED:  # as the product that follows reads it
+            target = column % 2 * (INNER // 2) + column // 2
+        inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + target[None, :]
+        mask = is_row[:, None] & (column < INNER)[None, :]
+        tl.store(inner_ptrs, made.to(inner_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr,
+    order_ptr,
+    starts_ptr,
+    matrix_ptr,
+    scales_ptr,
+    bias_ptr,
+    weights_ptr,
+    out_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < end
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        values: tl.constexpr = INNER // 2 if PACKED else INNER
+        acc = _add_product(
+            tl.zeros([ROWS, WIDTH], dtype=tl.float32),
+            inner_ptr + rows.to(tl.int64)[:, None] * INNER,
+            is_row,
+            matrix_ptr + expert * (HIDDEN * values),
+            scales_ptr + expert * (HIDDEN * INNER // 32) if PACKED else None,
+            column,
+            column < HIDDEN,
+            INNER,
+            DEPTH,
+            PACKED,
+        )
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert * HIDDEN + column
+            acc += tl.load(bias_ptrs, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+        pairs = tl.load(order_ptr + rows, mask=is_row, other=0)
+        acc *= tl.load(weights_ptr + pairs, mask=is_row, other=0.0)[:, None]
+        out_ptrs = out_ptr + pairs[:, None] * HIDDEN + column[None, :]
+        mask = is_row[:, None] & (column < HIDDEN)[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_gate_up = KernelLauncher(_gate_up_kernel)
+_down = KernelLauncher(_down_kernel)
+
+
+def launch_options(rows: int) -> dict[str, int]:
+    """Warps and pipeline depth for a tile of so many rows."""
+    return {"num_warps": 4 if rows < MAX_ROWS else 8, "num_stages": 4 if rows < MAX_ROWS else 3}
+
+
+class TritonExperts:
+    """The experts of a layer on a GPU, in the layout in which they are stored."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        num_experts, twice_inner = experts.gate_up.shape[:2]
+        self._num_experts, self._inner = num_experts, twice_inner // 2
+        self._is_packed = experts.gate_up_scales is not None
+        device = experts.gate_up.device
+        is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+        self._max_rows = MAX_PACKED_ROWS_SM80 if self._is_packed and is_old else MAX_ROWS
+        self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """See `Ops.mix_experts`."""
+        num_tokens, hidden = x.shape
+        if not num_tokens:
+            return x.clone()
+        experts = self._experts
+        weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
+        by_expert, order = torch.sort(chosen.flatten(), stable=True)
+        starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
+        num_pairs = num_tokens * experts.num_chosen
+        inner = torch.empty(num_pairs, self._inner, dtype=x.dtype, device=x.device)
+        out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
+        rows = max(MIN_ROWS, min(next_power_of_2(num_pairs // self._num_experts), self._max_rows))
+        num_hit = min(self._num_experts, num_pairs)
+        num_blocks = (
+            num_pairs + num_hit * (rows - 1)
+        ) // rows  # if each has a block that ends early
+        sizes = {
+            "NUM_EXPERTS": self._num_experts,
+            "EXPERTS": next_power_of_2(self._num_experts),
+            "HIDDEN": hidden,
+            "INNER": self._inner,
+            "ROWS": rows,
+            "WIDTH": WIDTH,
+            "DEPTH": PACKED_DEPTH if self._is_packed else DEPTH,
+            "PACKED": self._is_packed,
+            **launch_options(rows),
+        }
+        if self._is_packed:
+            x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
+        _gate_up(
+            (num_blocks, -(-self._inner // (WIDTH // 2))),
+            x,
+            order,
+            starts,
+            experts.gate_up,
+            experts.gate_up_scales,
+            experts.gate_up_bias,
+            inner,
+            experts.limit or 0.0,
+            experts.alpha,
+            NUM_CHOSEN=experts.num_chosen,
+            HAS_BIAS=experts.gate_up_bias is not None,
+            CLAMPED=experts.limit is not None,
+            **sizes,
+        )
+        _down(
+            (num_blocks, -(-hidden // WIDTH)),
+            inner,
+            order,
+            starts,
+            experts.down,
+            experts.down_scales,
+            experts.down_bias,
+            weights,
+            out,
+            HAS_BIAS=experts.down_bias is not None,
+            **sizes,
+        )
+        return out.view(num_tokens, -1, hidden).sum(1)

@@ -1,0 +1,72 @@
+"""Decodes made by the kernel; run by `test_decode_inputs.py` under Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from disagg.engine.device.batching import Batching
+from disagg.engine.device.slots import Slots
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
+from disagg.models.batch import Batch
+from disagg.time_model import StepFeatures
+from tests.engine.workload import new_sequence
+
+CPU = torch.device("cpu")
+MAX_NUM_BLOCKS = 150  # more columns than a program looks at at once
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.sampled_from([1, 3, 4]))
+def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size: int) -> None:
+    """Sequences that go on and begin blocks, others in between, long ones, unread tokens."""
+    slots = Slots(4)
+    torch_ops = Batching(slots, size, MAX_NUM_BLOCKS, CPU)
+    kernel = Batching(slots, size, MAX_NUM_BLOCKS, CPU, use_kernel=True)
+    lengths = data.draw(st.lists(st.sampled_from([2, 3, 7, 140]), min_size=2, max_size=4))
+    blocks = iter(range(10_000))
+    sequences = [new_sequence(tuple(range(5, 5 + length)), size) for length in lengths]
+    some: list[Sequence] = []
+    for step in range(data.draw(st.integers(1, 2 * size + 3))):
+        is_same = bool(some) and data.draw(st.booleans())
+        some = some if is_same else sequences[: data.draw(st.integers(1, len(sequences)))]
+        for sequence in some:
+            sequence.tokens.append(20 + step)
+            while len(sequence.block_ids) * size < len(sequence.tokens):
+                sequence.block_ids.append(next(blocks))
+            sequence.num_computed = len(sequence.tokens) - 1
+        num = len(some)
+        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        if data.draw(st.booleans()):
+            starts = plan.first_positions()
+            num_unread = data.draw(st.integers(1, num))
+            plan = replace(plan, starts=starts, num_unread=num_unread)
+        entered = slots.enter(plan.sequences)
+        listed = [sequence.num_listed for sequence in plan.sequences]
+        expected, expected_slots = torch_ops.batch(torch_ops.inputs(plan, entered))
+        for sequence, num_listed in zip(plan.sequences, listed, strict=True):
+            sequence.num_listed = num_listed
+        found, found_slots = kernel.batch(kernel.inputs(plan, entered))
+        check(found, expected)
+        assert torch.equal(found_slots, expected_slots)
+        assert kernel.decode_inputs is not None
+        assert (kernel.decode_inputs.slots[num:] == -1).all(), "nobody is there to be written"
+        chosen = torch.arange(num) + 50 * step
+        torch_ops.remember(expected_slots, chosen)
+        kernel.remember(found_slots, chosen)
+
+
+def check(found: Batch, expected: Batch) -> None:
+    for name in ("token_ids", "positions", "slots", "context_lens", "query_start", "logits_rows"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == other.dtype and torch.equal(one, other), name
+    num_columns = expected.block_tables.shape[1]
+    rows = zip(found.block_tables[:, :num_columns], expected.block_tables, strict=True)
+    for one, other in rows:
+        assert torch.equal(one, other)
+    assert [*found.context_lens_host] == [*expected.context_lens_host]
+    assert (found.query_lens, found.max_query_len) == (expected.query_lens, expected.max_query_len)
+    assert found.max_context_len == expected.max_context_len

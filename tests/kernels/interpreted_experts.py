@@ -1,0 +1,156 @@
+"""Experts and sinks in Triton equal their references; run by `test_triton.py`, interpreted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disagg.kernels import reference
+from disagg.kernels.kv_pages import FORMATS
+from disagg.kernels.kv_write import kv_write
+from disagg.kernels.ops import Experts
+from disagg.kernels.paged_attention import paged_attention
+from disagg.kernels.paged_work import plan_work
+from disagg.kernels.route import choose_experts
+from disagg.kernels.triton_experts import TritonExperts
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.decoder import Decoder
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.weights import random_weights
+from tests.kernels.paged_inputs import LAYER, paged_inputs
+from tests.models.paging import SMALL, Tokens, new_slab, run_step
+
+CPU = torch.device("cpu")
+SINGLE = 2e-5
+
+
+def _experts(
+    num_experts: int, num_chosen: int, hidden: int, inner: int, kind: str, dtype: torch.dtype
+) -> Experts:
+    """Of a kind: "plain", or with biases and the clamped SwiGLU, or these as MXFP4 too."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).div(shape[-1] ** 0.5).to(dtype)
+
+    gate_up, down = draw(num_experts, 2 * inner, hidden), draw(num_experts, hidden, inner)
+    experts = Experts(gate_up, down, dtype, num_chosen, is_normalized=kind != "plain")
+    if kind == "plain":
+        return experts
+    biases = draw(num_experts, 2 * inner), draw(num_experts, hidden)
+    experts = replace(experts, gate_up_bias=biases[0], down_bias=biases[1], limit=0.5, alpha=1.702)
+    if kind == "clamped":
+        return experts
+
+    def packed(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count, rows, size = matrix.shape
+        bits = torch.randint(0, 256, (count, rows, size // 2), dtype=torch.uint8)
+        return bits, torch.randint(122, 126, (count, rows, size // 32), dtype=torch.uint8)
+
+    (gate_up, gate_up_scales), (down, down_scales) = packed(gate_up), packed(down)
+    return replace(
+        experts,
+        gate_up=gate_up,
+        gate_up_scales=gate_up_scales,
+        down=down,
+        down_scales=down_scales,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
+    [
+        ("plain", 1, 7, 3, 96, 64),
+        ("plain", 150, 2, 1, 64, 32),
+        ("clamped", 37, 5, 2, 160, 96),
+        ("mxfp4", 37, 3, 2, 160, 96),
+        ("mxfp4", 3, 10, 4, 64, 160),
+    ],
+)
+def test_experts(
+    kind: str, num_tokens: int, num_experts: int, num_chosen: int, hidden: int, inner: int
+) -> None:
+    torch.manual_seed(num_tokens)
+    experts = _experts(num_experts, num_chosen, hidden, inner, kind, torch.float32)
+    x, logits = torch.randn(num_tokens, hidden), torch.randn(num_tokens, num_experts)
+    ours = TritonExperts(experts)(x, logits)
+    theirs = reference.mix_experts(x, logits, experts)
+    torch.testing.assert_close(ours, theirs, atol=SINGLE, rtol=SINGLE)
+
+
+@pytest.mark.parametrize("kind", ["plain", "mxfp4"])
+def test_experts_of_odd_sizes_in_half_precision(kind: str) -> None:
+    experts = _experts(6, 4, 32 if kind == "mxfp4" else 50, 32, kind, torch.float16)
+    hidden = experts.down.shape[1]
+    x, logits = torch.randn(20, hidden).half(), torch.randn(20, 6).half()
+    ours = TritonExperts(experts)(x, logits)
+    theirs = reference.mix_experts(x, logits, experts)
+    torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+
+
+def test_all_tokens_to_one_expert() -> None:
+    experts = _experts(9, 1, 32, 32, "plain", torch.float32)
+    x, logits = torch.randn(70, 32), torch.zeros(70, 9)
+    logits[:, 8] = 5.0
+    torch.testing.assert_close(
+        TritonExperts(experts)(x, logits),
+        reference.mix_experts(x, logits, experts),
+        atol=SINGLE,
+        rtol=SINGLE,
+    )
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_routes(is_normalized: bool) -> None:
+    logits = torch.randn(6, 37)
+    logits[2] = 0.0  # all are equal: the first ones are chosen
+    logits[3, 5] = logits[3, 30] = 9.0
+    weights, chosen = choose_experts(logits, 5, is_normalized)
+    wanted_weights, wanted = reference.choose_experts(logits, 5, is_normalized)
+    assert torch.equal(chosen.long(), wanted)
+    torch.testing.assert_close(weights, wanted_weights, atol=SINGLE, rtol=SINGLE)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter
+def test_a_token_of_nan_chooses_experts_that_exist() -> None:
+    _, chosen = choose_experts(torch.full((1, 6), torch.nan), 3, True)
+    assert ((chosen >= 0) & (chosen < 6)).all()
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "window", "format"), [(64, None, None), (2, 50, None), (64, 50, "int8")]
+)
+def test_attention_with_sinks(num_programs: int, window: int | None, format: str | None) -> None:
+    """In one piece, in many that are reduced, and of prompts; a sink as large as all keys."""
+    lens = [(1, 1), (1, 400), (3, 70), (35, 99)]
+    inputs = paged_inputs(lens, group=3, format=FORMATS[format] if format else None)
+    sinks = torch.tensor([-2.0, 0.0, 6.0, 1.0, -30.0, 2.0])
+    expected = inputs.expected(window, sinks)
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    work = plan_work(inputs.query_lens, inputs.context_lens_host, 3, window, num_programs, CPU)
+    step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
+    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work, sinks)
+    torch.testing.assert_close(out, expected, atol=SINGLE, rtol=SINGLE)
+
+
+def test_a_decoder_with_experts_on_the_kernels_equals_one_on_torch() -> None:
+    """gpt-oss, which has all of it but a shared expert."""
+    experts = ExpertsConfig(
+        num_experts=5,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        has_bias=True,
+        swiglu_limit=7.0,
+        is_mxfp4=True,
+    )
+    config = replace(SMALL, family="GptOssForCausalLM", hidden_size=64, experts=experts, sinks=True)
+    weights = random_weights(config, torch.float32, CPU, seed=2)
+    results = []
+    for decoder in (Decoder(config, weights, TritonOps(6, 1)), Decoder(config, weights)):
+        slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
+        tokens = Tokens(list(range(24)), [9, 2, 3])
+        run_step(decoder, slab, [(tokens, 22)], 8)
+        run_step(decoder, slab, [(tokens, 1)], 8)
+        results.append(torch.stack(tokens.logits))
+    torch.testing.assert_close(results[0], results[1], atol=SINGLE, rtol=SINGLE)
