@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,4 +30,4 @@ class Batch:
     max_query_len: int
     max_context_len: int
     query_lens: tuple[int, ...]  # host copy, for code that loops over sequences
-    context_lens_host: tuple[int, ...]
+    context_lens_host: Sequence[int]

@@ -65,7 +65,10 @@ class DirectoryFiles:
 
     @property
     def name(self) -> str:
-        return self.place.resolve().name
+        place = self.place.resolve()
+        if place.parent.name == "snapshots":  # of the cache of Hugging Face: models--Qwen--Qwen3-8B
+            return place.parent.parent.name.rpartition("--")[2]
+        return place.name
 
     @property
     def has_weights(self) -> bool:

@@ -1,4 +1,4 @@
-"""The decoder family: Llama, Mistral, Qwen2 and Qwen3 are one program with a few switches.
+"""The decoder: all families are one program, which a `ModelConfig` describes layer by layer.
 
 Decides the order of operations of a forward pass. Each operation is done by the `Ops` of the
 device; batching and sampling are the engine's.
@@ -7,17 +7,21 @@ device; batching and sampling are the engine's.
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.cpu_step import DenseLayer, DenseModel, cpu_step
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import Ops, Paging, Weight
+from disagg.kernels.ops import Experts, Ops, Paging, Weight
 from disagg.models.batch import Batch
 from disagg.models.description import ModelDescription
+from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.weights import (
@@ -28,6 +32,22 @@ from disagg.models.weights import (
     random_weights,
 )
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertMlp:
+    router: Weight
+    experts: Weight
+    shared: _Mlp | None
+    shared_gate: Weight | None  # how much of `shared` a token gets
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -36,10 +56,10 @@ class _Layer:
     input_norm: Tensor
     qkv: Weight
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    sinks: Tensor | None  # float32 [num_heads]
     output: Weight
     post_norm: Tensor
-    gate_up: Weight
-    down: Weight
+    mlp: _Mlp | _ExpertMlp
     window: int | None
 
 
@@ -49,6 +69,10 @@ class Decoder:
     Args:
         weights: consumed; packed copies may replace them.
         ops: the device's operations; by default what `ops_for` chooses.
+
+    Attributes:
+        step: the compiled decode step; None where `ops` compute them.
+        step_sentence: for people: what computes decode steps, and why.
     """
 
     def __init__(
@@ -61,14 +85,12 @@ class Decoder:
         self._embedding = weights.embedding
         self._norm = weights.norm
         self._lm_head = self.ops.pack(weights.lm_head, None)
-        self._layers = [
-            self._pack(layer, window)
-            for layer, window in zip(weights.layers, config.sliding_windows, strict=True)
-        ]
+        self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
+        self.step, self.step_sentence = cpu_step(self._dense())
 
-    def _pack(self, layer: LayerWeights, window: int | None) -> _Layer:
+    def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
         qk_norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -82,11 +104,74 @@ class Decoder:
             input_norm=layer.input_norm,
             qkv=ops.pack(layer.qkv, layer.qkv_bias),
             qk_norm=qk_norm,
+            sinks=None if layer.sinks is None else layer.sinks.float(),
             output=ops.pack(layer.output, layer.output_bias),
             post_norm=layer.post_norm,
-            gate_up=ops.pack_gated(layer.gate_up, layer.gate_up_bias),
-            down=ops.pack(layer.down, layer.down_bias),
-            window=window,
+            mlp=self._pack_mlp(layer, config.experts_in(index)),
+            window=config.sliding_windows[index],
+        )
+
+    def _pack_mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> _Mlp | _ExpertMlp:
+        ops = self.ops
+        if experts is None:
+            gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
+            return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias))
+        assert layer.router is not None
+
+        def by_expert(rows: Tensor | None) -> Any:
+            return None if rows is None else rows.view(experts.num_experts, -1, *rows.shape[1:])
+
+        shared = shared_gate = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            gate_up = ops.pack_gated(layer.shared_gate_up, None)
+            shared = _Mlp(gate_up, ops.pack(layer.shared_down, None))
+        if layer.shared_gate is not None:
+            shared_gate = ops.pack(layer.shared_gate, None)
+        matrices = Experts(
+            gate_up=by_expert(layer.gate_up),
+            down=by_expert(layer.down),
+            dtype=self.dtype,
+            num_chosen=experts.num_experts_per_tok,
+            is_normalized=experts.is_normalized,
+            gate_up_bias=by_expert(layer.gate_up_bias),
+            down_bias=by_expert(layer.down_bias),
+            gate_up_scales=by_expert(layer.gate_up_scales),
+            down_scales=by_expert(layer.down_scales),
+            limit=experts.swiglu_limit,
+            alpha=experts.swiglu_alpha,
+        )
+        router = ops.pack(layer.router, layer.router_bias)
+        return _ExpertMlp(router, ops.pack_experts(matrices), shared, shared_gate)
+
+    def _dense(self) -> DenseModel | None:
+        """The model, if `csrc/step.cpp` computes it: with neither experts nor sinks."""
+        layers = []
+        for layer in self._layers:
+            if not isinstance(layer.mlp, _Mlp) or layer.sinks is not None:
+                return None
+            layers.append(
+                DenseLayer(
+                    input_norm=layer.input_norm,
+                    qkv=layer.qkv,
+                    qk_norm=layer.qk_norm,
+                    output=layer.output,
+                    post_norm=layer.post_norm,
+                    gate_up=layer.mlp.gate_up,
+                    down=layer.mlp.down,
+                    window=layer.window,
+                )
+            )
+        config = self.config
+        return DenseModel(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            embedding=self._embedding,
+            rope=self._rope,
+            layers=layers,
+            norm=self._norm,
+            head=self._lm_head,
         )
 
     @torch.inference_mode()
@@ -108,6 +193,19 @@ class Decoder:
         Returns:
             float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`.
         """
+        if self.step is not None and self.step.takes(batch, kv_cache):
+            return self.step.run(batch, kv_cache, logits)
+        projected = self.ops.project(self.hidden(batch, kv_cache, paging), self._lm_head)
+        return projected.float() if logits is None else logits.copy_(projected)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [num_rows, vocab_size] for some rows of what `hidden` returned."""
+        return self.ops.project(hidden, self._lm_head).float()
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
+        """As `forward`, up to where logits are made: [num_logits, hidden_size], normed."""
         ops, eps = self.ops, self.config.rms_norm_eps
         num_turned = self.config.num_heads + self.config.num_kv_heads
         num_tokens = batch.token_ids.shape[0]
@@ -121,7 +219,7 @@ class Decoder:
             qkv = ops.project(normed, layer.qkv)
             heads = qkv.view(num_tokens, -1, self.config.head_dim)
             ops.norm_rope_(heads[:, :num_turned], layer.qk_norm, eps, rope_rows)
-            attended = ops.attention(heads, kv_cache, index, layer.window, paging)
+            attended = ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
                 # After the last attention only the rows whose logits are wanted matter (as many
                 # rows as tokens are all of them, in order).
@@ -130,11 +228,25 @@ class Decoder:
             hidden, normed = ops.project_add_norm(
                 attended, layer.output, hidden, layer.post_norm, eps
             )
-            inner = ops.project_gated(normed, layer.gate_up)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
-            hidden, normed = ops.project_add_norm(inner, layer.down, hidden, next_norm, eps)
-        projected = ops.project(normed, self._lm_head)
-        return projected.float() if logits is None else logits.copy_(projected)
+            hidden, normed = self._mlp(layer.mlp, normed, hidden, next_norm)
+        return normed
+
+    def _mlp(
+        self, mlp: _Mlp | _ExpertMlp, normed: Tensor, hidden: Tensor, next_norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add what the MLP makes of `normed` to `hidden`; also normalise that for what follows."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        if isinstance(mlp, _Mlp):
+            inner = ops.project_gated(normed, mlp.gate_up)
+            return ops.project_add_norm(inner, mlp.down, hidden, next_norm, eps)
+        mixed = ops.mix_experts(normed, ops.project(normed, mlp.router), mlp.experts)
+        if mlp.shared is not None:
+            shared = ops.project(ops.project_gated(normed, mlp.shared.gate_up), mlp.shared.down)
+            if mlp.shared_gate is not None:
+                shared = shared * ops.project(normed, mlp.shared_gate).sigmoid()
+            mixed = mixed + shared
+        return ops.add_norm(mixed, hidden, next_norm, eps)
 
 
 def load_model(
@@ -153,6 +265,11 @@ def load_model(
     """
     decoder = Decoder(model.config, load_weights(model, dtype, device, progress))
     _give_back_freed_memory()
+    if device.type == "cpu":
+        log.info("Decode steps: %s.", decoder.step_sentence)
+    if decoder.step is not None:
+        # After what was freed: else its neighbours would be cut out of the huge pages again.
+        log.info("%d MB of weights are in huge pages.", decoder.step.use_huge_pages() >> 20)
     return decoder
 
 

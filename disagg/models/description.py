@@ -23,6 +23,7 @@ from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
 
 _SAMPLE_NBYTES = 1024
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def describe_model(model: str | Path) -> ModelDescription:
     files = _files(Path(model))
     file = files.named("config.json")
     text = files.read("config.json")
+    if text is None and files.read(_ADAPTER) is not None:
+        raise ModelError(
+            f"{model} is a LoRA adapter, which is not served by itself; merge it into its model"
+            " (merge_and_unload() of PEFT)"
+        )
     if text is None:
         raise ModelError(
             f"{file} is missing; a model directory needs one. Is {model} a model directory?"
@@ -107,7 +113,11 @@ class ModelDescription:
         """As stored: a matrix that is tied to another one counts once. 0: there are no weights."""
         if not self._files.has_weights:
             return 0
-        return sum(tensor.num_values for tensor in self.tensors.values())
+        return sum(
+            tensor.num_values * (2 if name.endswith("_blocks") else 1)  # two values in a byte
+            for name, tensor in self.tensors.items()
+            if not name.endswith("_scales")
+        )
 
     @cached_property
     def fingerprint(self) -> str:

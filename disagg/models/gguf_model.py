@@ -10,14 +10,15 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from disagg.errors import ModelError
 from disagg.models.checkpoint import Header, StoredTensor
+from disagg.models.families import FAMILIES
 from disagg.models.gguf_file import GgufTensor, read_gguf
 from disagg.models.gguf_tokenizer import token_of, tokenizer_json
 
@@ -25,7 +26,11 @@ _FAMILIES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+# llama.cpp calls these llama, one with a window and one with experts.
+_WINDOWED, _WITH_EXPERTS = "MistralForCausalLM", "MixtralForCausalLM"
 _SIZES: Mapping[str, str] = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -36,7 +41,8 @@ _SIZES: Mapping[str, str] = {
 }
 # Another computation, where they are set and are not 0.
 _NOT_COMPUTED = (
-    "expert_count",
+    "expert_group_count",
+    "expert_weights_scale",
     "attention.scale",
     "attention.clamp_kqv",
     "embedding_scale",
@@ -61,6 +67,18 @@ _OF_A_LAYER: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# One tensor for all experts of a layer; they lie one after the other.
+_OF_ALL_EXPERTS: Mapping[str, Literal["gate", "up", "down"]] = {
+    "ffn_gate_exps": "gate",
+    "ffn_up_exps": "up",
+    "ffn_down_exps": "down",
+}
+_SHARED: Mapping[str, str] = {
+    "ffn_gate_shexp": "gate_proj",
+    "ffn_up_shexp": "up_proj",
+    "ffn_down_shexp": "down_proj",
+}
+_SOFTMAX = 1  # of `expert_gating_func`
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Of every llama3 scaling that Meta published; the factor itself is the largest of the file's.
@@ -89,6 +107,11 @@ class GgufStored(StoredTensor):
     """
 
     num_paired_heads: int = 0
+
+
+def gguf_families() -> frozenset[str]:
+    """The families that come as GGUF files too."""
+    return frozenset(_FAMILIES.values()) | {_WINDOWED, _WITH_EXPERTS}
 
 
 def gguf_in(directory: Path) -> Path | None:
@@ -150,23 +173,38 @@ class GgufFiles:
         return None if said is None else json.dumps(said, ensure_ascii=False)
 
     def headers(self) -> dict[Path, Header]:
-        tensors = {
-            _hf_name(name): self._stored(name, tensor)
-            for name, tensor in self._header.tensors.items()
-            if name != _ROPE_FACTORS
-        }
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self._header.tensors.items():
+            if name != _ROPE_FACTORS:
+                tensors.update(self._stored(name, tensor))
         return {self.place: Header(self._header.raw, tensors)}
 
-    def _stored(self, name: str, tensor: GgufTensor) -> GgufStored:
-        paired = 0
-        if self._architecture == "llama":
-            place = name.rpartition(".")[0]
-            if place.endswith(".attn_q"):
-                paired = self._config["num_attention_heads"]
-            elif place.endswith(".attn_k"):
-                paired = self._config["num_key_value_heads"]
+    def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
+        """By the names of transformers; a name that is not known is kept, and refused later."""
+        found = _LAYER.fullmatch(name)
+        place, kind = (found[2], found[3]) if found is not None else ("", "")
+        experts, layer = FAMILIES[self._family].experts, f"model.layers.{found[1]}" if found else ""
         shape, begin, end = tensor.shape, tensor.begin, tensor.end
-        return GgufStored(self.place, tensor.dtype, shape, begin, end, paired)
+        if experts is not None and place in _OF_ALL_EXPERTS and len(shape) == 3:
+            nbytes = (end - begin) // shape[0]
+            pattern: str = getattr(experts, _OF_ALL_EXPERTS[place])
+            for index in range(shape[0]):
+                own = begin + index * nbytes
+                its = GgufStored(self.place, tensor.dtype, shape[1:], own, own + nbytes)
+                yield f"{layer}.{pattern.format(index)}.{kind}", its
+            return
+        paired, hf_name = 0, _hf_name(name)
+        if experts is not None and place == "ffn_gate_inp":
+            hf_name = f"{layer}.{experts.router}.{kind}"
+        elif experts is not None and place == "ffn_gate_inp_shexp":
+            hf_name, shape = f"{layer}.{experts.shared_gate}.{kind}", (1, shape[-1])
+        elif experts is not None and place in _SHARED:
+            hf_name = f"{layer}.{experts.shared}.{_SHARED[place]}.{kind}"
+        elif self._architecture == "llama" and place == "attn_q":
+            paired = self._config["num_attention_heads"]
+        elif self._architecture == "llama" and place == "attn_k":
+            paired = self._config["num_key_value_heads"]
+        yield hf_name, GgufStored(self.place, tensor.dtype, shape, begin, end, paired)
 
     def _setting(self, name: str, default: Any = None) -> Any:
         return self._settings.get(f"{self._architecture}.{name}", default)
@@ -190,25 +228,55 @@ class GgufFiles:
         for name in ("attention.value_length", "rope.dimension_count"):
             if self._setting(name, head_dim) != head_dim:
                 raise self._unsupported(name)
-        family, window = _FAMILIES[self._architecture], self._setting("attention.sliding_window")
-        if window and self._architecture == "llama":
-            family = "MistralForCausalLM"
-        elif window:
+        window = self._setting("attention.sliding_window")
+        if window and self._architecture != "llama":
             raise self._unsupported("attention.sliding_window")
         ends = [token_of(self._settings, role, self.place) for role in ("eos", "eot", "eom")]
         return config | {
-            "architectures": [family],
+            "architectures": [self._family],
+            **self._experts,
             "num_key_value_heads": self._setting("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "vocab_size": table.shape[0],
             "dtype": _DTYPES.get(self._main_dtype, "bfloat16"),
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "qkv_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "sliding_window": window or None,
             "rope_theta": self._setting("rope.freq_base", 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "eos_token_id": [each[0] for each in ends if each is not None],
+        }
+
+    @property
+    def _family(self) -> str:
+        if self._architecture != "llama":
+            return _FAMILIES[self._architecture]
+        if self._setting("expert_count"):
+            return _WITH_EXPERTS
+        return _WINDOWED if self._setting("attention.sliding_window") else "LlamaForCausalLM"
+
+    @property
+    def _experts(self) -> dict[str, Any]:
+        """Of config.json, for the families with experts; sizes are those of the first layer."""
+        if FAMILIES[self._family].experts is None:
+            return {}
+        if self._setting("expert_gating_func", _SOFTMAX) != _SOFTMAX:
+            raise self._unsupported("expert_gating_func")
+        tensors = self._header.tensors
+        gate, shared = (
+            tensors.get(f"blk.0.{name}.weight") for name in ("ffn_gate_exps", "ffn_gate_shexp")
+        )
+        if gate is None or len(gate.shape) != 3:
+            raise ModelError(f"{self.place} has no blk.0.ffn_gate_exps.weight of all experts")
+        return {
+            "num_experts": self._setting("expert_count"),
+            "num_experts_per_tok": self._setting("expert_used_count"),
+            "moe_intermediate_size": gate.shape[1],
+            "shared_expert_intermediate_size": None if shared is None else shared.shape[0],
+            # As llama.cpp computes them, whatever a file says.
+            "norm_topk_prob": self._architecture == "qwen3moe",
         }
 
     @property

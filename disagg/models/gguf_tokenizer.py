@@ -2,7 +2,7 @@
 
 A GGUF file holds tokens, merges and the name of a rule that cuts text into words; the rules
 themselves lie in whoever reads it. Those known here are byte-level, as each model's own
-`tokenizer.json` has them.
+`tokenizer.json` has them, and SentencePiece (Llama 2, Mistral), which has scores instead of merges.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from disagg.errors import ModelError
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+_SPACE = "▁"  # what SentencePiece writes for one
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _WORDS = (
@@ -45,39 +46,26 @@ def tokenizer_json(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
         ModelError: the tokenizer is of a kind that is not known here, or incomplete.
     """
     model, rule = (str(settings.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre"))
+    if model == "llama":
+        return _sentencepiece(settings, file)
     if model != "gpt2" or rule not in _CUTS:
         raise ModelError(
-            f"{file} has a tokenizer of model {model!r} that cuts words by {rule!r}; supported is"
-            f" model 'gpt2' with {', '.join(_CUTS)}. Others are served from a Hugging Face"
-            " directory with its tokenizer.json"
+            f"{file} has a tokenizer of model {model!r} that cuts words by {rule!r}; supported are"
+            f" model 'gpt2' with {', '.join(_CUTS)}, and model 'llama'. Others are served from a"
+            " Hugging Face directory with its tokenizer.json"
         )
     tokens, merges = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.merges")
     if not tokens or merges is None:
         raise ModelError(f"{file} has no tokenizer.ggml.tokens or no tokenizer.ggml.merges")
-    types = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelError(f"{file} has {len(tokens)} tokens and {len(types)} types of tokens")
-    added = [
-        {
-            "id": number,
-            "content": tokens[number],
-            "special": kind == _CONTROL,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for number, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
+    types = _types(settings, tokens, file)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": _added(tokens, types),
         "normalizer": {"type": "NFC"} if rule == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _CUTS[rule]},
-        "post_processor": _ends(settings, tokens, rule),
+        "post_processor": _ends(settings, tokens, has_bos=rule in _WITH_BOS),
         "decoder": {**_BYTES, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -115,10 +103,93 @@ def token_of(settings: Mapping[str, Any], role: str, file: Path) -> tuple[int, s
     return number, tokens[number]
 
 
-def _ends(settings: Mapping[str, Any], tokens: list[str], rule: str) -> dict[str, Any] | None:
+def _types(settings: Mapping[str, Any], tokens: list[str], file: Path) -> list[int]:
+    """Of all tokens. Raises `ModelError`."""
+    types: list[int] = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelError(f"{file} has {len(tokens)} tokens and {len(types)} types of tokens")
+    return types
+
+
+def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
+    """Tokens that are found in a text before it is cut."""
+    return [
+        {
+            "id": number,
+            "content": tokens[number],
+            "special": kind != _USER_DEFINED,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for number, kind in enumerate(types)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+
+
+def _sentencepiece(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Its pieces are joined by their scores, the best first; what has no piece is bytes."""
+    tokens, scores = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.scores")
+    if not tokens or not scores or len(tokens) != len(scores):
+        raise ModelError(f"{file} does not have a score for each token of tokenizer.ggml.tokens")
+    types = _types(settings, tokens, file)
+    vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
+    begins_with_space = settings.get("tokenizer.ggml.add_space_prefix", True)
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if begins_with_space else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins_with_space else []
+    unknown = token_of(settings, "unknown", file)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, types),
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, replaced]},
+        "pre_tokenizer": None,
+        "post_processor": _ends(settings, tokens, has_bos=True),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None if unknown is None else unknown[1],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": _merges(vocab, types, scores),
+        },
+    }
+
+
+def _merges(vocab: Mapping[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
+    """All pairs of pieces that make a piece, that with the best score first."""
+    plain = {token: number for token, number in vocab.items() if types[number] == 1}
+    found = []
+    for token, number in plain.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in plain and right in plain:
+                found.append((-scores[number], number, plain[left], left, right))
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _ends(
+    settings: Mapping[str, Any], tokens: list[str], *, has_bos: bool
+) -> dict[str, Any] | None:
     """What is put around a prompt."""
     roles = {
-        "bos": settings.get("tokenizer.ggml.add_bos_token", rule in _WITH_BOS),
+        "bos": settings.get("tokenizer.ggml.add_bos_token", has_bos),
         "eos": settings.get("tokenizer.ggml.add_eos_token", False),
     }
     special, pieces = {}, {}

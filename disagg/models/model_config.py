@@ -7,15 +7,17 @@ no devices and no batches.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ModelError
-from disagg.models.families import FAMILIES, Family, Json
+from disagg.models.config_fields import Fields
+from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
+from disagg.models.families import FAMILIES, NOT_YET, Family, Json
 from disagg.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+_LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,14 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    is_fused: bool = False  # in the checkpoint: q, k and v in one tensor, and gate and up
+    sinks: bool = False  # a logit for each query head, in its softmax
+    experts: ExpertsConfig | None = None
+    dense_layers: frozenset[int] = frozenset()  # without experts, in a model that has some
+
+    def experts_in(self, layer: int) -> ExpertsConfig | None:
+        """The experts of a layer; None: its MLP is dense."""
+        return None if layer in self.dense_layers else self.experts
 
     @classmethod
     def from_hf(cls, raw: Json, place: object) -> ModelConfig:
@@ -57,42 +67,11 @@ class ModelConfig:
         """
         name = _family(raw, place)
         family = FAMILIES[name]
-        fields = _Fields({**family.defaults, **raw}, place)
+        fields = Fields({**family.defaults, **raw}, place)
         try:
             return _parsed(fields, name, family)
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise fields.wrong(str(error)) from error
-
-
-class _Fields:
-    """The keys of a config.json with the defaults of its family."""
-
-    def __init__(self, raw: Json, place: object) -> None:
-        self.raw = raw
-        self.place = place
-
-    def wrong(self, what: str) -> ModelError:
-        return ModelError(f"{self.place} is wrong: {what}")
-
-    def size(self, key: str) -> int:
-        """A positive whole number. Raises `ModelError`."""
-        if key not in self.raw:
-            raise ModelError(f"{self.place} has no {key!r}")
-        value = self.raw[key]
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise self.wrong(f"{key} must be a positive number, not {value!r}")
-        return value
-
-    def optional_size(self, key: str) -> int | None:
-        """As `size`, or None for null."""
-        return None if self.raw[key] is None else self.size(key)
-
-    def flag(self, key: str) -> bool:
-        """True or false. Raises `ModelError`: also for null, which transformers refuses."""
-        value = self.raw[key]
-        if not isinstance(value, bool):
-            raise self.wrong(f"{key} must be true or false, not {json.dumps(value)}")
-        return value
 
 
 def _family(raw: Json, place: object) -> str:
@@ -100,8 +79,11 @@ def _family(raw: Json, place: object) -> str:
     known = [str(name) for name in architectures if name in FAMILIES]
     if not known:
         said = ", ".join(map(str, architectures))
+        missing = "".join(
+            f" (not yet: {NOT_YET[name]})" for name in architectures if name in NOT_YET
+        )
         raise ModelError(
-            f"{place} describes a {said or 'model without architectures'}; supported are"
+            f"{place} describes a {said or 'model without architectures'}{missing}; supported are"
             f" {', '.join(FAMILIES)}"
         )
     model_type = raw.get("model_type", FAMILIES[known[0]].model_type)
@@ -113,8 +95,8 @@ def _family(raw: Json, place: object) -> str:
     return known[0]
 
 
-def _parsed(fields: _Fields, name: str, family: Family) -> ModelConfig:
-    _refuse_unsupported(fields)
+def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
+    _refuse_unsupported(fields, family)
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
     # Where the default is a size of its own (Qwen3), heads need not divide the hidden size, and
     # the class takes no null.
@@ -131,8 +113,10 @@ def _parsed(fields: _Fields, name: str, family: Family) -> ModelConfig:
             " heads must be a multiple of the KV heads and the size even"
         )
     max_position = fields.size("max_position_embeddings")
-    rope = _rope(fields, max_position)
+    rope = _rope(fields, max_position, family)
     attention_bias = family.attention_bias == "stated" and fields.flag("attention_bias")
+    qkv_bias = family.attention_bias == "qkv stated" and fields.flag("qkv_bias")
+    names = family.experts
     return ModelConfig(
         family=name,
         num_layers=fields.size("num_hidden_layers"),
@@ -148,16 +132,20 @@ def _parsed(fields: _Fields, name: str, family: Family) -> ModelConfig:
         rope=rope,
         sliding_windows=_sliding_windows(fields, name, family),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias or family.attention_bias == "qkv",
+        qkv_bias=attention_bias or qkv_bias or family.attention_bias == "qkv",
         output_bias=attention_bias,
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
+        is_fused=family.is_fused,
+        sinks=family.sinks,
+        experts=None if names is None else experts_config(fields, names),
+        dense_layers=frozenset() if names is None else dense_layers(fields, names),
     )
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     raw, place = fields.raw, fields.place
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and family.experts is None:
         raise ModelError(f"{place}: the weights are quantised; only float checkpoints are loaded")
     if raw.get("per_layer_config"):
         raise ModelError(f"{place}: per_layer_config (layers that differ) is not supported")
@@ -165,7 +153,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise ModelError(f"{place}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     raw = fields.raw
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
@@ -173,33 +161,48 @@ def _dtype(fields: _Fields) -> str:
     return name
 
 
-def _rms_norm_eps(fields: _Fields) -> float:
+def _rms_norm_eps(fields: Fields) -> float:
     value = fields.raw["rms_norm_eps"]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise fields.wrong(f"rms_norm_eps must lie between 0 and 1, not {value!r}")
     return float(value)
 
 
-def _rope(fields: _Fields, max_position: int) -> RopeConfig:
+def _rope(fields: Fields, max_position: int, family: Family) -> RopeConfig:
     try:
-        return RopeConfig.from_hf(fields.raw, max_position)
+        rope = RopeConfig.from_hf(fields.raw, max_position)
+        if family.rope_kinds and rope.kind not in family.rope_kinds:
+            raise ModelError(
+                f"rope type {rope.kind!r} is not supported for {family.model_type}, only"
+                f" {', '.join(family.rope_kinds)}"
+            )
+        return rope
     except (TypeError, ValueError, ArithmeticError) as error:
         raise fields.wrong(f"the rope settings cannot be read: {error}") from error
     except ModelError as error:
         raise fields.wrong(error.message) from error
 
 
-def _sliding_windows(fields: _Fields, name: str, family: Family) -> tuple[int | None, ...]:
+def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:
     """One entry per layer: how many positions a token sees, itself included; None: all."""
     num_layers, is_stated = fields.size("num_hidden_layers"), family.windows == "stated"
-    window = fields.optional_size("sliding_window")
-    if family.windows == "none" or (is_stated and not fields.flag("use_sliding_window")):
+    kinds = fields.raw.get("layer_types")
+    has_switch = "use_sliding_window" in family.defaults
+    is_on = not has_switch or fields.flag("use_sliding_window")
+    # Qwen's classes write 0 where the switch is off.
+    is_zero = not is_on and fields.raw["sliding_window"] == 0
+    window = None if is_zero else fields.optional_size("sliding_window")
+    if family.windows == "none" and has_switch and is_on:
+        raise fields.wrong(f"use_sliding_window is not supported for {name}")
+    if family.windows == "none" or not is_on:
         window = None
+    if family.windows == "alternating":
+        kinds = (list(_LAYER_TYPES) * num_layers)[:num_layers] if kinds is None else kinds
+        return _windows_of(fields, kinds, window, num_layers)
     first = fields.raw["max_window_layers"] if is_stated else 0
     if not isinstance(first, int) or isinstance(first, bool):
         raise fields.wrong(f"max_window_layers must be a number, not {first!r}")
     usual = tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = fields.raw.get("layer_types")
     if kinds is None:
         return usual
     stated = _windows_of(fields, kinds, window, num_layers)
@@ -209,15 +212,14 @@ def _sliding_windows(fields: _Fields, name: str, family: Family) -> tuple[int | 
 
 
 def _windows_of(
-    fields: _Fields, kinds: Any, window: int | None, num_layers: int
+    fields: Fields, kinds: Any, window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
-    known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list):
         raise fields.wrong(f"layer_types must be a list, not {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds if kind not in known})
+    unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_TYPES})
     if unknown or len(kinds) != num_layers:
         raise fields.wrong(
-            f"layer_types must name {num_layers} layers as {' or '.join(known)}; found "
+            f"layer_types must name {num_layers} layers as {' or '.join(_LAYER_TYPES)}; found "
             f"{len(kinds)} with {', '.join(unknown) or 'nothing else'}"
         )
     if window is None and "sliding_attention" in kinds:

@@ -1,13 +1,13 @@
 """Weights from safetensors or GGUF into the fused tensors of a decoder.
 
-Checks every name, shape and value before the first forward pass. The order of layers and the
-fusing of q, k, v and of gate, up are decided here; nothing here computes.
+Checks every name, shape and value before the first forward pass. Which tensors are fused, and in
+which order, `parts` says; nothing here computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,17 +21,22 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
+from disagg.models.parts import Part, all_parts, layer_parts, outer_parts, weights_nbytes
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
-Shape: TypeAlias = tuple[int, ...]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_NAMES_IN_AN_ERROR = 8
+_NAN_SCALE = 255  # of MXFP4
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; vectors are None where the family has none."""
+    """One decoder layer. Matrices are [out, in]; what a family does not have is None.
+
+    Of a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
+    expert after the other. Where scales are given, these matrices are MXFP4: bytes of two values.
+    """
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -45,6 +50,14 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor  # [hidden, intermediate]
     down_bias: Tensor | None
+    sinks: Tensor | None = None  # [num_heads]
+    router: Tensor | None = None  # [num_experts, hidden]
+    router_bias: Tensor | None = None
+    gate_up_scales: Tensor | None = None  # uint8 [rows of gate_up, hidden / 32]: powers of two
+    down_scales: Tensor | None = None
+    shared_gate_up: Tensor | None = None  # [2 * shared intermediate, hidden]
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None  # [1, hidden]
 
 
 @dataclass(frozen=True)
@@ -61,63 +74,6 @@ class DecoderWeights:
     lm_head: Tensor  # [vocab, hidden]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One tensor of a checkpoint. Parts of one field are stacked along their first dimension."""
-
-    name: str
-    shape: Shape
-
-
-def layer_parts(config: ModelConfig, layer: int) -> dict[str, list[Part]]:
-    """Say which checkpoint tensors make up each field of `LayerWeights`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    prefix = f"model.layers.{layer}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    gate_up = {"gate_proj": inner, "up_proj": inner}
-    parts = {
-        "input_norm": [Part(f"{prefix}.input_layernorm.weight", (hidden,))],
-        "qkv": [Part(f"{attention}.{name}.weight", (size, hidden)) for name, size in qkv.items()],
-        "output": [Part(f"{attention}.o_proj.weight", (hidden, q_size))],
-        "post_norm": [Part(f"{prefix}.post_attention_layernorm.weight", (hidden,))],
-        "gate_up": [Part(f"{mlp}.{name}.weight", (inner, hidden)) for name in gate_up],
-        "down": [Part(f"{mlp}.down_proj.weight", (hidden, inner))],
-    }
-    if config.qkv_bias:
-        parts["qkv_bias"] = [Part(f"{attention}.{name}.bias", (qkv[name],)) for name in qkv]
-    if config.output_bias:
-        parts["output_bias"] = [Part(f"{attention}.o_proj.bias", (hidden,))]
-    if config.mlp_bias:
-        parts["gate_up_bias"] = [Part(f"{mlp}.{name}.bias", (inner,)) for name in gate_up]
-        parts["down_bias"] = [Part(f"{mlp}.down_proj.bias", (hidden,))]
-    if config.qk_norm:
-        parts["q_norm"] = [Part(f"{attention}.q_norm.weight", (config.head_dim,))]
-        parts["k_norm"] = [Part(f"{attention}.k_norm.weight", (config.head_dim,))]
-    return parts
-
-
-def outer_parts(config: ModelConfig) -> dict[str, list[Part]]:
-    """Say which checkpoint tensors lie outside the layers."""
-    table = (config.vocab_size, config.hidden_size)
-    parts = {
-        "embedding": [Part("model.embed_tokens.weight", table)],
-        "norm": [Part("model.norm.weight", (config.hidden_size,))],
-    }
-    if not config.tie_word_embeddings:
-        parts["lm_head"] = [Part("lm_head.weight", table)]
-    return parts
-
-
-def num_weights(config: ModelConfig) -> int:
-    """Values in all tensors of a checkpoint."""
-    layers = (layer_parts(config, layer) for layer in range(config.num_layers))
-    fields = (outer_parts(config), *layers)
-    return sum(_num_values(part.shape) for each in fields for part in _flatten(each))
-
-
 def check_weights(model: ModelDescription) -> None:
     """Compare the tensors there are with what the decoder needs.
 
@@ -125,11 +81,7 @@ def check_weights(model: ModelDescription) -> None:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
             not floating point; the message names them.
     """
-    config = model.config
-    fields = [outer_parts(config)]
-    fields += (layer_parts(config, layer) for layer in range(config.num_layers))
-    wanted = {part.name: part for each in fields for part in _flatten(each)}
-    _check_names(model, wanted)
+    _check_names(model, {part.name: part for part in all_parts(model.config)})
 
 
 def load_weights(
@@ -148,7 +100,7 @@ def load_weights(
     config = model.config
     outer = outer_parts(config)
     layers = [layer_parts(config, layer) for layer in range(config.num_layers)]
-    reader = _Reader(model.tensors, dtype, device, num_weights(config) * dtype.itemsize, progress)
+    reader = _Reader(model.tensors, dtype, device, weights_nbytes(config, dtype.itemsize), progress)
     tables = {field: reader.read(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
     # The reader goes with the last layer, and its mapped files with it.
@@ -165,6 +117,11 @@ def random_weights(
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith(("norm.weight",)):
             return torch.ones(shape, dtype=dtype, device=device)
+        if parts[0].is_raw:
+            low, high = (118, 121) if parts[0].is_scales else (0, 256)
+            return torch.randint(
+                low, high, shape, dtype=torch.uint8, device=device, generator=generator
+            )
         drawn = torch.empty(shape, dtype=torch.float32, device=device)
         return drawn.normal_(0.0, 0.02, generator=generator).to(dtype)
 
@@ -177,17 +134,20 @@ def random_weights(
     return DecoderWeights(layers=tuple(layers), **tables)
 
 
-def _flatten(fields: Mapping[str, list[Part]]) -> Iterator[Part]:
-    return (part for parts in fields.values() for part in parts)
+def _arranged(stored: Tensor, part: Part) -> Tensor:
+    """A tensor as it lies in a checkpoint, in the order in which it is read."""
+    if part.is_transposed:
+        stored = stored.transpose(-2, -1)
+    if part.is_interleaved:
+        stored = stored.view(stored.shape[0], -1, 2, *stored.shape[2:]).transpose(1, 2)
+    return stored.reshape(part.shape)
 
 
-def _extremes(values: Tensor) -> list[float]:
-    """The least and the largest value; NaN if there is one. A tenth of the time of `isfinite`."""
-    return [float(extreme) for extreme in torch.aminmax(values)]
-
-
-def _num_values(shape: Shape) -> int:
-    return int(torch.Size(shape).numel())
+def _is_finite(values: Tensor, part: Part) -> bool:
+    if part.is_raw:
+        return not part.is_scales or int(values.max()) < _NAN_SCALE
+    # NaN is an extreme if there is one. A tenth of the time of `isfinite`.
+    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
 
 
 def _layer(fields: Mapping[str, Tensor]) -> LayerWeights:
@@ -206,14 +166,14 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
         if name not in wanted and name not in ignored and not name.endswith("rotary_emb.inv_freq")
     ]
     reshaped = [
-        f"{name} is {list(stored[name].shape)}, not {list(part.shape)}"
+        f"{name} is {list(stored[name].shape)}, not {list(part.stored_shape)}"
         for name, part in wanted.items()
-        if name in stored and stored[name].shape != part.shape
+        if name in stored and stored[name].shape != part.stored_shape
     ]
     not_float = [
         f"{name} is {stored[name].dtype}"
-        for name in wanted
-        if name in stored and not _is_read(stored[name])
+        for name, part in wanted.items()
+        if name in stored and not _is_read(stored[name], part)
     ]
     problems = [
         f"{title}: {_some(names)}"
@@ -232,9 +192,9 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
         )
 
 
-def _is_read(stored: StoredTensor) -> bool:
+def _is_read(stored: StoredTensor, part: Part) -> bool:
     # A GGUF file with another type was refused when it was described.
-    return isinstance(stored, GgufStored) or stored.dtype in FLOATS
+    return isinstance(stored, GgufStored) or stored.dtype in (("U8",) if part.is_raw else FLOATS)
 
 
 def _some(names: list[str]) -> str:
@@ -251,14 +211,14 @@ class _Reader:
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
         device: torch.device,
-        num_total: int,
+        total_nbytes: int,
         progress: Progress | None,
     ) -> None:
         self._stored = stored
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._total_nbytes = num_total
+        self._total_nbytes = total_nbytes
         self._loaded_nbytes = 0
         self._opened: dict[Path, safe_open] = {}
 
@@ -268,12 +228,13 @@ class _Reader:
     def read(self, parts: list[Part]) -> Tensor:
         """Stack `parts` along their first dimension."""
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = torch.uint8 if parts[0].is_raw else self._dtype
+        fused = torch.empty(shape, dtype=dtype, device=self._device)
         row = 0
         for part in parts:
             rows = fused[row : row + part.shape[0]]
-            rows.copy_(self._one(part.name))
-            if not all(map(math.isfinite, _extremes(rows))):
+            rows.copy_(_arranged(self._one(part.name), part))
+            if not _is_finite(rows, part):
                 raise ModelError(
                     f"{part.name} in {self._stored[part.name].file} holds NaN or infinite values "
                     f"as {self._dtype}; the file is damaged, download it again"

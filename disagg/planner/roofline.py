@@ -1,6 +1,7 @@
 """How long a step takes on given GPUs, from what must be computed and what must be read.
 
-A step multiplies with every weight and reads every weight; the slower of the two counts. Prompt
+A step reads and multiplies with every weight, of experts with those that its tokens go through; the
+slower of the two counts. Prompt
 attention computes, decode attention reads KV, and tensor parallelism exchanges activations: these
 come on top. Steps are described by the time model's own features (`StepFeatures`), so a roofline
 is a prior of the time model, and what a fit learns later can be laid beside it.
@@ -74,8 +75,8 @@ class Placement(msgspec.Struct, frozen=True):
     efficiency: Efficiency = PLANNED
 
     @property
-    def weights_nbytes(self) -> int:
-        return self.shape.num_params * NBYTES[self.weights]
+    def weights_nbytes(self) -> float:
+        return self.shape.weights_nbytes(self.weights)
 
     @property
     def kv_nbytes_per_token(self) -> int:
@@ -131,7 +132,8 @@ class Placement(msgspec.Struct, frozen=True):
         """A prior for the worker's time model: straight lines through this roofline.
 
         They meet it in a chunk of `CHUNK_TOKENS` prompt tokens and in a decode step of
-        `num_sequences`, and lie above it in between. All coefficients are > 0, as a fit needs.
+        `num_sequences`, and lie above it in between; of a model with experts they lie below, as its
+        first tokens read most of what is read. All coefficients are > 0, as a fit needs.
         """
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
@@ -160,8 +162,8 @@ class Placement(msgspec.Struct, frozen=True):
     def _tokens_s(self, num_tokens: int) -> float:
         """A step without attention: the slower of reading and multiplying, and the exchange."""
         shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
-        num_params = shape.num_layer_params + shape.num_head_params
-        read_s = num_params * NBYTES[self.weights] / (gpu.memory_bytes_per_s * efficiency.memory)
+        read_nbytes = shape.read_nbytes(num_tokens, self.weights)
+        read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
         flops = gpu.flops(self.weights) * efficiency.matmul
         multiply_s = 2 * shape.num_layer_params * num_tokens / flops
         slower_s = max(read_s, multiply_s) / self.num_gpus

@@ -6,21 +6,30 @@ Shapes come from a checkpoint directory or from the table below. Knows no GPU an
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from disagg.config import SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
+from disagg.models.hub import fetch_config, is_repository
 
 NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
+MXFP4_NBYTES = 17 / 32
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """A decoder with grouped-query attention and a gated MLP: Llama, Mistral, Qwen2 and Qwen3.
+    """A decoder with grouped-query attention, and in each layer a gated MLP or experts.
 
-    `source` says where the numbers are from.
+    Attributes:
+        source: where the numbers are from.
+        num_experts: of each layer that has some; 0: all layers are dense.
+        expert_size, shared_size: inner sizes of one expert, and of the one that all tokens go
+            through.
+        num_dense_layers: without experts, in a model that has some.
+        has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
     """
 
     name: str
@@ -34,12 +43,17 @@ class ModelShape(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     tie_word_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    num_dense_layers: int = 0
+    has_mxfp4_experts: bool = False
 
     @property
     def num_layer_params(self) -> int:
-        """Of the matrix products that every token goes through; norms and biases are < 0.1 %."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        """Of the matrix products that a token goes through; norms and biases are < 0.1 %."""
+        return self._num_common_params + self.num_experts_per_tok * self._num_params_per_expert
 
     @property
     def num_head_params(self) -> int:
@@ -49,7 +63,47 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def num_params(self) -> int:
         num_tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layer_params + num_tables * self.num_head_params
+        layers = self._num_common_params + self.num_experts * self._num_params_per_expert
+        return layers + num_tables * self.num_head_params
+
+    def weights_nbytes(self, dtype: str) -> float:
+        """Of all weights on a device, stored as `dtype`, one of `NBYTES`."""
+        num_tables = 1 if self.tie_word_embeddings else 2
+        others = self._num_common_params + num_tables * self.num_head_params
+        return self._nbytes(others, self.num_experts, dtype)
+
+    def read_nbytes(self, num_tokens: int, dtype: str) -> float:
+        """Of the weights that a step of so many tokens reads.
+
+        Experts that no token goes through are not read. Each token goes through
+        `num_experts_per_tok` of them, as if drawn by chance.
+        """
+        missed = 0.0
+        if self.num_experts:
+            missed = (1 - self.num_experts_per_tok / self.num_experts) ** max(num_tokens, 1)
+        read = self.num_experts * (1 - missed)
+        return self._nbytes(self._num_common_params + self.num_head_params, read, dtype)
+
+    @property
+    def _num_common_params(self) -> int:
+        """Of all layers, without their experts."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        num_sparse = self.num_layers - self.num_dense_layers if self.num_experts else 0
+        mlp = (self.num_layers - num_sparse) * self.intermediate_size
+        mlp += num_sparse * self.shared_size
+        router = num_sparse * self.num_experts * self.hidden_size
+        return self.num_layers * attention + 3 * self.hidden_size * mlp + router
+
+    @property
+    def _num_params_per_expert(self) -> int:
+        """Of one expert in each layer that has them."""
+        num_sparse = self.num_layers - self.num_dense_layers
+        return num_sparse * 3 * self.hidden_size * self.expert_size
+
+    def _nbytes(self, num_others: int, num_experts: float, dtype: str) -> float:
+        expert_nbytes = MXFP4_NBYTES if self.has_mxfp4_experts else NBYTES[dtype]
+        experts = num_experts * self._num_params_per_expert
+        return num_others * NBYTES[dtype] + experts * expert_nbytes
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
         """Keys and values of all layers, with their scales."""
@@ -59,32 +113,64 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 def read_shape(name_or_directory: str) -> ModelShape:
-    """The shape of a name of `SHAPES`, or of a directory with a config.json.
+    """The shape of a name of `SHAPES`, of a directory with a config.json, or of a model on a hub.
 
     Raises:
-        ModelError: it is neither, or the directory holds a model that is not supported.
+        ModelError: it is none of these, or a model that is not supported.
+        StartupError: the hub cannot be reached.
     """
     if name_or_directory in SHAPES:
         return SHAPES[name_or_directory]
+    if is_repository(name_or_directory):
+        return shape_of(describe_model(fetch_config(name_or_directory)))
     if not Path(name_or_directory).exists():
         raise ModelError(
-            f"{name_or_directory} is neither a model directory, nor a GGUF file, nor one of the"
-            f" known models: {', '.join(SHAPES)}.",
+            f"{name_or_directory} is neither a model directory, nor a GGUF file, nor a model of"
+            f" Hugging Face (organisation/name), nor one of the known models: {', '.join(SHAPES)}.",
             param="model",
         )
     return shape_of(describe_model(name_or_directory))
 
 
 def shape_of(model: ModelDescription) -> ModelShape:
-    numbers = {name: getattr(model.config, name) for name in ModelShape.__struct_fields__[2:]}
-    return ModelShape(model.name, model.source, **numbers)
+    config = model.config
+    numbers = {name: getattr(config, name) for name in _OF_THE_CONFIG}
+    shape = ModelShape(model.name, model.source, **numbers)
+    experts = config.experts
+    if experts is None:
+        return shape
+    return msgspec.structs.replace(
+        shape,
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        expert_size=experts.intermediate_size,
+        shared_size=experts.shared_intermediate_size,
+        num_dense_layers=len(config.dense_layers),
+        has_mxfp4_experts=experts.is_mxfp4,
+    )
+
+
+_OF_THE_CONFIG = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_model_len",
+    "tie_word_embeddings",
+)
 
 
 Numbers = tuple[int, int, int, int, int, int, int, int]
 
 
-def _known(name: str, repository: str, numbers: Numbers, tied: bool = False) -> ModelShape:
-    return ModelShape(name, f"config.json of {repository} on Hugging Face", *numbers, tied)
+def _known(
+    name: str, repository: str, numbers: Numbers, tied: bool = False, **experts: Any
+) -> ModelShape:
+    source = f"config.json of {repository} on Hugging Face"
+    return ModelShape(name, source, *numbers, tied, **experts)
 
 
 # layers, hidden, intermediate, heads, KV heads, head size, vocabulary, longest context
@@ -121,5 +207,23 @@ SHAPES = {
                (40, 5120, 17408, 40, 8, 128, 151936, 40960)),
         _known("qwen3-32b", "Qwen/Qwen3-32B",
                (64, 5120, 25600, 64, 8, 128, 151936, 40960)),
+        _known("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1",
+               (32, 4096, 14336, 32, 8, 128, 32000, 32768),
+               num_experts=8, num_experts_per_tok=2, expert_size=14336),
+        _known("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B",
+               (24, 2048, 5632, 16, 16, 128, 151936, 8192),
+               num_experts=60, num_experts_per_tok=4, expert_size=1408, shared_size=5632),
+        _known("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B",
+               (48, 2048, 6144, 32, 4, 128, 151936, 40960),
+               num_experts=128, num_experts_per_tok=8, expert_size=768),
+        _known("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B",
+               (94, 4096, 12288, 64, 4, 128, 151936, 40960),
+               num_experts=128, num_experts_per_tok=8, expert_size=1536),
+        _known("gpt-oss-20b", "openai/gpt-oss-20b",
+               (24, 2880, 2880, 64, 8, 64, 201088, 131072), has_mxfp4_experts=True,
+               num_experts=32, num_experts_per_tok=4, expert_size=2880),
+        _known("gpt-oss-120b", "openai/gpt-oss-120b",
+               (36, 2880, 2880, 64, 8, 64, 201088, 131072), has_mxfp4_experts=True,
+               num_experts=128, num_experts_per_tok=4, expert_size=2880),
     )
 }  # fmt: skip

@@ -32,6 +32,16 @@ _YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_emb
 _LINEAR = {**_ROPE, "rope_type": "linear", "factor": 2.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 
+_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "rope_parameters": {**_YARN, "truncate": False},
+    "swiglu_limit": 0.5,
+}
+
 # name: (family, what differs from `_SHAPE`). Windows are shorter than the contexts of the tests.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -53,6 +63,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-mixed-windows": (
         "Qwen3",
         {**_SLIDING, "head_dim": 16, "max_window_layers": 2, "attention_bias": True},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-sliding": ("Phi3", {"pad_token_id": 0, "sliding_window": 11}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 11}),
+    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe-dense-between": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-dense-first": (
+        "Qwen3Moe",
+        {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-windows-named": (
+        "GptOss",
+        {**_GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,15 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+ARCHITECTURES = {
+    "Llama": "llama",
+    "Mistral": "llama",
+    "Mixtral": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen2Moe": "qwen2moe",
+    "Qwen3Moe": "qwen3moe",
+}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -26,6 +34,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 BYTES = [chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))]
 BYTES += [chr(256 + number) for number in range(256 - len(BYTES))]
@@ -69,19 +82,21 @@ def write_gguf(
     for name, value in {**_settings(model, family), **(settings or {})}.items():
         if value is not None:
             _add(writer, name, value)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _apart(model.state_dict()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
         outer, _, end = name.rpartition(".")
         if outer.startswith("model.layers."):
             layer, outer = outer.removeprefix("model.layers.").split(".", 1)
-            theirs = f"blk.{layer}.{NAMES[outer]}.{end}"
+            theirs = f"blk.{layer}.{NAMES.get(outer, outer)}.{end}"
         else:
             theirs = f"{NAMES[outer]}.{end}"
         if ARCHITECTURES[family] == "llama" and outer in ("self_attn.q_proj", "self_attn.k_proj"):
-            values = _paired(values, values.shape[0] // model.config.head_dim)
-        stored = kind if values.ndim == 2 else Type.F32
+            values = _paired(values, values.shape[0] // _head_dim(model.config))
+        if theirs.endswith("ffn_gate_inp_shexp.weight"):
+            values = values[0]
+        stored = kind if values.ndim > 1 else Type.F32
         raw = gguf.quants.quantize(np.ascontiguousarray(values), stored)
         writer.add_tensor(theirs, raw, raw_dtype=stored)
     for name, values in (extra or {}).items():
@@ -93,10 +108,25 @@ def write_gguf(
     return file
 
 
+def _apart(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Gate and up of all experts, which transformers keeps in one tensor, in one each."""
+    for name, tensor in state.items():
+        place = name.rpartition(".mlp.experts.")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for their, half in zip(
+                ("ffn_gate_exps", "ffn_up_exps"), tensor.chunk(2, 1), strict=True
+            ):
+                yield f"{place}.{their}.weight", half
+        elif name.endswith("experts.down_proj"):
+            yield f"{place}.ffn_down_exps.weight", tensor
+        else:
+            yield name, tensor
+
+
 def _settings(model: Any, family: str) -> dict[str, Any]:
     config, prefix = model.config, ARCHITECTURES[family]
     rope = config.rope_parameters
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = _head_dim(config)
     said = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -111,6 +141,9 @@ def _settings(model: Any, family: str) -> dict[str, Any]:
     }
     if family == "Mistral":
         said["attention.sliding_window"] = config.sliding_window
+    if (num_experts := getattr(config, "num_experts", None)) is not None:
+        said["expert_count"] = num_experts
+        said["expert_used_count"] = config.num_experts_per_tok
     if rope["rope_type"] in ("linear", "yarn"):
         said["rope.scaling.type"] = rope["rope_type"]
         said["rope.scaling.factor"] = rope["factor"]
@@ -118,6 +151,11 @@ def _settings(model: Any, family: str) -> dict[str, Any]:
         original = rope["original_max_position_embeddings"]
         said["rope.scaling.original_context_length"] = original
     return {**{f"{prefix}.{key}": value for key, value in said.items()}, **vocabulary()}
+
+
+def _head_dim(config: Any) -> int:
+    stated: int | None = getattr(config, "head_dim", None)
+    return stated or config.hidden_size // config.num_attention_heads
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:

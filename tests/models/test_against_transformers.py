@@ -26,6 +26,21 @@ CLASSES = {
     "MistralForCausalLM": transformers.MistralForCausalLM,
     "Qwen2ForCausalLM": transformers.Qwen2ForCausalLM,
     "Qwen3ForCausalLM": transformers.Qwen3ForCausalLM,
+    "Phi3ForCausalLM": transformers.Phi3ForCausalLM,
+    "MixtralForCausalLM": transformers.MixtralForCausalLM,
+    "Qwen2MoeForCausalLM": transformers.Qwen2MoeForCausalLM,
+    "Qwen3MoeForCausalLM": transformers.Qwen3MoeForCausalLM,
+    "GptOssForCausalLM": transformers.GptOssForCausalLM,
+}
+_QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
+# Beside `PLAIN`, what a family cannot do without.
+OWN: dict[str, dict[str, Any]] = {
+    "Phi3ForCausalLM": {"pad_token_id": 0},
+    # Without a head_dim, this transformers cannot scale Mixtral's rope.
+    "MixtralForCausalLM": {"num_local_experts": 6, "head_dim": 16},
+    "Qwen2MoeForCausalLM": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {**_QWEN_EXPERTS, "num_experts_per_tok": 3},
+    "GptOssForCausalLM": {"num_local_experts": 6},
 }
 PLAIN: dict[str, Any] = {
     "vocab_size": 32,
@@ -103,6 +118,12 @@ CHANGES: list[dict[str, Any]] = [
     {"layer_types": ["sliding_attention"] * 4},
     {"layer_types": ["full_attention"] * 4},
     {"layer_types": "full_attention"},
+    *({"num_experts_per_tok": value} for value in (ABSENT, 1, 7, "2")),
+    *({"norm_topk_prob": value} for value in FLAGS),
+    *({"qkv_bias": value} for value in FLAGS),
+    *({"mlp_only_layers": value} for value in (None, [], [1, 2], [9], "1")),
+    *({"decoder_sparse_step": value} for value in (1, 2, 3, 0)),
+    *({"swiglu_limit": value} for value in (1, 0.5, "7")),
     {"eos_token_id": ABSENT},
     *({"eos_token_id": value} for value in (None, 0, 5, [5, 6], "</s>")),
 ]  # fmt: skip
@@ -111,6 +132,17 @@ CHANGES: list[dict[str, Any]] = [
 LENIENT = [
     ("MistralForCausalLM", {"num_key_value_heads": None}),
     ("Qwen2ForCausalLM", {"head_dim": None}),
+    ("MixtralForCausalLM", {"num_key_value_heads": None}),
+    *(("Phi3ForCausalLM", {key: None}) for key in ("head_dim", "partial_rotary_factor")),
+    *(
+        (family, {key: None})
+        for family in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+        for key in ("num_key_value_heads", "head_dim")
+    ),
+    ("GptOssForCausalLM", {"num_key_value_heads": None}),
+    # Only the kernel on a CPU of theirs cannot.
+    *((family, {"hidden_size": 66}) for family in ("MixtralForCausalLM", "GptOssForCausalLM")),
+    ("GptOssForCausalLM", {"swiglu_limit": 1}),
     *((family, {"rms_norm_eps": 0}) for family in CLASSES),
     *((family, {"rope_scaling": []}) for family in CLASSES),
 ]
@@ -129,10 +161,12 @@ class _Read:
     eos: tuple[int, ...]
     frequencies: tuple[float, ...]
     attention_factor: float
+    # Experts of each layer: how many, how many a token goes through, whether normalised; or None.
+    experts: tuple[tuple[int, int, bool] | None, ...]
 
 
 def _raw(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    merged = {"architectures": [family], **PLAIN, **changes}
+    merged = {"architectures": [family], **PLAIN, **OWN.get(family, {}), **changes}
     return {key: value for key, value in merged.items() if value is not ABSENT}
 
 
@@ -143,24 +177,37 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
     with torch.no_grad():
         model(torch.arange(8)[None])
     config, attention = model.config, [layer.self_attn for layer in model.model.layers]
-    slides_everywhere = config.sliding_window if family == "MistralForCausalLM" else None
+    is_mistral = family in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+    qkv = getattr(attention[0], "q_proj", None) or attention[0].qkv_proj
+    slides_everywhere = config.sliding_window if is_mistral else None
+    mlp = model.model.layers[0].mlp
     eos = config.eos_token_id
     return _Read(
         head_dim=attention[0].head_dim,
         num_kv_heads=config.num_key_value_heads,
         rms_norm_eps=config.rms_norm_eps,
         biases=(
-            attention[0].q_proj.bias is not None,
+            qkv.bias is not None,
             attention[0].o_proj.bias is not None,
-            model.model.layers[0].mlp.gate_proj.bias is not None,
+            hasattr(mlp, "gate_proj") and mlp.gate_proj.bias is not None,
             hasattr(attention[0], "q_norm"),
         ),
         tied=model.lm_head.weight is model.model.embed_tokens.weight,
-        windows=tuple(getattr(each, "sliding_window", slides_everywhere) for each in attention),
+        windows=tuple(
+            getattr(each, "sliding_window", None) or slides_everywhere for each in attention
+        ),
         eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         frequencies=tuple(model.model.rotary_emb.inv_freq.tolist()),
         attention_factor=model.model.rotary_emb.attention_scaling,
+        experts=tuple(_their_experts(layer.mlp) for layer in model.model.layers),
     )
+
+
+def _their_experts(mlp: Any) -> tuple[int, int, bool] | None:
+    if not hasattr(mlp, "experts"):
+        return None
+    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    return router.num_experts, router.top_k, getattr(router, "norm_topk_prob", True)
 
 
 def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
@@ -177,6 +224,12 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
         eos=model.eos_token_ids,
         frequencies=tuple(inverse_frequencies(config.rope, config.head_dim).tolist()),
         attention_factor=config.rope.attention_factor,
+        experts=tuple(
+            None
+            if each is None
+            else (each.num_experts, each.num_experts_per_tok, each.is_normalized)
+            for each in map(config.experts_in, range(config.num_layers))
+        ),
     )
 
 

@@ -92,7 +92,7 @@ def test_a_family_whose_layers_have_nothing_new_is_one_entry(
     assert _worst([tokens], checkpoint, [[40]]) <= 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows", "qwen2-moe", "gpt-oss"])
 def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     decoder, config = _load(checkpoint, torch.float32)
@@ -107,7 +107,10 @@ def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) ->
     assert _worst([second], checkpoint, [[40]]) <= 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral-sliding", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", "mistral-sliding", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt-oss"],
+)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(variant: str, tmp_path: Path) -> None:
     truth = write_checkpoint(tmp_path / "float32", variant)
     peer = write_checkpoint(tmp_path / "bfloat16", variant, dtype=torch.bfloat16)
@@ -123,7 +126,10 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(variant: str, tmp_pa
     for end, logits in enumerate(sequence.logits, start=24):
         ours.append(logits - exact[end - 1])
         theirs.append(rounded[end - 1] - exact[end - 1])
-    assert torch.stack(ours).square().mean() <= 1.5 * torch.stack(theirs).square().mean()
+    # A rounding may send a token, theirs or ours, to another expert: then it is far from exact.
+    middle = torch.mean if config.experts is None else torch.median
+    off, peers_off = (middle(torch.stack(each).square().mean(1)) for each in (ours, theirs))
+    assert off <= 1.5 * peers_off
 
 
 def test_skewed_decodes_are_cut_into_groups_and_come_back_in_order(tmp_path: Path) -> None:

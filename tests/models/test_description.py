@@ -18,7 +18,12 @@ from tests.api.test_service import model_directory
 from tests.models.test_damaged_checkpoints import POINTER
 
 PACKAGE = Path(__file__).parents[2] / "disagg"
-READERS = ("models/description.py", "models/checkpoint.py", "models/gguf_model.py")
+READERS = (
+    "models/description.py",
+    "models/checkpoint.py",
+    "models/gguf_model.py",
+    "models/hub.py",
+)
 FILES = (
     "config.json",
     "generation_config.json",
@@ -107,6 +112,12 @@ def rendered(directory: Path, chat_template: str | None = None) -> str:
     )
     assert model.template is not None
     return model.template.render([])
+
+
+def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a LoRA adapter, which is not served by itself; merge"):
+        describe_model(tmp_path)
 
 
 def test_a_tokenizer_is_not_made_up(tmp_path: Path) -> None:

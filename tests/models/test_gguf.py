@@ -50,7 +50,17 @@ def small_model(**changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "llama-yarn", "llama-linear-no-groups", "mistral-sliding", "qwen2", "qwen3"],
+    [
+        "llama",
+        "llama-yarn",
+        "llama-linear-no-groups",
+        "mistral-sliding",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+    ],
 )
 def test_numbers_and_values_are_those_of_the_directory(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "there", variant)
@@ -189,7 +199,8 @@ def test_contents_have_one_fingerprint(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count is 8"),
+    "experts": ({"llama.expert_count": 8}, r"has no blk\.0\.ffn_gate_exps\.weight of all experts"),
+    "groups": ({"llama.expert_group_count": 4}, r"llama\.expert_group_count is 4"),
     "part of a head": ({"llama.rope.dimension_count": 32}, r"rope\.dimension_count is 32"),
     "no layers": ({"llama.block_count": None}, r"has no llama\.block_count"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
@@ -211,7 +222,7 @@ def test_what_is_not_computed_is_refused(case: str, tmp_path: Path) -> None:
 def test_another_tokenizer_is_refused_by_name(key: str, tmp_path: Path) -> None:
     settings = {f"tokenizer.ggml.{key}": "strange"}
     file = write_gguf(tmp_path / "m.gguf", small_model(), settings=settings)
-    with pytest.raises(ModelError, match=r"'strange'.*supported is.*gpt-2, smollm, llama-bpe"):
+    with pytest.raises(ModelError, match=r"'strange'.*supported are.*gpt-2, smollm, llama-bpe"):
         describe_model(file).read_tokenizer()
 
 

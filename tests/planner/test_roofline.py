@@ -127,6 +127,8 @@ def test_the_prior_meets_the_roofline_at_its_ends_and_lies_above_it_between(
     assert prior.step_s(chunk) == pytest.approx(worker.step_s(chunk), rel=1e-3)
     full = StepFeatures(0, 0.0, batch, batch * 900)
     assert prior.step_s(full) == pytest.approx(worker.step_s(full), rel=1e-6)
+    if model.num_experts:
+        return  # of whose weights few tokens read few: the lines lie below
     part = StepFeatures(data.draw(st.integers(0, CHUNK_TOKENS)), 0.0, 0, 0)
     assert prior.step_s(part) >= worker.step_s(part) * (1 - 1e-9)
     few = StepFeatures(0, 0.0, data.draw(st.integers(0, batch)), 0)

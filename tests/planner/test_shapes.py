@@ -28,6 +28,22 @@ PUBLISHED_BILLIONS = {
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
+    "mixtral-8x7b": 46.70,
+    "qwen1.5-moe-a2.7b": 14.32,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.09,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+}
+# That a token goes through, as their makers count them: layers and the table of logits; Qwen
+# counts the other table too.
+ACTIVE_BILLIONS = {
+    "mixtral-8x7b": 12.9,
+    "qwen1.5-moe-a2.7b": 2.7,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "gpt-oss-20b": 3.6,
+    "gpt-oss-120b": 5.1,
 }
 
 
@@ -35,6 +51,33 @@ def test_every_known_model_has_the_published_number_of_parameters() -> None:
     assert PUBLISHED_BILLIONS.keys() == SHAPES.keys()
     for name, billions in PUBLISHED_BILLIONS.items():
         assert SHAPES[name].num_params / 1e9 == pytest.approx(billions, rel=1e-3), name
+
+
+def test_active_parameters_are_those_that_are_published() -> None:
+    sparse = {name for name, shape in SHAPES.items() if shape.num_experts}
+    assert ACTIVE_BILLIONS.keys() == sparse
+    for name, billions in ACTIVE_BILLIONS.items():
+        shape = SHAPES[name]
+        num_tables = 2 if name.startswith("qwen") else 1
+        active = shape.num_layer_params + num_tables * shape.num_head_params
+        assert active / 1e9 == pytest.approx(billions, rel=0.03), name
+
+
+def test_a_step_reads_the_experts_that_its_tokens_go_through() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    one = shape.read_nbytes(1, "bf16")
+    assert one == pytest.approx(2 * (shape.num_layer_params + shape.num_head_params))
+    whole = shape.weights_nbytes("bf16") - 2 * shape.num_head_params  # a row of the other table
+    assert one < shape.read_nbytes(16, "bf16") < 0.7 * whole
+    assert shape.read_nbytes(4096, "bf16") == pytest.approx(whole)
+    dense = SHAPES["llama-3-8b"]
+    assert dense.read_nbytes(1, "bf16") == dense.read_nbytes(4096, "bf16")
+
+
+def test_experts_of_four_bits() -> None:
+    """The files of gpt-oss have 13.8 and 65.2 GB."""
+    assert SHAPES["gpt-oss-20b"].weights_nbytes("bf16") / 1e9 == pytest.approx(13.76, rel=0.01)
+    assert SHAPES["gpt-oss-120b"].weights_nbytes("bf16") / 1e9 == pytest.approx(65.25, rel=0.01)
 
 
 def test_kv_of_the_textbooks() -> None:
@@ -66,5 +109,5 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         read_shape(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ModelError, match="GPT2LMHeadModel; supported are LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel \(not yet: .*; supported are LlamaFor"):
         read_shape(str(tmp_path))

@@ -1,0 +1,50 @@
+"""The keys of a config.json, each read as what it must be. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+
+from disagg.errors import ModelError
+from disagg.models.families import Json
+
+
+class Fields:
+    """The keys of a config.json with the defaults of its family."""
+
+    def __init__(self, raw: Json, place: object) -> None:
+        self.raw = raw
+        self.place = place
+
+    def wrong(self, what: str) -> ModelError:
+        return ModelError(f"{self.place} is wrong: {what}")
+
+    def size(self, key: str) -> int:
+        """A positive whole number. Raises `ModelError`."""
+        if key not in self.raw:
+            raise ModelError(f"{self.place} has no {key!r}")
+        value = self.raw[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise self.wrong(f"{key} must be a positive number, not {value!r}")
+        return value
+
+    def optional_size(self, key: str) -> int | None:
+        """As `size`, or None for null."""
+        return None if self.raw[key] is None else self.size(key)
+
+    def flag(self, key: str) -> bool:
+        """True or false. Raises `ModelError`: also for null, which transformers refuses."""
+        value = self.raw[key]
+        if not isinstance(value, bool):
+            raise self.wrong(f"{key} must be true or false, not {json.dumps(value)}")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number above 0. Raises `ModelError`."""
+        value = self.raw[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise self.wrong(f"{key} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def first_of(self, *keys: str) -> str:
+        """The first of several names of one key that the file has; else the first of all."""
+        return next((key for key in keys if key in self.raw), keys[0])

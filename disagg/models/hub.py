@@ -1,0 +1,294 @@
+"""Models by their names on a hub of Hugging Face: `Qwen/Qwen3-8B`.
+
+The library `huggingface_hub` does the work: its cache, so that what other programs fetched is used,
+and its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE). What is in the cache is served
+without asking the hub. config.json is fetched first: an unsupported model is refused before its
+weights are fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ModelError, StartupError
+from disagg.models.checkpoint import DirectoryFiles, checkpoint_files
+from disagg.models.description import describe_model
+from disagg.models.fetched import MIB, NUM_PROGRESS_LINES, Say
+
+DEFAULT_REVISION = "main"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZER = "tokenizer.json"
+_SETTINGS = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        _TOKENIZER,
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+)
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_SAY_AGAIN_S = 0.5  # sizes on the disk are not looked at more often
+
+
+class _Stopped(Exception):
+    """A signal came while files were coming."""
+
+
+def is_repository(model: str) -> bool:
+    """Whether it is written as a model of a hub is: `organisation/name`, and no path."""
+    return _REPOSITORY.fullmatch(model) is not None and not Path(model).exists()
+
+
+def snapshot_of(repository: str, revision: str | None = None) -> Path | None:
+    """Its directory in this machine's cache; None: it is not there, or not whole."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, "config.json", revision=revision)
+    if not isinstance(found, str):
+        return None
+    directory = Path(found).parent
+    return directory if _is_whole(directory) else None
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        checkpoint_files(directory)
+    except ModelError:
+        return False
+    return DirectoryFiles(directory).read(_TOKENIZER) is not None
+
+
+def fetch_repository(
+    repository: str, revision: str | None, say: Say, is_stopped: Callable[[], bool]
+) -> bool:
+    """Fetch what serving a model needs, unless it is there.
+
+    Args:
+        revision: a branch, a tag or a commit; None: `DEFAULT_REVISION`.
+        say: told what happens.
+        is_stopped: asked after each part; whether to give up.
+
+    Returns:
+        False: it was stopped. What came by then is kept, and the next time goes on from there.
+
+    Raises:
+        ModelError: it is there and cannot be served.
+        StartupError: it cannot be reached or kept.
+    """
+    if snapshot_of(repository, revision) is not None:
+        return True
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+
+    with _failing_in_words(repository, revision):
+        known = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        sizes = {each.rfilename: each.size or 0 for each in known.siblings or ()}
+        _check_settings(repository, sizes)
+
+        def fetched(name: str) -> Path:
+            return Path(hf_hub_download(repository, name, revision=known.sha))
+
+        config = fetched("config.json")
+        describe_model(config.parent)
+        index: Iterable[str] = ()
+        if _WHOLE not in sizes and _INDEX in sizes:
+            index = json.loads(fetched(_INDEX).read_text())["weight_map"].values()
+        names = needed_files(sizes, index)
+        # What is whole has a tokenizer, so that comes when all other settings are there.
+        for name in sorted(_SETTINGS.intersection(names), key=lambda name: name == _TOKENIZER):
+            if is_stopped():
+                return False
+            fetched(name)
+        total_nbytes = sum(sizes[name] for name in names)
+        progress = _Progress(repository, config.parent.parent.parent / "blobs", total_nbytes, say)
+        _check_room(Path(constants.HF_HUB_CACHE), progress.left_nbytes, repository)
+        say(
+            "fetch",
+            f"fetching {repository} ({total_nbytes / MIB:,.0f} MiB in {len(names)} files)"
+            f" from {constants.ENDPOINT}",
+            model=repository,
+            url=constants.ENDPOINT,
+        )
+        try:
+            directory = snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=names,
+                tqdm_class=_bar(progress, is_stopped),
+            )
+        except _Stopped:
+            return False
+    say("fetched", f"{repository} lies in {directory}", model=repository, file=directory)
+    return True
+
+
+def fetch_config(repository: str, revision: str | None = None) -> Path:
+    """A directory with its config.json, which is all that planning needs.
+
+    Raises:
+        StartupError: it cannot be reached or kept.
+    """
+    directory = snapshot_of(repository, revision)
+    if directory is not None:
+        return directory
+    from huggingface_hub import hf_hub_download
+
+    with _failing_in_words(repository, revision):
+        return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+
+
+def needed_files(names: Iterable[str], index: Iterable[str]) -> list[str]:
+    """Of the files of a repository, those that serving it reads.
+
+    Args:
+        index: weights that `model.safetensors.index.json` names, if it counts.
+
+    Raises:
+        ModelError: there are no weights that could be read.
+    """
+    every = set(names)
+    weights = {_WHOLE} & every or {*index, _INDEX} & every
+    if weights <= {_INDEX}:
+        weights = {name for name in every if name.endswith(".safetensors") and "/" not in name}
+    if not weights:
+        others = sorted({Path(name).suffix for name in every} & {".bin", ".gguf", ".pth", ".pt"})
+        raise ModelError(
+            f"there are no *.safetensors files{', only ' + ', '.join(others) if others else ''};"
+            " download a GGUF file and give its path, or choose a repository with safetensors",
+            param="model",
+        )
+    return sorted(weights | (_SETTINGS & every))
+
+
+def _check_settings(repository: str, names: Iterable[str]) -> None:
+    """Raises `ModelError`: it is no model that can be served, whatever its weights are."""
+    every = set(names)
+    if "config.json" not in every and any(name.endswith(".gguf") for name in every):
+        raise ModelError(
+            f"it has GGUF files and no config.json; download one of them (`hf download {repository}"
+            " FILE.gguf`) and give its path"
+        )
+    for name in ("config.json", _TOKENIZER):
+        if name not in every:
+            raise ModelError(f"it has no {name}, without which no model is served")
+
+
+def _check_room(cache: Path, wanted_nbytes: int, repository: str) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    free_nbytes = shutil.disk_usage(cache).free
+    if free_nbytes < wanted_nbytes:
+        raise StartupError(
+            f"{repository} has {wanted_nbytes / 1e9:.1f} GB, and {cache} has"
+            f" {free_nbytes / 1e9:.1f} GB left; make room there, or name another place with"
+            " HF_HOME.",
+            param="model",
+        )
+
+
+class _Progress:
+    """Says how much lies on the disk, in some lines."""
+
+    def __init__(self, repository: str, blobs: Path, total_nbytes: int, say: Say) -> None:
+        self._repository, self._blobs, self._say = repository, blobs, say
+        self._total_nbytes = max(total_nbytes, 1)
+        self._before_nbytes = sum(size for name, size in self._sizes() if "incomplete" not in name)
+        self._num_lines, self._next_s, self._lock = 0, 0.0, threading.Lock()
+
+    @property
+    def left_nbytes(self) -> int:
+        """What is not on the disk yet, or of another revision."""
+        return max(0, self._total_nbytes - sum(size for _, size in self._sizes()))
+
+    def look(self) -> None:
+        with self._lock:
+            if time.monotonic() < self._next_s:
+                return
+            self._next_s = time.monotonic() + _SAY_AGAIN_S
+            there = sum(size for _, size in self._sizes()) - self._before_nbytes
+            num_lines = min(there, self._total_nbytes) * NUM_PROGRESS_LINES // self._total_nbytes
+            if num_lines <= self._num_lines:
+                return
+            self._num_lines = num_lines
+            total = f"{self._total_nbytes / MIB:,.0f}"
+            self._say(
+                "fetch",
+                f"fetched {there / MIB:,.0f} of {total} MiB",
+                model=self._repository,
+                fetched_nbytes=there,
+                total_nbytes=self._total_nbytes,
+            )
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        for file in self._blobs.iterdir() if self._blobs.is_dir() else ():
+            try:
+                yield file.name, file.stat().st_size
+            except FileNotFoundError:  # whole by now, and called otherwise
+                continue
+
+
+def _bar(progress: _Progress, is_stopped: Callable[[], bool]) -> type[Any]:
+    """What the library takes for its progress bars: it shows none, looks, and may stop."""
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if is_stopped():
+                raise _Stopped
+            progress.look()
+            return None
+
+    return Bar
+
+
+@contextmanager
+def _failing_in_words(repository: str, revision: str | None) -> Iterator[None]:
+    from huggingface_hub import constants, errors
+
+    where = f"{repository} of {constants.ENDPOINT}"
+    without = (
+        f" Without a network, bring its files into {constants.HF_HUB_CACHE} (`hf download"
+        f" {repository}` where there is one, and copy), or give the path of a directory."
+    )
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise StartupError(
+            f"{where} is open only to those who accepted its terms: accept them on"
+            f" {constants.ENDPOINT}/{repository}, and set HF_TOKEN.",
+            param="model",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise StartupError(
+            f"{where} has no revision {revision or DEFAULT_REVISION!r}.", param="revision"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise StartupError(
+            f"There is no model directory {repository!r} here, and no such model on"
+            f" {constants.ENDPOINT}, or it is private: then set HF_TOKEN.",
+            param="model",
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise StartupError(
+            f"{where} is not in the cache, and HF_HUB_OFFLINE forbids fetching it.{without}",
+            param="model",
+        ) from error
+    except ModelError as error:
+        raise ModelError(f"{repository}: {error.message}", param="model") from error
+    except StartupError:
+        raise
+    except Exception as error:  # the library's HTTP client, which changes, has a tree of its own
+        raise StartupError(
+            f"{where} cannot be fetched: {error}.{without}", param="model"
+        ) from error

@@ -1,0 +1,212 @@
+"""Which tensors of a checkpoint make up which weights of a decoder. Knows no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.families import FAMILIES, ExpertNames
+from disagg.models.model_config import ModelConfig
+
+Shape: TypeAlias = tuple[int, ...]
+
+MXFP4_GROUP = 32  # values that share a scale
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a checkpoint. Parts of one field are stacked along their first dimension.
+
+    Attributes:
+        shape: as it is read, the rows of all experts one after the other.
+        stored: as it lies in the checkpoint; empty: the same.
+        is_transposed: the last two dimensions are stored as [in, out].
+        is_interleaved: rows of gate and up are stored in turn; all of gate are read first.
+        is_raw: bytes, which are read as they are.
+    """
+
+    name: str
+    shape: Shape
+    stored: Shape = ()
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    is_raw: bool = False
+
+    @property
+    def is_scales(self) -> bool:
+        """Of MXFP4."""
+        return self.is_raw and self.name.endswith("_scales")
+
+    @property
+    def stored_shape(self) -> Shape:
+        return self.stored or self.shape
+
+
+Fields: TypeAlias = dict[str, list[Part]]
+
+
+def layer_parts(config: ModelConfig, layer: int) -> Fields:
+    """Say which checkpoint tensors make up each field of `LayerWeights`."""
+    prefix = f"model.layers.{layer}"
+    parts = {
+        "input_norm": [Part(f"{prefix}.input_layernorm.weight", (config.hidden_size,))],
+        **_attention(config, f"{prefix}.self_attn"),
+        "post_norm": [Part(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,))],
+    }
+    experts = config.experts_in(layer)
+    if experts is None:
+        mlp = f"{prefix}.mlp"
+        return parts | _mlp(config, mlp, config.intermediate_size, has_bias=config.mlp_bias)
+    names = FAMILIES[config.family].experts
+    assert names is not None
+    return parts | _experts(config, experts, names, prefix)
+
+
+def outer_parts(config: ModelConfig) -> Fields:
+    """Say which checkpoint tensors lie outside the layers."""
+    table = (config.vocab_size, config.hidden_size)
+    parts = {
+        "embedding": [Part("model.embed_tokens.weight", table)],
+        "norm": [Part("model.norm.weight", (config.hidden_size,))],
+    }
+    if not config.tie_word_embeddings:
+        parts["lm_head"] = [Part("lm_head.weight", table)]
+    return parts
+
+
+def all_parts(config: ModelConfig) -> Iterator[Part]:
+    """Every tensor of a checkpoint."""
+    layers = (layer_parts(config, layer) for layer in range(config.num_layers))
+    for fields in (outer_parts(config), *layers):
+        for parts in fields.values():
+            yield from parts
+
+
+def weights_nbytes(config: ModelConfig, itemsize: int, *, widens: bool = False) -> int:
+    """Of all tensors on a device.
+
+    Args:
+        itemsize: of a float as it is computed with.
+        widens: MXFP4 becomes floats there.
+    """
+    return sum(_nbytes(part, itemsize, widens) for part in all_parts(config))
+
+
+def _nbytes(part: Part, itemsize: int, widens: bool) -> int:
+    num_values = math.prod(part.shape)
+    if not part.is_raw:
+        return num_values * itemsize
+    if not widens:
+        return num_values
+    return 0 if part.is_scales else 2 * num_values * itemsize
+
+
+def _attention(config: ModelConfig, prefix: str) -> Fields:
+    hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    if config.is_fused:
+        qkv = {"qkv_proj": q_size + 2 * kv_size}
+    parts = {
+        "qkv": [Part(f"{prefix}.{name}.weight", (size, hidden)) for name, size in qkv.items()],
+        "output": [Part(f"{prefix}.o_proj.weight", (hidden, q_size))],
+    }
+    if config.qkv_bias:
+        parts["qkv_bias"] = [Part(f"{prefix}.{name}.bias", (size,)) for name, size in qkv.items()]
+    if config.output_bias:
+        parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,))]
+    if config.qk_norm:
+        parts["q_norm"] = [Part(f"{prefix}.q_norm.weight", (config.head_dim,))]
+        parts["k_norm"] = [Part(f"{prefix}.k_norm.weight", (config.head_dim,))]
+    if config.sinks:
+        parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,))]
+    return parts
+
+
+def _mlp(config: ModelConfig, prefix: str, inner: int, *, has_bias: bool = False) -> Fields:
+    hidden = config.hidden_size
+    gate_up = {"gate_proj": inner, "up_proj": inner}
+    if config.is_fused:
+        gate_up = {"gate_up_proj": 2 * inner}
+    parts = {
+        "gate_up": [
+            Part(f"{prefix}.{name}.weight", (size, hidden)) for name, size in gate_up.items()
+        ],
+        "down": [Part(f"{prefix}.down_proj.weight", (hidden, inner))],
+    }
+    if has_bias:
+        parts["gate_up_bias"] = [
+            Part(f"{prefix}.{name}.bias", (size,)) for name, size in gate_up.items()
+        ]
+        parts["down_bias"] = [Part(f"{prefix}.down_proj.bias", (hidden,))]
+    return parts
+
+
+def _experts(
+    config: ModelConfig, experts: ExpertsConfig, names: ExpertNames, prefix: str
+) -> Fields:
+    count, hidden = experts.num_experts, config.hidden_size
+    parts = {"router": [Part(f"{prefix}.{names.router}.weight", (count, hidden))]}
+    if experts.has_bias:
+        parts["router_bias"] = [Part(f"{prefix}.{names.router}.bias", (count,))]
+    if experts.shared_intermediate_size:
+        shared = _mlp(config, f"{prefix}.{names.shared}", experts.shared_intermediate_size)
+        parts |= {f"shared_{field}": its for field, its in shared.items()}
+        parts["shared_gate"] = [Part(f"{prefix}.{names.shared_gate}.weight", (1, hidden))]
+    if names.is_stacked:
+        return parts | _stacked_experts(experts, names, prefix, hidden)
+    inner = experts.intermediate_size
+    parts["gate_up"] = [
+        Part(f"{prefix}.{name.format(expert)}.weight", (inner, hidden))
+        for expert in range(count)
+        for name in (names.gate, names.up)
+    ]
+    parts["down"] = [
+        Part(f"{prefix}.{names.down.format(expert)}.weight", (hidden, inner))
+        for expert in range(count)
+    ]
+    return parts
+
+
+def _stacked_experts(
+    experts: ExpertsConfig, names: ExpertNames, prefix: str, hidden: int
+) -> Fields:
+    """All experts of a layer in one tensor, rows of gate and up in turn (gpt-oss)."""
+    count, inner = experts.num_experts, experts.intermediate_size
+    parts = {}
+    sizes = {"gate_up": (names.gate, 2 * inner, hidden), "down": (names.down, hidden, inner)}
+    for field, (name, num_rows, size) in sizes.items():
+        place, turned = f"{prefix}.{name}", field == "gate_up"
+        rows = count * num_rows
+        parts[f"{field}_bias"] = [
+            Part(f"{place}_bias", (rows,), (count, num_rows), is_interleaved=turned)
+        ]
+        if not experts.is_mxfp4:
+            stored = (count, size, num_rows)
+            parts[field] = [
+                Part(place, (rows, size), stored, is_transposed=True, is_interleaved=turned)
+            ]
+            continue
+        groups = size // MXFP4_GROUP
+        nbytes = MXFP4_GROUP // 2
+        raw = {
+            "blocks": Part(
+                f"{place}_blocks",
+                (rows, groups * nbytes),
+                (count, num_rows, groups, nbytes),
+                is_interleaved=turned,
+                is_raw=True,
+            ),
+            "scales": Part(
+                f"{place}_scales",
+                (rows, groups),
+                (count, num_rows, groups),
+                is_interleaved=turned,
+                is_raw=True,
+            ),
+        }
+        parts[field], parts[f"{field}_scales"] = [raw["blocks"]], [raw["scales"]]
+    return parts

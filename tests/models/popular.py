@@ -1,0 +1,227 @@
+"""The checkpoints that people serve most: their config.json by hand, as their cards have them.
+
+Only keys that decide what is computed. `parameters` are what the makers publish, in billions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Popular:
+    """
+    Attributes:
+        config: what config.json says.
+        billions: parameters; 0: it is refused, or quantised.
+        why_not: what the refusal names; empty: it is served.
+    """
+
+    config: dict[str, Any]
+    billions: float = 0.0
+    why_not: str = ""
+
+
+def _dense(
+    architecture: str,
+    model_type: str,
+    numbers: tuple[int, int, int, int, int, int, int],
+    **more: Any,
+) -> dict[str, Any]:
+    """Layers, hidden, intermediate, heads, KV heads, vocabulary, longest context."""
+    keys = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    )
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        **dict(zip(keys, numbers, strict=True)),
+        **more,
+    }
+
+
+def _llama(*numbers: int, factor: float = 8.0, **more: Any) -> dict[str, Any]:
+    """Llama 3.1 and later."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain: dict[str, Any] = {"rope_theta": 500000.0, "rope_scaling": scaling, **more}
+    return _dense("LlamaForCausalLM", "llama", numbers, **plain)  # type: ignore[arg-type]
+
+
+def _mistral(*numbers: int, **more: Any) -> dict[str, Any]:
+    plain = {"sliding_window": None, "rope_theta": 1000000.0, **more}
+    return _dense("MistralForCausalLM", "mistral", numbers, **plain)  # type: ignore[arg-type]
+
+
+def _qwen2(*numbers: int, **more: Any) -> dict[str, Any]:
+    plain = {"rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 131072, **more}
+    return _dense("Qwen2ForCausalLM", "qwen2", numbers, **plain)  # type: ignore[arg-type]
+
+
+def _qwen3(*numbers: int, **more: Any) -> dict[str, Any]:
+    plain = {"rope_theta": 1000000.0, "head_dim": 128, "use_sliding_window": False, **more}
+    return _dense("Qwen3ForCausalLM", "qwen3", numbers, **plain)  # type: ignore[arg-type]
+
+
+def _qwen3_moe(*numbers: int, inner: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 10000000.0,
+        **more,
+    }
+    return _dense("Qwen3MoeForCausalLM", "qwen3_moe", numbers, **plain)  # type: ignore[arg-type]
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
+    return _dense(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        (num_layers, 2880, 2880, 64, 8, 201088, 131072),
+        head_dim=64,
+        attention_bias=True,
+        num_local_experts=num_experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * (num_layers // 2),
+        swiglu_limit=7.0,
+        rope_theta=150000,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        eos_token_id=200002,
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    )
+
+
+def _other(architecture: str, model_type: str) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type}
+
+
+_LLAMA_8B = _llama(32, 4096, 14336, 32, 8, 128256, 131072)
+_QWEN_7B = _qwen2(28, 3584, 18944, 28, 4, 152064, 32768)
+_MIXTRAL = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None}
+_FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+POPULAR: dict[str, Popular] = {
+    "meta-llama/Llama-3.2-1B-Instruct": Popular(
+        _llama(16, 2048, 8192, 32, 8, 128256, 131072, factor=32.0, tie_word_embeddings=True,
+               head_dim=64), 1.236),
+    "meta-llama/Llama-3.2-3B-Instruct": Popular(
+        _llama(28, 3072, 8192, 24, 8, 128256, 131072, factor=32.0, tie_word_embeddings=True,
+               head_dim=128), 3.21),
+    "meta-llama/Llama-3.1-8B-Instruct": Popular(_LLAMA_8B, 8.03),
+    "meta-llama/Llama-3.3-70B-Instruct": Popular(
+        _llama(80, 8192, 28672, 64, 8, 128256, 131072), 70.55),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": Popular(
+        _other("MllamaForConditionalGeneration", "mllama"), why_not="images"),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Popular(
+        _other("Llama4ForConditionalGeneration", "llama4"), why_not="attention in chunks"),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Popular(_LLAMA_8B, 8.03),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Popular(
+        _qwen2(64, 5120, 27648, 40, 8, 152064, 131072, max_window_layers=64), 32.76),
+    "deepseek-ai/DeepSeek-R1": Popular(
+        _other("DeepseekV3ForCausalLM", "deepseek_v3"), why_not=r"\(MLA\)"),
+    "deepseek-ai/DeepSeek-V3.2": Popular(
+        _other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"\(MLA\) over chosen tokens"),
+    "moonshotai/Kimi-K2-Instruct": Popular(
+        _other("DeepseekV3ForCausalLM", "kimi_k2"), why_not=r"\(MLA\)"),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": Popular(
+        _dense("LlamaForCausalLM", "llama", (24, 2048, 8192, 32, 32, 49152, 8192),
+               rope_theta=130000, tie_word_embeddings=True), 1.71),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": Popular(
+        _dense("LlamaForCausalLM", "llama", (22, 2048, 5632, 32, 4, 32000, 2048)), 1.10),
+    "mistralai/Mistral-7B-Instruct-v0.3": Popular(
+        _mistral(32, 4096, 14336, 32, 8, 32768, 32768), 7.25),
+    "mistralai/Mistral-Nemo-Instruct-2407": Popular(
+        _mistral(40, 5120, 14336, 32, 8, 131072, 131072, head_dim=128), 12.25),
+    "mistralai/Mistral-Small-24B-Instruct-2501": Popular(
+        _mistral(40, 5120, 32768, 32, 8, 131072, 32768, head_dim=128), 23.57),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": Popular(
+        _other("Mistral3ForConditionalGeneration", "mistral3"), why_not="images"),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": Popular(
+        _dense("MixtralForCausalLM", "mixtral", (32, 4096, 14336, 32, 8, 32000, 32768),
+               **_MIXTRAL), 46.70),
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": Popular(
+        _dense("MixtralForCausalLM", "mixtral", (56, 6144, 16384, 48, 8, 32768, 65536),
+               **_MIXTRAL), 140.63),
+    "Qwen/Qwen2.5-0.5B-Instruct": Popular(
+        _qwen2(24, 896, 4864, 14, 2, 151936, 32768, tie_word_embeddings=True,
+               max_window_layers=21), 0.494),
+    "Qwen/Qwen2.5-7B-Instruct": Popular(_QWEN_7B, 7.62),
+    "Qwen/Qwen2.5-72B-Instruct": Popular(
+        _qwen2(80, 8192, 29568, 64, 8, 152064, 32768, max_window_layers=70), 72.71),
+    "Qwen/Qwen2.5-Coder-32B-Instruct": Popular(
+        _qwen2(64, 5120, 27648, 40, 8, 152064, 32768, max_window_layers=70), 32.76),
+    "Qwen/Qwen2.5-VL-7B-Instruct": Popular(
+        _other("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"), why_not="images"),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": Popular(
+        _dense("Qwen2MoeForCausalLM", "qwen2_moe", (24, 2048, 5632, 16, 16, 151936, 8192),
+               num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
+               shared_expert_intermediate_size=5632, norm_topk_prob=False,
+               decoder_sparse_step=1, use_sliding_window=False, sliding_window=32768,
+               max_window_layers=21, rope_theta=1000000.0), 14.32),
+    "Qwen/Qwen3-0.6B": Popular(
+        _qwen3(28, 1024, 3072, 16, 8, 151936, 40960, tie_word_embeddings=True), 0.596),
+    "Qwen/Qwen3-8B": Popular(_qwen3(36, 4096, 12288, 32, 8, 151936, 40960), 8.19),
+    "Qwen/Qwen3-32B": Popular(_qwen3(64, 5120, 25600, 64, 8, 151936, 40960), 32.76),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": Popular(
+        _qwen3_moe(48, 2048, 6144, 32, 4, 151936, 262144, inner=768), 30.53),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": Popular(
+        _qwen3_moe(48, 2048, 5472, 32, 4, 151936, 262144, inner=768,
+                   shared_expert_intermediate_size=0, qkv_bias=False), 30.53),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": Popular(
+        _qwen3_moe(94, 4096, 12288, 64, 4, 151936, 262144, inner=1536), 235.09),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Popular(
+        _other("Qwen3NextForCausalLM", "qwen3_next"), why_not="a state instead of KV"),
+    "openai/gpt-oss-20b": Popular(_gpt_oss(24, 32), 20.91),
+    "openai/gpt-oss-120b": Popular(_gpt_oss(36, 128), 116.83),
+    "google/gemma-3-27b-it": Popular(
+        _other("Gemma3ForConditionalGeneration", "gemma3"), why_not="Gemma"),
+    "google/gemma-2-9b-it": Popular(_other("Gemma2ForCausalLM", "gemma2"), why_not="Gemma"),
+    "microsoft/phi-4": Popular(
+        _dense("Phi3ForCausalLM", "phi3", (40, 5120, 17920, 40, 10, 100352, 16384),
+               rope_theta=250000, rope_scaling=None, sliding_window=None), 14.66),
+    "microsoft/Phi-4-mini-instruct": Popular(
+        _dense("Phi3ForCausalLM", "phi3", (32, 3072, 8192, 24, 8, 200064, 131072),
+               partial_rotary_factor=0.75, rope_scaling={"type": "longrope"},
+               tie_word_embeddings=True), why_not="rope type 'longrope' is not supported"),
+    "zai-org/GLM-4.5-Air": Popular(
+        _other("Glm4MoeForCausalLM", "glm4_moe"), why_not="turned in part"),
+    "zai-org/GLM-5": Popular(_other("GlmMoeDsaForCausalLM", "glm_moe_dsa"), why_not=r"\(MLA\)"),
+    "MiniMaxAI/MiniMax-M2": Popular(
+        _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="turned in part"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": Popular(
+        _other("NemotronHForCausalLM", "nemotron_h"), why_not="a state instead of KV"),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": Popular(
+        {**_LLAMA_8B, "quantization_config": _FP8}, why_not="quantised"),
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": Popular(
+        {**_QWEN_7B, "quantization_config": {"quant_method": "awq", "bits": 4}},
+        why_not="quantised"),
+}  # fmt: skip

@@ -1,0 +1,226 @@
+"""Models of a hub: what is needed of them is fetched once, and then served without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import close_session, constants
+
+from disagg.config import TierConfig
+from disagg.errors import ModelError, StartupError
+from disagg.models.description import describe_model
+from disagg.models.hub import fetch_repository, is_repository, needed_files
+from disagg.planner.shapes import read_shape
+from tests.models.checkpoints import write_checkpoint
+from tests.models.fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
+from tests.models.test_fetched import Said, go_on
+
+NAME = "acme/tiny-1.5"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A repository as makers have them: with weights in other formats and other places too."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, "llama", shard="40KB")
+    found = {file.name: file.read_bytes() for file in directory.iterdir()}
+    others = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "original/params.json")
+    return {**found, "tokenizer.json": b"{}", **dict.fromkeys(others, b"not needed")}
+
+
+@pytest.fixture
+def hub(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeHub]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    config = json.loads(files["config.json"])
+    later = {**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    repositories: dict[str, dict[str, Any]] = {
+        NAME: files,
+        "acme/later": {**files, "config.json": json.dumps(later).encode()},
+        "acme/gguf": {"tiny.Q4_K_M.gguf": b"GGUF"},
+        "acme/pickles": {
+            "config.json": files["config.json"],
+            "tokenizer.json": b"{}",
+            "pytorch_model.bin": b"x",
+        },
+        "acme/no-tokenizer": {**files, "tokenizer.json": None},
+    }
+    there = {
+        name: {path: raw for path, raw in repository.items() if raw is not None}
+        for name, repository in repositories.items()
+    }
+    with fake_hub(there) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")[2]
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{running.url}/{{repo_id}}{template}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        yield running
+    close_session()
+
+
+def test_what_is_needed_is_fetched_and_then_there(hub: FakeHub, files: dict[str, bytes]) -> None:
+    tier = TierConfig(model=NAME)
+    with pytest.raises(ModelError, match=rf"`disagg serve {NAME}` fetches it"):
+        assert tier.directory
+    said = Said()
+    assert fetch_repository(NAME, None, said, go_on)
+    assert said.lines[0].startswith(f"fetching {NAME} (0 MiB in ")
+    assert said.lines[-1].startswith(f"{NAME} lies in ")
+    directory = tier.directory
+    there = {file.name for file in directory.iterdir()}
+    weights = {name for name in files if name.startswith("model")}
+    assert len(weights) > 3
+    assert there == weights | {"config.json", "generation_config.json", "tokenizer.json"}
+    assert describe_model(directory).num_parameters > 0
+    assert tier.name == "tiny-1.5"
+    hub.asked.clear()
+    assert fetch_repository(NAME, None, silent := Said(), go_on)
+    assert (hub.asked, silent.lines) == ([], [])
+
+
+def test_a_revision_is_fetched_for_itself(hub: FakeHub) -> None:
+    assert fetch_repository(NAME, "v1", Said(), go_on)
+    assert TierConfig(model=NAME, revision="v1").directory.name == COMMIT
+    assert TierConfig(model=NAME, revision=COMMIT).directory.name == COMMIT
+    with pytest.raises(ModelError, match="fetches it"):  # nobody said what main is
+        assert TierConfig(model=NAME).directory
+    with pytest.raises(StartupError, match="has no revision 'v2'"):
+        fetch_repository(NAME, "v2", Said(), go_on)
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights_come(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match=r"^acme/later: .*DeepseekV3ForCausalLM \(not yet: multi"):
+        fetch_repository("acme/later", None, Said(), go_on)
+    with pytest.raises(ModelError, match="has GGUF files and no config"):
+        fetch_repository("acme/gguf", None, Said(), go_on)
+    with pytest.raises(ModelError, match=r"^acme/no-tokenizer: it has no tokenizer\.json"):
+        fetch_repository("acme/no-tokenizer", None, Said(), go_on)
+    with pytest.raises(ModelError, match=r"no \*\.safetensors files, only \.bin"):
+        fetch_repository("acme/pickles", None, Said(), go_on)
+    assert not [path for path in hub.asked if ".safetensors" in path or ".bin" in path]
+
+
+def test_planning_needs_no_more_than_the_configuration(hub: FakeHub) -> None:
+    shape = read_shape(NAME)
+    assert (shape.name, shape.num_layers, shape.hidden_size) == ("tiny-1.5", 3, 48)
+    assert [path for path in hub.asked if "safetensors" in path] == []
+    assert "/resolve/" in hub.asked[0]
+    with pytest.raises(StartupError, match="no such model on"):
+        read_shape("acme/none")
+
+
+def test_settings_come_before_weights(hub: FakeHub) -> None:
+    """What was stopped half way and has weights has all that says how to use them."""
+    assert fetch_repository(NAME, None, Said(), go_on)
+    files = [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path]
+    weights = next(i for i, name in enumerate(files) if name.endswith(".safetensors"))
+    settings = ("config.json", "generation_config.json", "tokenizer.json")
+    assert [files.index(name) < weights for name in settings] == [True] * 3
+    assert files.index("generation_config.json") < files.index("tokenizer.json")
+
+
+def test_what_is_gated_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add(NAME)
+    with pytest.raises(StartupError, match=rf"accept them on {hub.url}/{NAME}, and set HF_TOKEN"):
+        fetch_repository(NAME, None, Said(), go_on)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_a_signal_ends_it_and_the_next_time_goes_on(hub: FakeHub) -> None:
+    assert not fetch_repository(NAME, None, Said(), lambda: True)
+    with pytest.raises(ModelError, match="nor whole"):
+        assert TierConfig(model=NAME).directory
+    assert fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_without_room_nothing_is_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        free = 20_000
+
+    monkeypatch.setattr("disagg.models.hub.shutil.disk_usage", lambda place: Full)
+    with pytest.raises(StartupError, match=r"0\.0 GB left; make room there"):
+        fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_sentences_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match="There is no model directory 'acme/none' here, and no"):
+        fetch_repository("acme/none", None, Said(), go_on)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(StartupError, match=r"cannot be fetched: .*Without a network, bring"):
+        fetch_repository(NAME, None, Said(), go_on)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    close_session()
+    with pytest.raises(StartupError, match="HF_HUB_OFFLINE forbids"):
+        fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_the_command_takes_the_hub_from_the_environment(hub: FakeHub, tmp_path: Path) -> None:
+    """Its tokenizer is none, which is found after all was fetched and before Ray starts."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-m", "disagg.cli.main", "serve", NAME, "--port", "0"]
+    done = subprocess.run(
+        [*command, "--log-dir", str(tmp_path / "logs")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert f"{NAME} lies in {tmp_path / 'home' / 'hub'}" in done.stdout + done.stderr
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("model", "is_one"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("meta-llama/Llama-3.1-8B_x", True),
+        ("disagg/assets", False),  # a directory that is there
+        ("demo-small", False),
+        ("./a/b", False),
+        ("/a/b", False),
+        ("~/b", False),
+        ("../b", False),
+        ("a/b/c", False),
+        ("a/b/", False),
+        ("a b/c", False),
+        ("s3://bucket/model", False),
+    ],
+)
+def test_what_is_written_like_a_repository(
+    model: str, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert is_repository(model) is is_one
+
+
+def test_stores_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="models are not read from s3 stores; mount"):
+        assert TierConfig(model="s3://bucket/model").directory
+
+
+def test_one_checkpoint_is_chosen_as_transformers_does() -> None:
+    names = ["config.json", "a.safetensors", "sub/b.safetensors", "adapter.safetensors"]
+    assert needed_files(names, ()) == ["a.safetensors", "adapter.safetensors", "config.json"]
+    assert needed_files([*names, "model.safetensors"], ()) == ["config.json", "model.safetensors"]
+    assert needed_files([*names, "model.safetensors.index.json"], ["a.safetensors"]) == [
+        "a.safetensors",
+        "config.json",
+        "model.safetensors.index.json",
+    ]

@@ -1,0 +1,121 @@
+"""Each of the most used checkpoints is served or says why not; docs/models.md has the answers.
+
+`python -m tests.models.test_popular` writes the tables of the page anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ModelError
+from disagg.models.description import describe_model
+from disagg.models.families import FAMILIES
+from disagg.models.gguf_model import gguf_families
+from disagg.models.model_config import ModelConfig
+from disagg.planner.shapes import shape_of
+from tests.models.checkpoints import VARIANTS
+from tests.models.popular import POPULAR
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def _described(directory: Path, name: str) -> ModelConfig | ModelError:
+    (directory / "config.json").write_text(json.dumps(POPULAR[name].config))
+    try:
+        return describe_model(directory).config
+    except ModelError as refused:
+        return refused
+
+
+@pytest.mark.parametrize("name", POPULAR)
+def test_it_is_served_or_says_why_not(name: str, tmp_path: Path) -> None:
+    popular, found = POPULAR[name], _described(tmp_path, name)
+    if popular.why_not:
+        assert isinstance(found, ModelError)
+        assert re.search(popular.why_not, found.message)
+        return
+    assert isinstance(found, ModelConfig), found
+    billions = shape_of(describe_model(tmp_path)).num_params / 1e9
+    assert billions == pytest.approx(popular.billions, rel=2e-3)
+
+
+def test_every_family_has_a_checkpoint_and_variants_that_equal_transformers() -> None:
+    served = {
+        architecture
+        for popular in POPULAR.values()
+        if not popular.why_not
+        for architecture in popular.config["architectures"]
+    }
+    assert served == FAMILIES.keys()
+    assert {f"{family}ForCausalLM" for family, _ in VARIANTS.values()} == FAMILIES.keys()
+
+
+def families_table() -> str:
+    rows = ["| family | formats | attention | MLP |", "|---|---|---|---|"]
+    in_gguf = gguf_families()
+    for name, family in FAMILIES.items():
+        formats = ["safetensors"]
+        if name in in_gguf:
+            formats.append("GGUF")
+        if family.experts is not None and family.experts.is_stacked:
+            formats.append("MXFP4")
+        attention = {"stated": "windows as named", "all": "a window", "none": "full"}.get(
+            family.windows, "windows in turn with full"
+        )
+        more = [
+            ("biases", family.attention_bias != "none"),
+            ("norms of q and k", family.qk_norm),
+            ("sinks", family.sinks),
+        ]
+        attention = ", ".join([attention, *(word for word, has in more if has)])
+        mlp, experts = "dense", family.experts
+        if experts is not None:
+            kinds = [
+                ("a shared one", bool(experts.shared)),
+                ("dense layers between", experts.has_dense_layers),
+                ("clamped SwiGLU", experts.is_clamped),
+            ]
+            mlp = ", ".join(["experts", *(word for word, has in kinds if has)])
+        rows.append(f"| `{name}` | {', '.join(formats)} | {attention} | {mlp} |")
+    return "\n".join(rows)
+
+
+def checkpoints_table() -> str:
+    rows = ["| checkpoint | parameters | served |", "|---|---|---|"]
+    with tempfile.TemporaryDirectory() as directory:
+        for name, popular in POPULAR.items():
+            found = _described(Path(directory), name)
+            if isinstance(found, ModelConfig):
+                size, answer = f"{popular.billions:.3g} billion", "yes"
+            else:
+                missing = re.search(r"\(not yet: (.*)\); supported", found.message)
+                why = re.search(r"(the weights are quantised.*)", found.message)
+                size = ""
+                rope = re.search(r"(rope type '\w+') is not supported", found.message)
+                said = missing or why or rope
+                assert said is not None, found.message
+                answer = f"no: {said[1]}"
+            rows.append(f"| {name} | {size} | {answer} |")
+    return "\n".join(rows)
+
+
+def _page(text: str) -> str:
+    for name, table in (("families", families_table()), ("checkpoints", checkpoints_table())):
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def test_the_page_says_what_was_found() -> None:
+    text = PAGE.read_text()
+    assert text == _page(text), "run `python -m tests.models.test_popular`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_page(PAGE.read_text()))
