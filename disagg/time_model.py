@@ -12,24 +12,32 @@ that forget exponentially, solved by one sweep of coordinate descent per observa
 the last one ended (Franc, Hlaváč and Navara, 2005). Coefficients are kept in units of the prior,
 which makes them comparable, and a weak pull to the prior decides what nothing was observed about.
 
+A machine that becomes faster or slower as a whole (another process beside it, a clock that is
+throttled) is noticed after a few steps that all took longer, or all less, than predicted. Then what
+is known is kept and its scale corrected, so that a worker that was slow is soon believed again.
+
 Pure arithmetic: no clock, no torch, no knowledge of who measures.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
 import msgspec
 
+from disagg.least_squares import Evidence, Solver
 from disagg.messages import StepCosts, TransferFigure
 
 NUM_STEP_FEATURES = 5
+LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 1 << 30  # beside sequences that have a TPOT SLO
+TPOT_SHARE = 0.98  # of the SLO that a step with prompt tokens may take: the rest is for error
 CHUNK_TOKENS = 1024  # of a prompt in one step, where a caller does not know better
 NUM_ERRORS_KEPT = 65
-PULL_TO_PRIOR = 1e-4
 MAX_BYTES_PER_S = 1e13
 PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured before serving
 
@@ -39,6 +47,12 @@ PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured 
 NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15
+
+# So many steps one after the other that were each off by this factor, in one direction, mean that
+# the machine has another speed.
+NUM_STEPS_OF_CHANGE = 3
+CHANGE, MOST_CHANGE = 1.5, 16.0
+NUM_BEFORE_CHANGE = 50  # steps: until then everything is learned fast
 
 # A mid-size CPU core running a small model; `disagg plan` prints those of a model on a GPU.
 DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7)
@@ -130,6 +144,31 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         return per_step + per_sequence * num_sequences + per_context * num_context_tokens
 
 
+def prompt_tokens_within(
+    times: StepTimeModel,
+    step_slo_s: float,
+    num_decoding: float,
+    num_context_tokens: float,
+    num_before: float = 0,
+) -> int:
+    """Prompt tokens of a step that gives so many sequences a token each within `step_slo_s`.
+
+    A few at least, since prompts must end where sequences are late without them too.
+
+    Args:
+        num_context_tokens: of the sequences that decode, in all.
+        num_before: tokens that come before these in their prompt.
+    """
+    if step_slo_s == math.inf:
+        return MOST_CHUNK_TOKENS
+    _, per_token, per_attended, _, _ = times.coefficients
+    room_s = step_slo_s - times.decode_step_s(num_decoding, num_context_tokens)
+    token_s = per_token + per_attended * num_before
+    if room_s <= LEAST_CHUNK_TOKENS * token_s:
+        return LEAST_CHUNK_TOKENS
+    return min(MOST_CHUNK_TOKENS, int(room_s / token_s)) if token_s else MOST_CHUNK_TOKENS
+
+
 class StepTimeFit:
     """Learns a `StepTimeModel` from an engine's steps.
 
@@ -143,10 +182,11 @@ class StepTimeFit:
 
     def __init__(self, prior: StepTimeModel | None = None, forgetting: float = 0.99) -> None:
         prior = prior or StepTimeModel()
-        self._decode = _Evidence(NUM_STEP_FEATURES, forgetting)
-        self._prefill = _Evidence(NUM_STEP_FEATURES, forgetting)
-        self._solver = _Solver(prior.coefficients)
+        self._decode = Evidence(NUM_STEP_FEATURES, forgetting)
+        self._prefill = Evidence(NUM_STEP_FEATURES, forgetting)
+        self._solver = Solver(prior.coefficients)
         self._errors = _RecentErrors()
+        self._pending: list[_Surprise] = []  # perhaps the first steps at another speed
         self._num_observed = 0
         self._num_decodes = 0
         self._costs: StepCosts | None = None  # until the next step that is learned from
@@ -165,7 +205,8 @@ class StepTimeFit:
         if seconds <= 0.0:
             return
         row = self._solver.relative(features.row(), seconds)
-        error = abs(self._solver.predict(row) - 1.0)
+        predicted = self._solver.predict(row)
+        error = abs(predicted - 1.0)
         if not features.num_new_tokens:
             self._num_decodes += 1
             is_known = self._num_decodes > NUM_DECODES_ALL_LEARNED and error < SURPRISE
@@ -175,8 +216,39 @@ class StepTimeFit:
         self._costs = None
         self._errors.add(error)
         kind = self._prefill if features.num_new_tokens else self._decode
+        if self._waits_for_more(kind, row, predicted):
+            return
         kind.add(row)
         self._solver.sweep(self._decode, self._prefill)
+
+    def _waits_for_more(self, kind: Evidence, row: Sequence[float], predicted: float) -> bool:
+        """Whether a step is left until the next ones show if the machine has another speed.
+
+        Args:
+            predicted: what was, as a share of what the step took.
+        """
+        pending = self._pending
+        is_faster = predicted > 1.0
+        is_off = not 1.0 / CHANGE < predicted < CHANGE and self._num_observed > NUM_BEFORE_CHANGE
+        if not is_off or (pending and is_faster != (pending[0].predicted > 1.0)):
+            self._learn_pending()
+        if not is_off:
+            return False
+        pending.append(_Surprise(kind, row, predicted))
+        if len(pending) == NUM_STEPS_OF_CHANGE:
+            factor = sorted(each.predicted for each in pending)[NUM_STEPS_OF_CHANGE // 2]
+            factor = min(max(factor, 1.0 / MOST_CHANGE), MOST_CHANGE)
+            self._solver.rescale(1.0 / factor)
+            self._decode.rescale(factor)
+            self._prefill.rescale(factor)
+            self._learn_pending()
+        return True
+
+    def _learn_pending(self) -> None:
+        for each in self._pending:
+            each.kind.add(each.row)
+            self._solver.sweep(self._decode, self._prefill)
+        self._pending.clear()
 
     def to_costs(self) -> StepCosts:
         """For `WorkerStatus`."""
@@ -204,7 +276,7 @@ class TransferTimeModel:
     ) -> None:
         self._prior = (latency_s, 1.0 / bytes_per_s)
         self._forgetting = forgetting
-        self._sources: dict[str, tuple[_Evidence, _Solver]] = {}
+        self._sources: dict[str, tuple[Evidence, Solver]] = {}
         self._before_any = (PRIOR_SOURCE,) if is_measured else ()
         self._lanes: dict[str, str] = {}  # by source; of the last pull that had one
         self._figures: tuple[TransferFigure, ...] | None = None  # until the next pull
@@ -213,7 +285,7 @@ class TransferTimeModel:
         if seconds <= 0.0:
             return
         if source_id not in self._sources:
-            self._sources[source_id] = (_Evidence(2, self._forgetting), _Solver(self._prior))
+            self._sources[source_id] = (Evidence(2, self._forgetting), Solver(self._prior))
         self._figures = None
         if lane:
             self._lanes[source_id] = lane
@@ -247,60 +319,12 @@ class TransferTimeModel:
         return known[1].coefficients() if known else self._prior
 
 
-class _Evidence:
-    """Decayed normal equations of rows whose target is 1: sums of x xT and of x."""
+class _Surprise(NamedTuple):
+    """A step that was far off: its evidence, and what was predicted as a share of what it took."""
 
-    __slots__ = ("_forgetting", "products", "sums")
-
-    def __init__(self, num_features: int, forgetting: float) -> None:
-        self.products = [[0.0] * num_features for _ in range(num_features)]
-        self.sums = [0.0] * num_features
-        self._forgetting = forgetting
-
-    def add(self, row: Sequence[float]) -> None:
-        keep = self._forgetting
-        self.sums = [keep * old + x for old, x in zip(self.sums, row, strict=True)]
-        for i, x in enumerate(row):
-            if x:
-                self.products[i] = [
-                    keep * old + x * y for old, y in zip(self.products[i], row, strict=True)
-                ]
-            else:
-                self.products[i] = [keep * old for old in self.products[i]]
-
-
-class _Solver:
-    """Non-negative coefficients in units of the prior's, improved sweep by sweep."""
-
-    def __init__(self, prior: Sequence[float]) -> None:
-        if min(prior) <= 0:
-            raise ValueError(f"Every prior coefficient must be > 0, got {tuple(prior)}")
-        self._prior = tuple(prior)
-        self._scaled = [1.0] * len(self._prior)
-
-    def coefficients(self) -> tuple[float, ...]:
-        return tuple(p * a for p, a in zip(self._prior, self._scaled, strict=True))
-
-    def relative(self, row: Sequence[float], seconds: float) -> list[float]:
-        """`row` in units in which the right coefficients give 1."""
-        return [p * x / seconds for p, x in zip(self._prior, row, strict=True)]
-
-    def predict(self, relative_row: Sequence[float]) -> float:
-        total: float = sum(map(mul, self._scaled, relative_row))
-        return total
-
-    def sweep(self, *evidence: _Evidence) -> None:
-        """One pass of coordinate descent on the sum of the evidence and the pull to the prior."""
-        scaled = self._scaled
-        for i in range(len(scaled)):
-            diagonal = PULL_TO_PRIOR
-            slope = PULL_TO_PRIOR * (1.0 - scaled[i])
-            for part in evidence:
-                products = part.products[i]
-                diagonal += products[i]
-                slope += part.sums[i]
-                slope -= sum(map(mul, scaled, products))
-            scaled[i] = max(0.0, scaled[i] + slope / diagonal)
+    kind: Evidence
+    row: Sequence[float]
+    predicted: float
 
 
 class _RecentErrors:

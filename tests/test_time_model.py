@@ -96,6 +96,32 @@ def test_it_follows_a_machine_that_changes() -> None:
     assert error_of(fit, slower, prefill=False) < 0.08
 
 
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("prefill", [True, False])
+def test_another_speed_is_believed_after_three_steps(factor: float, prefill: bool) -> None:
+    """All that is known keeps its shape: steps of one kind tell the speed of the other too."""
+    rng = random.Random(5)
+    fit = StepTimeFit()
+    observe(fit, GPU, rng, 1500, noise=0.05)
+    other = StepTimeModel(tuple(factor * a for a in GPU.coefficients))
+    for _ in range(3):
+        features = random_step(rng, prefill=prefill)
+        fit.observe(features, other.step_s(features) * rng.lognormvariate(0, 0.05))
+    assert error_of(fit, other, prefill=True) < 0.12
+    assert error_of(fit, other, prefill=False) < 0.12
+
+
+def test_two_slow_steps_are_not_another_speed() -> None:
+    rng = random.Random(5)
+    fit = StepTimeFit()
+    observe(fit, GPU, rng, 1500, noise=0.05)
+    for _ in range(20):
+        for factor in (3.0, 3.0, *[1.0] * 18):
+            features = random_step(rng, prefill=False)
+            fit.observe(features, factor * GPU.step_s(features))
+    assert error_of(fit, GPU, prefill=True) < 0.1
+
+
 def test_hours_of_decoding_do_not_erase_what_is_known_about_prefill() -> None:
     rng = random.Random(6)
     fit = StepTimeFit()

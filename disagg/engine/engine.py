@@ -94,7 +94,7 @@ class Engine:
     def _begin(self, plan: StepPlan) -> _Step:
         self._give_up_evicted()
         launcher = self.launcher
-        if launcher is not None and (plan.starts or launcher.can_follow(plan)):
+        if launcher is not None and (plan.is_ahead or launcher.can_follow(plan)):
             return _Step(plan, launcher.launch(plan), may_be_followed=True)
         return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
 

@@ -171,7 +171,8 @@ class FakeDevice(FakeRunner):
         self._chosen = chosen
         self._num_launched = number = self._num_launched + 1
         self.log.append(f"launch {number}")
-        rows = [self._row(plan, i) for i in range(len(plan.sequences))]
+        firsts = plan.first_positions()
+        rows = [self._row(plan, i, firsts[i]) for i in range(len(plan.sequences))]
 
         def read() -> list[Sampled]:
             self.log.append(f"read {number}")
@@ -187,10 +188,9 @@ class FakeDevice(FakeRunner):
 
         return read
 
-    def _row(self, plan: StepPlan, i: int) -> _Row:
+    def _row(self, plan: StepPlan, i: int, first: int) -> _Row:
         """What a device is told of a sequence, as it is now. Its next token may not be known."""
         sequence = plan.sequences[i]
-        first = plan.starts[i] if plan.starts else sequence.num_computed
         end = first + plan.query_lens[i]
         return _Row(
             sequence.request_id,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.engine.device.batching import Batching
 from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
 from disagg.engine.device.kv_cache import KVCache, KVShape
 from disagg.engine.device.mixed_graphs import MixedGraphs, MixedSize
@@ -21,11 +22,12 @@ from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
+from disagg.kernels.decode_inputs import DecodeInputs
 from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
-from tests.engine.device.test_runner import new_sequence
+from tests.engine.workload import new_sequence
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
@@ -36,6 +38,10 @@ ROUNDING = 2e-5  # matrices of more rows are multiplied in another order
 def fake_record(forward: Callable[[], object]) -> Callable[[], object]:
     forward()
     return forward
+
+
+def inputs_of(max_num_seqs: int) -> DecodeInputs:
+    return DecodeInputs.empty(max_num_seqs, 32, torch.device("cpu"))
 
 
 def _sequences(contexts: list[int]) -> list[Tokens]:
@@ -61,7 +67,9 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
         prefiller.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
     captured = (
-        DecodeGraphs(decoder, slab, 5, 32, fake_record, new_logits(decoder, 5)) if graphs else None
+        DecodeGraphs(decoder, slab, 5, inputs_of(5), fake_record, new_logits(decoder, 5))
+        if graphs
+        else None
     )
     logits = []
     for group in groups:
@@ -92,7 +100,7 @@ def test_all_graphs_write_the_same_logits() -> None:
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
-    graphs = DecodeGraphs(decoder, slab, 5, 32, fake_record, new_logits(decoder, 5))
+    graphs = DecodeGraphs(decoder, slab, 5, inputs_of(5), fake_record, new_logits(decoder, 5))
     logits = [
         graphs.forward(make_batch([(each, 1) for each in group], BLOCK_SIZE))
         for group in (_sequences([9]), _sequences([9, 1, 5]), _sequences([9, 1, 5, 22, 13]))
@@ -176,7 +184,7 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    graphs = DecodeGraphs(decoder, slab, 2, 32, fake_record, new_logits(decoder, 2))
+    graphs = DecodeGraphs(decoder, slab, 2, inputs_of(2), fake_record, new_logits(decoder, 2))
     sequences = _sequences([9, 1, 5])
     too_many = make_batch([(each, 1) for each in sequences], BLOCK_SIZE)
     assert graphs.forward(too_many) is None
@@ -189,12 +197,18 @@ def _texts(graphs: bool) -> list[list[int]]:
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     shape = KVShape.of(SMALL, "weights", BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
-    runner = ModelRunner(decoder, kv_cache)
+    runner = ModelRunner(decoder, kv_cache, max_num_seqs=3)
     if graphs:
+        num_blocks = -(-SMALL.max_model_len // BLOCK_SIZE)
+        runner.batching = Batching(
+            runner.slots, BLOCK_SIZE, num_blocks, decoder.device, use_kernel=True
+        )
+        inputs = runner.batching.decode_inputs
+        assert inputs is not None
         pages, logits = kv_cache.pages, new_logits(decoder, 16)
         sizes = [MixedSize(8, 4), MixedSize(8, 8)]
         runner.graphs = (
-            DecodeGraphs(decoder, pages, 3, 32, fake_record, logits),
+            DecodeGraphs(decoder, pages, 3, inputs, fake_record, logits),
             MixedGraphs(decoder, pages, sizes, 3, 32, fake_record, logits),
         )
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
@@ -202,8 +216,7 @@ def _texts(graphs: bool) -> list[list[int]]:
     engine = Engine(scheduler, runner)
     prompts = [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]]
     sequences = [
-        new_sequence(str(number), prompt, max_tokens=4, temperature=0.0)
-        for number, prompt in enumerate(prompts)
+        new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
     ]
     for sequence in sequences:
         engine.submit(sequence)

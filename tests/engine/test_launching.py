@@ -29,14 +29,18 @@ ROOT = hash_root("late", BLOCK_SIZE)
 
 
 class LateRunner(ModelRunner):
-    num_followed = num_chunks_followed = 0
+    is_late = True  # False: it computes as soon as it is told
+    num_followed = num_continued = num_chunks_followed = 0
 
     def launch(self, plan: StepPlan) -> Results:
-        self.num_followed += bool(plan.starts)
-        self.num_chunks_followed += bool(plan.starts) and plan.num_new_tokens > plan.num_decodes
+        self.num_followed += plan.is_ahead
+        self.num_continued += plan.continues
+        self.num_chunks_followed += plan.is_ahead and plan.num_new_tokens > plan.num_decodes
         return super().launch(plan)
 
     def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
+        if not self.is_late:
+            return super()._launch(plan, step, entered)
         as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
         launch = super()._launch
         return lambda: launch(as_now, step, entered)()
@@ -141,12 +145,18 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("num_blocks", [16, 60], ids=["short of blocks", "roomy"])
+@pytest.mark.parametrize(
+    ("num_blocks", "is_late"),
+    [(16, True), (60, True), (60, False)],
+    ids=["short of blocks", "roomy", "at once"],
+)
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))
-def test_the_same_tokens_in_any_order(mixture: str, num_blocks: int, directory: Path) -> None:
+def test_the_same_tokens_in_any_order(
+    mixture: str, num_blocks: int, is_late: bool, directory: Path
+) -> None:
     in_order, ahead = (build(directory, num_blocks, max_num_seqs=4) for _ in range(2))
     assert isinstance(ahead.runner, LateRunner)
-    ahead.launcher = ahead.runner
+    ahead.launcher, ahead.runner.is_late = ahead.runner, is_late
     expected = play(in_order, sequences(3, MIXTURES[mixture]))
     found = play(ahead, sequences(3, MIXTURES[mixture]))
     assert tokens_of(found) == tokens_of(expected)
@@ -156,7 +166,7 @@ def test_the_same_tokens_in_any_order(mixture: str, num_blocks: int, directory: 
             if logprobs is not None and wanted is not None:
                 assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5)
                 assert [token for token, _ in logprobs.top] == [t for t, _ in wanted.top]
-    assert ahead.runner.num_followed
+    assert ahead.runner.num_followed > ahead.runner.num_continued > 0
 
 
 def tokens_of(outputs: dict[str, Said]) -> dict[str, list[int]]:
@@ -188,7 +198,7 @@ def test_default_traffic_is_launched_ahead(mixture: str, directory: Path) -> Non
     are_ahead = []
     while engine.has_work:
         engine.step()
-        are_ahead.append(bool(engine.last_plan.starts))
+        are_ahead.append(engine.last_plan.is_ahead)
     first = are_ahead.index(True)
     assert all(are_ahead[first:]) and len(are_ahead) - first > 12
     assert first < 5, "the prompts are as many steps"

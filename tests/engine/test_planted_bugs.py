@@ -9,9 +9,10 @@ from hypothesis import Phase, given, settings
 from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
-from disagg.engine.sched import block_tables, scheduler
+from disagg.engine.sched import async_scheduling, block_tables, scheduler
 from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
@@ -30,6 +31,7 @@ _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = ProjectedPlan.__init__
 _end = AsyncScheduling.end
+_set = Milestones.set
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def _publish_on_admission(patch: pytest.MonkeyPatch) -> None:
             pool.publish(block_id, name)
 
     ownership_adopt = block_tables.adopt
-    patch.setattr(scheduler, "adopt", adopt)
+    patch.setattr(block_tables, "adopt", adopt)
 
 
 def _release_before_use(patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +121,7 @@ def _match_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
         idle = [i for i in pool._idle if i not in found]
         return found + (others or idle)[:1]
 
-    patch.setattr(scheduler, "find_prefix", find_prefix)
+    patch.setattr(block_tables, "find_prefix", find_prefix)
 
 
 def _forget_the_last_token_of_a_chunk(patch: pytest.MonkeyPatch) -> None:
@@ -144,6 +146,16 @@ def _overlapping_blocks(patch: pytest.MonkeyPatch) -> None:
         return block_ids
 
     patch.setattr(BlockPool, "allocate", allocate)
+
+
+def _look_a_step_too_late(patch: pytest.MonkeyPatch) -> None:
+    def set_late(self: Milestones, sequence: EngineSequence) -> None:
+        self._step += 1
+        _set(self, sequence)
+        self._step -= 1
+
+    patch.setattr(Milestones, "set", set_late)
+    patch.setattr(Milestones, "check", lambda *_: None)  # the answers show it, too
 
 
 def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
@@ -172,16 +184,30 @@ def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:
         following = _plan_following(self, plan, needs_host)
         if following is None:
             return None
-        return replace(following, starts=[start - 1 for start in following.starts])
+        starts = [start - 1 for start in following.first_positions()]
+        return replace(following, starts=starts, continues=False)
 
     patch.setattr(Scheduler, "plan_following", plan_following)
+
+
+def _continue_whoever_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        async_scheduling,
+        "all_go_on",
+        lambda plan, reaching: plan.num_decodes == len(plan.sequences),
+    )
 
 
 def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
     """Whoever is in the middle of a prompt computes the same chunk again."""
 
-    def init(self: ProjectedPlan, plan: StepPlan, by_id: Mapping[str, EngineSequence]) -> None:
-        _after(self, plan, by_id)
+    def init(
+        self: ProjectedPlan,
+        plan: StepPlan,
+        by_id: Mapping[str, EngineSequence],
+        reaching: Sequence[EngineSequence],
+    ) -> None:
+        _after(self, plan, by_id, reaching)
         self.prefills = [(sequence, sequence.num_computed) for sequence, _ in self.prefills]
 
     patch.setattr(ProjectedPlan, "__init__", init)
@@ -208,12 +234,14 @@ PLANTS: list[Plant] = [
     _match_one_block_too_many,
     _forget_the_last_token_of_a_chunk,
     _overlapping_blocks,
+    _look_a_step_too_late,
     _never_take_blocks_back,
 ]
 AHEAD: list[Plant] = [  # where steps are planned ahead, and nowhere else
     _give_blocks_back_while_a_step_writes_to_them,
     _begin_where_the_step_before_began,
     _plan_as_if_nothing_were_under_way,
+    _continue_whoever_ends,
     _apply_what_was_wasted,
 ]
 

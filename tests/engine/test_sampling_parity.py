@@ -63,8 +63,9 @@ class Stepped:
             if isinstance(row, DraftedSequence):
                 row.slot = row.sequence.slot
         positions = torch.tensor([row.num_tokens - 1 + num_unread for row in rows])
-        nums_unread = [num_unread] * len(rows)
-        return self.sampler.sample(logits, rows, positions, nums_unread=nums_unread).read()
+        return self.sampler.sample(
+            logits, rows, positions, num_unread=num_unread * len(rows)
+        ).read()
 
 
 def check(found: list[SampledToken], expected: list[SampledToken]) -> None:

@@ -16,7 +16,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, SamplingParams, Thinking
 from tests.engine.fake_runner import FakeDevice, FakeKV, FakeRunner, draft_of, expected_tokens
 
 STOP_IDS = frozenset({1, 2, 3})
@@ -91,6 +91,7 @@ def new_sequence(
     deadline_unix_s: float = FOREVER_S,
     draft: tuple[int, ...] = (),
     priority: int = 0,
+    thinking: Thinking | None = None,
 ) -> Sequence:
     tokens = prompt + output
     request = GenerateRequest(
@@ -101,7 +102,11 @@ def new_sequence(
         hash_root=ROOT,
         block_hashes=tuple(hash_blocks(ROOT, tokens, block_size)),
         sampling=SamplingParams(
-            max_tokens=max_tokens, seed=seed, stop_token_ids=tuple(stop_ids), temperature=0.0
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=tuple(stop_ids),
+            temperature=0.0,
+            thinking=thinking,
         ),
         deadline_unix_s=deadline_unix_s,
         draft_token_ids=draft,
@@ -190,7 +195,7 @@ class Driver:
             for request_id in aborts.pop(step, ()):
                 self._abort(request_id)
             for sequence in self.leaving.pop(step, ()):
-                sequence.hand_over = True
+                self.engine.scheduler.hand_over(sequence)
             self._arrivals()
             self.holds = [hold for hold in self.holds if not self._release_due(hold, step)]
             self._step(step)

@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import add
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -27,10 +27,63 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 
+if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+    from disagg.kernels.decode_inputs import DecodeInputs
+
 Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+NUM_FIRST = 5  # parts that are as long in the next step if the same sequences decode
+
+
+class StepBuffer:
+    """Integers of a step, written on the host and read on the device.
+
+    There are two of these, for a step under way and the one after it: on a GPU the host writes
+    again only what has been copied, since the results of all steps but the last have been read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reserve(0)
+
+    def _reserve(self, num: int) -> None:
+        is_cpu = self._device.type == "cpu"
+        self._on_host = torch.empty(2 * num, dtype=torch.int64, pin_memory=not is_cpu)
+        self._on_device = self._on_host if is_cpu else self._on_host.to(self._device)
+        self._array = self._on_host.numpy()
+        self._first_lengths: list[int] = []
+        self._first: tuple[Tensor, ...] = ()
+
+    def write(self, parts: SequenceOf[Ints], num: int) -> None:
+        """One part after the other, of `num` numbers in all."""
+        if num > self._array.shape[0]:
+            self._reserve(num)
+        # Unsafe for NumPy, which takes an empty list for one of floats.
+        np.concatenate(parts, out=self._array[:num], casting="unsafe")
+
+    def send(self, num: int) -> Tensor:
+        """What was written, on the device, in the first `num` places of what is returned."""
+        if self._on_device is not self._on_host:
+            self._on_device[:num].copy_(self._on_host[:num], non_blocking=True)
+        return self._on_device
+
+    def send_parts(self, lengths: list[int]) -> list[Tensor]:
+        """What was written, on the device, as parts of these lengths."""
+        self.send(sum(lengths))
+        # Where the first parts lie changes less often than what the step changes of the tables.
+        if lengths[:NUM_FIRST] != self._first_lengths:
+            self._first_lengths = lengths[:NUM_FIRST]
+            first = self._on_device[: sum(self._first_lengths)]
+            self._first = first.split_with_sizes(self._first_lengths)
+        parts, end = [*self._first], sum(self._first_lengths)
+        for length in lengths[NUM_FIRST:]:
+            parts.append(self._on_device[end : end + length])
+            end += length
+        return parts
+
+
+@dataclass(slots=True)
 class StepInputs:
     """What a device is told of a step, on the host.
 
@@ -40,15 +93,16 @@ class StepInputs:
         Unless all sequences decode, also where the tokens of each begin and how many there are,
         rows whose logits are wanted, and the slots that these belong to.
     num_unread: tokens that are read on the device, those of the first sequences.
-    ends: where each sequence's context ends once the step is done.
+    ends: where each sequence's context ends once the step is done; longest: the largest of these.
     """
 
-    numbers: Tensor
+    numbers: StepBuffer
     lengths: list[int]
     num_unread: int
     num_decodes: int
     query_lens: tuple[int, ...]
-    ends: tuple[int, ...]
+    ends: SequenceOf[int]
+    longest: int
 
     @property
     def are_decodes(self) -> bool:
@@ -58,15 +112,18 @@ class StepInputs:
 class _Decodes:
     """Sequences that decode, of one step after another as long as they are the same.
 
-    slots, ends: of each.
     places: int64 [4, num_seqs], of each its slot, its token's position, where that one's KV goes,
         and its end.
     """
 
-    def __init__(self, slots: list[int], starts: SequenceOf[int], kv_slots: list[int]) -> None:
-        self.slots = slots
-        self.ends = [start + 1 for start in starts]
-        self.places = np.array((slots, starts, kv_slots, self.ends), np.int64)
+    def __init__(
+        self, sequences: SequenceOf[Sequence], starts: SequenceOf[int], kv_slots: list[int]
+    ) -> None:
+        self.sequences = sequences
+        self.slots = [sequence.slot for sequence in sequences]
+        self.ends: SequenceOf[int] = [start + 1 for start in starts]
+        self.longest = max(self.ends, default=0)
+        self.places = np.array((self.slots, starts, kv_slots, self.ends), np.int64)
         self._begin: deque[list[int]] | None = None  # rows, by the steps until they begin a block
 
     def advance(self, block_size: int) -> list[int]:
@@ -77,7 +134,8 @@ class _Decodes:
                 self._begin[-end % block_size].append(row)
         further = self.places[1:]
         further += 1
-        self.ends = further[2].tolist()
+        self.ends = memoryview(further[2].copy())  # a list of them is hardly ever wanted
+        self.longest += 1
         self._begin.rotate(-1)
         return self._begin[-1]
 
@@ -88,20 +146,35 @@ class Batching:
     Args:
         slots: the runner's.
         max_num_blocks: of one sequence.
+        use_kernel: make batches of decodes by the kernel of `decode_inputs`; None: on a GPU.
+
+    Attributes:
+        decode_inputs: where that kernel writes them.
     """
 
     def __init__(
-        self, slots: Slots, block_size: int, max_num_blocks: int, device: torch.device
+        self,
+        slots: Slots,
+        block_size: int,
+        max_num_blocks: int,
+        device: torch.device,
+        *,
+        use_kernel: bool | None = None,
     ) -> None:
         self._slots = slots
         self._block_size = block_size
         self._max_num_blocks = max_num_blocks
         self._device = device
         self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
-        self._cells = self._tables.view(-1)
+        self._cells, self._columns = self._tables.view(-1), self._tables[:, :0]
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
         self._counted = self._chosen, self._chosen.int()
-        self._decodes = _Decodes([], [], [])  # of the step before, or of none
+        self._use_kernel = device.type == "cuda" if use_kernel is None else use_kernel
+        self.decode_inputs: DecodeInputs | None = None
+        self._views: tuple[Tensor, ...] = (self._chosen,)  # of these, of some sequences
+        self._make_room()
+        self._decodes = _Decodes((), (), [])  # of the step before, or of none
+        self._numbers, self._numbers_before = StepBuffer(device), StepBuffer(device)
 
     # On the host.
 
@@ -113,16 +186,18 @@ class Batching:
         """
         for sequence in entered:
             sequence.num_listed = 0
-        slots = [sequence.slot for sequence in plan.sequences]
-        starts = plan.starts or [sequence.num_computed for sequence in plan.sequences]
-        token_ids, logits_rows = _tokens(plan, starts)
-        if plan.num_decodes == len(slots):
-            changes = self._decode(plan.sequences, slots, starts, are_new=bool(entered))
-            ends = self._decodes.ends
+        if plan.num_decodes == len(plan.sequences):
+            changes = self._decode(plan, are_new=bool(entered))
+            sequences = plan.sequences[plan.num_unread :]
+            token_ids = [sequence.tokens[-1] for sequence in sequences]
+            ends, longest = self._decodes.ends, self._decodes.longest
             parts: tuple[Ints, ...] = (*self._decodes.places, token_ids, *changes)
         else:
-            self._decodes = _Decodes([], [], [])
+            self._decodes = _Decodes((), (), [])
+            starts, slots = plan.first_positions(), [each.slot for each in plan.sequences]
             ends = [*map(add, starts, plan.query_lens)]
+            longest = max(ends)
+            token_ids, logits_rows = _tokens(plan, starts)
             spans = [*map(range, starts, ends)]
             kv_slots = chain.from_iterable(map(self._kv_slots, plan.sequences, spans))
             positions = [*chain.from_iterable(spans)]
@@ -131,41 +206,37 @@ class Batching:
             changes = self._changes(plan.sequences)
             places = slots, positions, [*kv_slots], ends
             parts = (*places, token_ids, *changes, begins, logits_rows, wanted)
-        # Unsafe for NumPy, which takes an empty list for one of floats.
-        packed = np.concatenate(parts, dtype=np.int64, casting="unsafe")
-        numbers = torch.from_numpy(packed)
-        if self._device.type != "cpu":
-            numbers = numbers.pin_memory()
+        self._numbers, self._numbers_before = self._numbers_before, self._numbers
+        lengths = [*map(len, parts)]
+        self._numbers.write(parts, sum(lengths))
         return StepInputs(
-            numbers,
-            [*map(len, parts)],
+            self._numbers,
+            lengths,
             plan.num_unread,
             plan.num_decodes,
             tuple(plan.query_lens),
-            tuple(ends),
+            ends,
+            longest,
         )
 
-    def _decode(
-        self,
-        sequences: SequenceOf[Sequence],
-        slots: list[int],
-        starts: SequenceOf[int],
-        *,
-        are_new: bool,
-    ) -> tuple[list[int], list[int]]:
+    def _decode(self, plan: StepPlan, *, are_new: bool) -> tuple[list[int], list[int]]:
         """Bring `_decodes` to a step. Returns what that changes of the tables.
 
         Where all are a token further than in the step before, a table can have changed only where
-        a block begins: whoever lost blocks meanwhile would be computed anew.
+        a block begins: a sequence that lost blocks meanwhile would be recomputed.
         """
-        decodes = self._decodes
-        if are_new or slots != decodes.slots or starts != decodes.ends:
-            at = map(self._kv_slots, sequences, ((start,) for start in starts))
-            self._decodes = _Decodes(slots, starts, [*chain.from_iterable(at)])
-            return self._changes(sequences)
+        decodes, sequences = self._decodes, plan.sequences
+        if not (plan.continues and sequences is decodes.sequences):
+            slots, starts = [each.slot for each in sequences], plan.first_positions()
+            if are_new or slots != decodes.slots or starts != [*decodes.ends]:
+                at = map(self._kv_slots, sequences, ((start,) for start in starts))
+                self._decodes = _Decodes(sequences, starts, [*chain.from_iterable(at)])
+                return self._changes(sequences)
+            decodes.sequences = sequences
         begun = decodes.advance(self._block_size)
         for row in begun:
-            (decodes.places[2, row],) = self._kv_slots(sequences[row], (starts[row],))
+            block = (decodes.ends[row] - 1) // self._block_size
+            decodes.places[2, row] = sequences[row].block_ids[block] * self._block_size
         return self._changes([sequences[row] for row in begun])
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
@@ -190,14 +261,14 @@ class Batching:
 
     # On the device, in the order of steps.
 
-    @torch.inference_mode()
     def batch(self, step: StepInputs) -> tuple[Batch, Tensor]:
         """The batch, whose shapes and order `models.batch.Batch` says, and int64 [num_logits]: the
         slots whose next tokens the logits are for."""
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
-        numbers = step.numbers.to(self._device, non_blocking=True)
-        parts = numbers.split_with_sizes(step.lengths)
+        if self.decode_inputs is not None and step.are_decodes:
+            return self._decode_batch(step, self.decode_inputs)
+        parts = step.numbers.send_parts(step.lengths)
         slots, positions, kv_slots, ends, token_ids, cells, block_ids = parts[:7]
         num_seqs = len(step.ends)
         if step.lengths[5]:
@@ -212,25 +283,58 @@ class Batching:
             unread_slots = slots if step.num_unread == num_seqs else slots[: step.num_unread]
             unread = self._chosen.index_select(0, unread_slots)
             token_ids = torch.cat((unread, token_ids)) if step.lengths[4] else unread
-        longest = max(step.ends)
-        num_columns = -(-longest // self._block_size)
+        num_columns = -(-step.longest // self._block_size)
+        if num_columns != self._columns.shape[1]:
+            self._columns = self._tables[:, :num_columns]
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
             slots=kv_slots,
             query_start=query_start,
             context_lens=ends.int(),
-            block_tables=self._tables[:, :num_columns].index_select(0, slots),
+            block_tables=self._columns.index_select(0, slots),
             logits_rows=logits_rows,
             num_decodes=step.num_decodes,
             max_query_len=max_query_len,
-            max_context_len=longest,
+            max_context_len=step.longest,
             query_lens=step.query_lens,
-            context_lens_host=step.ends,
+            context_lens_host=tuple(step.ends),
         )
         return batch, slots_of_logits
 
-    @torch.inference_mode()
+    def _decode_batch(self, step: StepInputs, inputs: DecodeInputs) -> tuple[Batch, Tensor]:
+        """As `batch`, in one launch, in the tensors of `inputs`."""
+        num_seqs = len(step.ends)
+        numbers = step.numbers.send(sum(step.lengths))
+        inputs.fill(
+            numbers,
+            self._tables,
+            self._chosen,
+            num_seqs=num_seqs,
+            num_unread=step.num_unread,
+            num_changes=step.lengths[5],
+            num_columns=-(-step.longest // self._block_size),
+        )
+        if self._views[0].shape[0] != num_seqs:
+            self._views = inputs.first(num_seqs)
+        token_ids, positions, kv_slots, context_lens, block_tables = self._views
+        logits_rows, query_start = self._count(num_seqs)
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=kv_slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            logits_rows=logits_rows,
+            num_decodes=num_seqs,
+            max_query_len=1,
+            max_context_len=step.longest,
+            query_lens=step.query_lens,
+            context_lens_host=step.ends,
+        )
+        return batch, numbers[:num_seqs]
+
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled for the sequences in these slots, for the next step to go on with."""
         self._chosen.index_copy_(0, slots, token_ids)
@@ -246,16 +350,22 @@ class Batching:
         missing = self._slots.num_slots - self._chosen.shape[0]
         rows = self._tables.new_zeros(missing, self._max_num_blocks)
         self._tables = torch.cat((self._tables, rows))
-        self._cells = self._tables.view(-1)
+        self._cells, self._columns = self._tables.view(-1), self._tables[:, :0]
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
+        if self._use_kernel:
+            from disagg.kernels.decode_inputs import DecodeInputs
+
+            num_slots = self._slots.num_slots
+            self.decode_inputs = DecodeInputs.empty(num_slots, self._max_num_blocks, self._device)
+            self._views = self.decode_inputs.first(0)
 
 
 def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:
-    """The tokens of a step that the host knows, packed; and unless all sequences decode, of all its
-    tokens those whose successor is wanted: a sequence's last, and those of its draft."""
+    """The tokens of a step that the host knows, packed; and of all its tokens those whose successor
+    is wanted: a sequence's last, and those of its draft."""
     n, num_unread = plan.num_decodes, plan.num_unread
     token_ids = [sequence.tokens[-1] for sequence in plan.sequences[num_unread:n]]
-    logits_rows = [] if n == len(plan.sequences) else [*range(n)]
+    logits_rows = [*range(n)]
     for i in range(n, len(plan.sequences)):
         sequence, end = plan.sequences[i], starts[i] + plan.query_lens[i]
         token_ids += sequence.tokens[starts[i] : end]

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from disagg.kernels.decode_inputs import DecodeInputs
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
@@ -62,7 +63,7 @@ class DecodeGraphs:
     Args:
         decoder: on `TritonOps`.
         kv_cache: its cache. Nothing in it is changed by capturing.
-        max_num_blocks: of one sequence.
+        inputs: what the graphs read, of as many sequences; a step that lies there is not copied.
         logits: float32 [max_num_seqs or more, vocab_size], which every step overwrites.
     """
 
@@ -71,11 +72,12 @@ class DecodeGraphs:
         decoder: Decoder,
         kv_cache: KVPages,
         max_num_seqs: int,
-        max_num_blocks: int,
+        inputs: DecodeInputs,
         record: Record,
         logits: Tensor,
     ) -> None:
-        self._batch = batch = _empty_batch(max_num_seqs, max_num_blocks, decoder.device)
+        inputs.slots.fill_(-1)  # capturing writes to no block of an earlier step
+        self._batch = batch = _batch_in(inputs, max_num_seqs)
         self._logits = logits
         self._sizes = capture_sizes(max_num_seqs)
         # The largest first: the others then fit into the memory that it has left in the pool.
@@ -95,7 +97,8 @@ class DecodeGraphs:
         are_decodes = batch.max_query_len == 1 and batch.logits_rows.shape[0] == num_seqs
         if not are_decodes or index == len(self._sizes):
             return None
-        self._fill(batch, self._sizes[index])
+        if batch.token_ids.data_ptr() != self._batch.token_ids.data_ptr():
+            self._fill(batch, self._sizes[index])
         self._graphs[index].replay()
         return self._logits[:num_seqs]
 
@@ -145,18 +148,17 @@ def _first_rows(batch: Batch, num_seqs: int) -> Batch:
     )
 
 
-def _empty_batch(num_seqs: int, max_num_blocks: int, device: torch.device) -> Batch:
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
+def _batch_in(inputs: DecodeInputs, num_seqs: int) -> Batch:
+    """A batch of decodes that lies in these tensors."""
+    token_ids, positions, slots, context_lens, block_tables = inputs.first(num_seqs)
     return Batch(
-        token_ids=zeros(num_seqs, dtype=torch.int64),
-        positions=zeros(num_seqs, dtype=torch.int64),
-        slots=zeros(num_seqs, dtype=torch.int64).fill_(-1),
-        query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
-        context_lens=zeros(num_seqs).fill_(1),
-        block_tables=zeros(num_seqs, max_num_blocks),
-        logits_rows=torch.arange(num_seqs, device=device),
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=token_ids.device),
+        context_lens=context_lens,
+        block_tables=block_tables,
+        logits_rows=torch.arange(num_seqs, device=token_ids.device),
         num_decodes=num_seqs,
         max_query_len=1,
         max_context_len=1,

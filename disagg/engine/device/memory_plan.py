@@ -14,7 +14,7 @@ from disagg.engine.device.kv_cache import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import num_weights
+from disagg.models.parts import weights_nbytes
 
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 1024
@@ -71,11 +71,11 @@ def plan_memory(
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
     """
-    weights_nbytes = num_weights(model) * dtype.itemsize
+    model_nbytes = weights_nbytes(model, dtype.itemsize, widens=claim_nbytes is None)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(
-            config, model, shape, dtype, claim_nbytes - weights_nbytes
+            config, model, shape, dtype, claim_nbytes - model_nbytes
         )
     # Every sequence of a step decodes: who sets one of the two has the other follow.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
@@ -88,7 +88,7 @@ def plan_memory(
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
         workspace_nbytes += captured_nbytes(model, dtype.itemsize, sizes, num_blocks)
-    plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, weights_nbytes, workspace_nbytes)
+    plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, model_nbytes, workspace_nbytes)
     if claim_nbytes is None:
         choose_num_blocks(config, shape, max_model_len, None, num_seqs)
     else:

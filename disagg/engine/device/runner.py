@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
 from itertools import chain, compress
-from pathlib import Path
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.dtypes import choose_dtype
 from disagg.engine.device.gpu import GpuMemory, choose_device
 from disagg.engine.device.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
 from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
-from disagg.engine.device.sampler import Sampler, needs_host
+from disagg.engine.device.prompt_scores import ScoredRows, forward_scored, scored_rows
+from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_threads import CONTEXT, StepThreads
 from disagg.engine.device.token_masks import token_masks
@@ -48,7 +50,8 @@ if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
 CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_NEEDS_HOST = attrgetter("needs_host")
 
 NewGenerations = Callable[[int], MutableSequence[int]]
 Tell = Callable[[StartStep], None]
@@ -86,18 +89,19 @@ class ModelRunner:
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
         """What the device is told, and slots that others had before."""
-        entered = self.slots.enter(plan.sequences)
+        entered = [] if plan.continues else self.slots.enter(plan.sequences)
         return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
 
+    @torch.inference_mode()
     def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
         """The part of `launch` that the device is given."""
         self.sampler.enter(entered)
         batch, slots = self.batching.batch(step)
         logits, positions = self._forward(batch)
-        ends = _ends(plan, step)
-        sampled = [*compress(plan.sequences, ends)]
-        nums_unread = [1] * step.num_unread + [0] * (len(sampled) - step.num_unread)
-        chosen = self.sampler.sample(logits, sampled, positions, nums_unread=nums_unread)
+        sequences, ends = plan.sequences, _ends(plan, step)
+        if not all(ends):
+            sequences = [*compress(sequences, ends)]
+        chosen = self.sampler.sample(logits, sequences, positions, num_unread=step.num_unread)
         self.batching.remember(slots, chosen.token_ids)
 
         def results() -> list[Sampled]:
@@ -109,34 +113,39 @@ class ModelRunner:
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether the device alone finds a token for each sequence, and so can go on with it."""
         return (
-            bool(plan.sequences) and not plan.num_ahead and not any(map(needs_host, plan.sequences))
+            bool(plan.sequences)
+            and not plan.num_ahead
+            and not any(map(_NEEDS_HOST, plan.sequences))
         )
 
     def needs_host(self, sequence: Sequence) -> bool:
         """Whether a token of this sequence is not found by the device alone."""
-        return needs_host(sequence)
+        return sequence.needs_host
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One result for each item; `engine.step.Sampled` says what it is."""
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
         self.sampler.enter(entered)
         batch, _ = self.batching.batch(step)
-        logits, positions = self._forward(batch)
+        logits, positions = self._forward(batch, scored_rows(plan))
         if plan.num_ahead:
             return self._verified(plan, logits, positions)
-        if logits.shape[0] == len(plan.sequences):  # a row for each, so nobody stays unfinished
+        if logits.shape[0] == len(plan.sequences):  # a row for each: no prompt stays unfinished
             return [*self._sample(logits, plan.sequences, positions)]
         ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
-        if not any(ends):  # nobody reads a token, which would wait for all of the step
+        if not any(ends):  # no token is read, which would wait for the step
             _synchronize(self.decoder.device)
             return [None] * len(ends)
         tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)], positions))
         return [next(tokens) if is_end else None for is_end in ends]
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits, and the positions of the tokens that they follow."""
+    def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows] = ()) -> tuple[Tensor, Tensor]:
+        """Logits, and the positions of the tokens that they follow. Scores the prompts' rows."""
         logits = None
+        if scored:
+            logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
         for graphs in self.graphs or ():
             logits = graphs.forward(batch) if logits is None else logits
         if logits is None:
@@ -155,7 +164,7 @@ class ModelRunner:
                 sampled.append(some[0] if some else None)
                 continue
             with_logprobs = (SampledToken(one) if isinstance(one, int) else one for one in some)
-            # A draft has no error: whoever follows a grammar has no draft.
+            # A draft has no error: sequences with a grammar have no drafts.
             sampled.append(tuple(one for one in with_logprobs if isinstance(one, SampledToken)))
         return sampled
 
@@ -163,7 +172,11 @@ class ModelRunner:
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[int | SampledToken | DisaggError]:
         """The next token of each, or why its grammar has none."""
-        bound = [row for row, each in enumerate(sequences) if each.sampling.grammar is not None]
+        bound = [
+            row
+            for row, each in enumerate(sequences)
+            if each.sampling.grammar is not None or each.sampling.thinking is not None
+        ]
         if not bound:
             return self.sampler.sample(logits, sequences, positions).sampled()
         # On a GPU the logits are still being computed.
@@ -212,10 +225,11 @@ class ModelRunner:
         pages, record = self.kv_cache.pages, record_cuda_graph()
         sizes = mixed_sizes(max_num_seqs, with_drafts)
         logits = new_logits(self.decoder, max(max_num_seqs, *(each.num_logits for each in sizes)))
-        common = max_num_seqs, max_num_blocks, record, logits
+        inputs = self.batching.decode_inputs
+        assert inputs is not None, "only a GPU captures"
         self.graphs = (
-            DecodeGraphs(self.decoder, pages, *common),
-            MixedGraphs(self.decoder, pages, sizes, *common),
+            DecodeGraphs(self.decoder, pages, max_num_seqs, inputs, record, logits),
+            MixedGraphs(self.decoder, pages, sizes, max_num_seqs, max_num_blocks, record, logits),
         )
 
 
@@ -251,7 +265,7 @@ def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
 
 
 def _own_generations(num_blocks: int) -> MutableSequence[int]:
-    """A stamp table that nobody else reads."""
+    """A stamp table that no other process reads."""
     return array("Q", bytes(8 * num_blocks))
 
 
@@ -279,7 +293,7 @@ def build_engine(
     max_model_len = _choose_max_model_len(config, model)
     device = choose_device(config)
     gpu = GpuMemory(config, device) if device.type == "cuda" else None
-    dtype = _choose_dtype(config, model, device)
+    dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device)
     claim_nbytes = None if gpu is None else gpu.claim_nbytes
     memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
@@ -350,7 +364,7 @@ def check_engine(
     if not is_here and config.device != "cpu":
         return None
     device = choose_device(config)
-    dtype = _choose_dtype(config, model, device)
+    dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device)
     if device.type == "cpu":
         return plan_memory(config, model, shape, max_model_len, dtype, None)
@@ -378,20 +392,3 @@ def _choose_shape(
     format = choose_format(config, dtype, device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
     return KVShape.of(model.config, model.fingerprint, block_size, format)
-
-
-def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """What was asked for; else half precision where the hardware multiplies it natively."""
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if device.type == "cuda":
-        return torch.bfloat16 if model.dtype == "float32" else _DTYPES[model.dtype]
-    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    except OSError:
-        return False  # not Linux
-    return "amx_bf16" in flags or "avx512_bf16" in flags

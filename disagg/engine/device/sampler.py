@@ -6,8 +6,8 @@ moves or is recomputed goes on as if nothing had happened. A draw adds Gumbel no
 logits and takes the largest, which is a draw from their softmax (Gumbel, 1954); and unlike a
 cumulative sum, rounding that differs from one device to another hardly ever changes the outcome.
 
-Order, as in vLLM: what a grammar allows, penalties, temperature, min-p, top-k, top-p. Reported
-log-probabilities are of the model's own distribution, before any of these.
+Order, as in vLLM: what a grammar allows, `LogitEdits`, penalties, temperature, min-p, top-k, top-p.
+Reported log-probabilities are of the model's own distribution, before any of these.
 
 Nothing here waits for a device but `Chosen.read`. What it computes is `kernels.sampling_rows`.
 """
@@ -33,11 +33,6 @@ from disagg.kernels.sampling_rows import SamplingOps, upload
 from disagg.messages import TokenLogprobs
 
 
-def needs_host(sequence: Continued) -> bool:
-    """Whether the host must see earlier tokens before the next token can be chosen."""
-    return sequence.sampling.grammar is not None
-
-
 class Sampler:
     """Chooses tokens of the sequences that have a slot.
 
@@ -55,14 +50,13 @@ class Sampler:
         """These slots have just been given to sequences; others had them before."""
         self._state.enter(entered)
 
-    @torch.inference_mode()
     def sample(
         self,
         logits: Tensor,
         sequences: SequenceOf[Continued],
         positions: Tensor,
         masks: TokenMasks | None = None,
-        nums_unread: SequenceOf[int] = (),
+        num_unread: int = 0,
     ) -> Chosen:
         """Choose the next token of each sequence.
 
@@ -71,16 +65,18 @@ class Sampler:
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
             positions: int64 [num_sequences], of the last token of each.
             masks: what grammars allow.
-            nums_unread: tokens of each that only the device knows so far, because the step before
-                has chosen them: 0 or 1. Empty: none of any.
+            num_unread: so many of the first sequences have a token more than the host knows: the
+                step before has chosen it.
         """
         if not sequences:
             return Chosen(positions, None)
         state, ops = self._state, self._ops
-        step = state.step(sequences, nums_unread)
-        scores = _Scores.of(logits, step, sequences, nums_unread)
+        step = state.step(sequences, num_unread)
+        scores = _Scores.of(logits, step, sequences, num_unread)
         if masks is not None:
             masks.apply_(logits)
+        if step.edits is not None:
+            step.edits.apply_(logits, sequences)
         positions = positions + 1
         if step.is_adjusted:
             ops.adjust_(logits, state.tables, step.rows, positions)
@@ -109,12 +105,12 @@ class _Scores:
         logits: Tensor,
         step: Step,
         sequences: SequenceOf[Continued],
-        nums_unread: SequenceOf[int],
+        num_unread: int,
     ) -> _Scores | None:
         wanted = []
         for row in step.scored:
             params, num_tokens = sequences[row].sampling, sequences[row].num_output_tokens
-            num_tokens += nums_unread[row] if nums_unread else 0
+            num_tokens += row < num_unread
             if params.logprobs_until is None or num_tokens < params.logprobs_until:
                 wanted.append((row, params.logprobs or 0))
         return cls(logits, wanted) if wanted else None

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.engine.device.logit_edits import LogitEdits
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, DraftedSequence
@@ -31,6 +33,7 @@ from disagg.kernels.sampling_rows import (
     SampledRows,
     SamplingOps,
     SamplingTables,
+    copied,
     upload,
 )
 from disagg.kernels.torch_sampling import mix, signed
@@ -69,6 +72,7 @@ class Step:
     penalised: rows whose tokens are counted.
     scored: rows that may want log-probabilities.
     foreseen: rows of drafts with penalties or `min_tokens`, which the tables do not know.
+    edits: logit bias, allowed tokens and bad words; None: no row has any.
     has_drafts: some rows are of drafts.
     is_adjusted: some rows are adjusted from the tables.
     """
@@ -78,6 +82,7 @@ class Step:
     penalised: list[int]
     scored: list[int]
     foreseen: list[int]
+    edits: LogitEdits | None
     has_drafts: bool
     is_adjusted: bool
 
@@ -99,33 +104,39 @@ class SamplingState:
             num_seen=self._zeros(0),
             counts=self._zeros(0, vocab_size),
         )
-        self._num_known: list[int] = []  # tokens of each slot that are counted; or `_UNKNOWN`
+        self._num_known: list[int] = []  # tokens of each slot that are counted; or `_UNKNOWN` ...
+        self._num_remembered = 0  # ... and since then, of each of the rows that `_last` penalises
         self._last: Step | None = None
+        self._sequences: SequenceOf[Continued] = ()  # whose rows `_last` says
 
     def enter(self, entered: SequenceOf[int]) -> None:
         """These slots have new owners."""
         if entered:
+            self._settle()
             self._last = None
             self._num_known += [_UNKNOWN] * (self._slots.num_slots - len(self._num_known))
         for slot in entered:
             self._num_known[slot] = _UNKNOWN
 
-    def step(self, sequences: SequenceOf[Continued], nums_unread: SequenceOf[int]) -> Step:
+    def step(self, sequences: SequenceOf[Continued], num_unread: int) -> Step:
         """Bring the tables up to date for a step; returns how its rows are sampled.
 
         Args:
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
-            nums_unread: 1 for rows whose last token only the device knows, and has counted; empty
-                if there is no such row.
+            num_unread: of so many of the first rows only the device knows the last token, and has
+                counted it.
         """
-        slots = [sequence.slot for sequence in sequences]
         step = self._last
-        if step is None or step.slots != slots:
-            self._write_new([each for each in sequences if isinstance(each, Sequence)])
-            self._last = step = self._step_of(slots, sequences)
-        self._catch_up(
-            [sequences[row] for row in step.penalised if not (nums_unread and nums_unread[row])]
-        )
+        if step is None or sequences is not self._sequences:
+            slots = [sequence.slot for sequence in sequences]
+            if step is None or step.slots != slots:
+                self._settle()
+                self._write_new([each for each in sequences if isinstance(each, Sequence)])
+                self._last = step = self._step_of(slots, sequences)
+            self._sequences = sequences
+        if num_unread < len(sequences) and step.penalised:
+            self._settle()
+            self._catch_up([sequences[row] for row in step.penalised if row >= num_unread])
         return step
 
     def remember(self, step: Step, token_ids: Tensor) -> None:
@@ -134,8 +145,15 @@ class SamplingState:
             return
         rows = step.rows
         self._ops.remember(self.tables, rows.slots, token_ids, rows.remembered)
-        for row in step.penalised:
-            self._num_known[step.slots[row]] += 1
+        self._num_remembered += 1
+
+    def _settle(self) -> None:
+        """Bring `_num_known` up to date."""
+        step, num_remembered = self._last, self._num_remembered
+        self._num_remembered = 0
+        if step is not None and num_remembered:
+            for row in step.penalised:
+                self._num_known[step.slots[row]] += num_remembered
 
     def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> Step:
         params = [sequence.sampling for sequence in sequences]
@@ -162,6 +180,7 @@ class SamplingState:
             penalised=penalised,
             scored=[row for row, each in enumerate(params) if each.logprobs is not None],
             foreseen=[row for row in adjusted if is_draft[row]],
+            edits=LogitEdits.of(params, self._vocab_size, self._device),
             has_drafts=any(is_draft),
             is_adjusted=bool(known),
         )
@@ -177,7 +196,7 @@ class SamplingState:
         floats = torch.tensor([_numbers(each)[FIRST_FLOAT:] for each in new], dtype=torch.float64)
         rows = torch.cat((numbers, floats.view(torch.int64)), dim=1)
         where = upload([each.slot for each in new], torch.int64, self._device)
-        self.tables.numbers[where] = self._copied(rows)
+        self.tables.numbers[where] = copied(rows, self._device)
         stopping = [each for each in new if each.sampling.min_tokens > 0]
         if stopping:
             width = self.tables.stop_ids.shape[1]
@@ -186,7 +205,7 @@ class SamplingState:
                 named = [i for i in each.stop_ids if 0 <= i < self._vocab_size]
                 stop_ids[row, : len(named)] = torch.tensor(named, dtype=torch.int32)
             where = upload([each.slot for each in stopping], torch.int64, self._device)
-            self.tables.stop_ids[where] = self._copied(stop_ids)
+            self.tables.stop_ids[where] = copied(stop_ids, self._device)
         for each in new:
             self._num_known[each.slot] = 0
 
@@ -226,7 +245,7 @@ class SamplingState:
         slots = array("q", [each.slot for each in sequences])
         packed = torch.frombuffer(slots + num_seen + places + counts, dtype=torch.int64)
         sizes = [len(slots), len(slots), len(places), len(places)]
-        parts = torch.split(self._copied(packed), sizes)
+        parts = torch.split(copied(packed, self._device), sizes)
         rows, ids = parts[0].repeat_interleave(parts[1], output_size=len(places)), parts[2]
         tables = self.tables
         tables.counts[parts[0]] = 0
@@ -252,12 +271,6 @@ class SamplingState:
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """On the device, without waiting for what it computes."""
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
 
 def _grown(table: Tensor, num_rows: int, num_columns: int, fill: int) -> Tensor:
     """The table, or a copy with at least so many rows, and columns if it has any.
@@ -276,14 +289,13 @@ def _grown(table: Tensor, num_rows: int, num_columns: int, fill: int) -> Tensor:
 
 def _numbers(sequence: Sequence) -> Numbers:
     params = sequence.sampling
-    return Numbers(
-        seed=signed(mix(params.seed & ((1 << 64) - 1))),
-        top_k=params.top_k or _OFF,
-        min_tokens=sequence.num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
-        temperature=0.0 if is_greedy(params) else params.temperature,
-        top_p=params.top_p if params.top_p < 1.0 else math.inf,
-        reach=-math.log(params.min_p) if params.min_p > 0 else math.inf,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-    )
+    otherwise: dict[str, Any] = {
+        "seed": signed(mix(params.seed & ((1 << 64) - 1))),
+        "top_k": params.top_k or _OFF,
+        "min_tokens": sequence.num_prompt_tokens + params.min_tokens if params.min_tokens else 0,
+        "temperature": 0.0 if is_greedy(params) else params.temperature,
+        "top_p": params.top_p if params.top_p < 1.0 else math.inf,
+        "reach": -math.log(params.min_p) if params.min_p > 0 else math.inf,
+    }
+    alike = {name: getattr(params, name) for name in Numbers._fields if name not in otherwise}
+    return Numbers(**otherwise, **alike)

@@ -1,4 +1,4 @@
-"""Masks out the tokens that a sequence's grammar does not allow.
+"""Masks out the tokens that a sequence's grammar, or its reasoning's budget, does not allow.
 
 The masks of a step are filled in parallel while a GPU computes the logits, and uploaded in one
 copy. Must not know what a grammar is.
@@ -59,31 +59,72 @@ def token_masks(
     grammars: Grammars | None,
     device: torch.device,
 ) -> tuple[TokenMasks | None, dict[int, DisaggError]]:
-    """What grammars allow, and the rows in which they fail.
+    """What grammars and budgets allow, and the rows in which grammars fail.
 
     Args:
         sequences: row i belongs to sequences[i], whose tokens all have been computed.
-        rows: of those that have a grammar.
+        rows: of those that have a grammar, or whose reasoning is looked at.
     """
     filled: dict[int, Tensor] = {}
     failed: dict[int, DisaggError] = {}
     for row in rows:
         try:
-            filled[row] = _mask(sequences[row], grammars)
+            mask = _mask(sequences[row], grammars)
         except DisaggError as error:
             failed[row] = error
+            continue
+        if mask is not None:
+            filled[row] = mask
     if not filled:
         return None, failed
-    return TokenMasks(list(filled), torch.stack(list(filled.values())), device), failed
+    # A forced token needs no mask of the vocabulary's size.
+    widest = max(mask.shape[0] for mask in filled.values())
+    masks = [functional.pad(mask, (0, widest - mask.shape[0])) for mask in filled.values()]
+    return TokenMasks(list(filled), torch.stack(masks), device), failed
 
 
-def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor:
+def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
+    """int32 [num_words], as `TokenMasks` has them; None: anything may come."""
+    if not isinstance(sequence, Sequence) or sequence.thinking is None:
+        return None if sequence.sampling.grammar is None else _grammar_mask(sequence, grammars)
+    thinking = sequence.thinking
+    sampling = sequence.sampling
+    allowed = thinking.allowed(sequence.tokens, has_grammar=sampling.grammar is not None)
+    if allowed.only is not None:
+        return _with_tokens(torch.zeros(allowed.only // 32 + 1, dtype=torch.int32), allowed.only)
+    if allowed.grammar_at is None:
+        return None if allowed.is_end else _all_but(sequence, sampling.stop_token_ids)
+    mask = _grammar_mask(sequence, grammars, allowed.grammar_at)
+    return _with_tokens(mask, *allowed.also)
+
+
+def _all_but(sequence: Sequence, token_ids: tuple[int, ...]) -> Tensor:
+    """As wide as the mask of its grammar."""
+    state = sequence.grammar_state
+    num_words = 0 if state is None else state.num_mask_nbytes // 4
+    return ~_with_tokens(torch.zeros(num_words, dtype=torch.int32), *token_ids)
+
+
+def _with_tokens(mask: Tensor, *token_ids: int) -> Tensor:
+    """`mask`, in which these tokens may come as well."""
+    for token_id in token_ids:
+        if token_id // 32 < mask.shape[0]:
+            bit = token_id % 32
+            mask[token_id // 32] |= (1 << bit) - (1 << 32 if bit == 31 else 0)
+    return mask
+
+
+def _grammar_mask(
+    sequence: Continued, grammars: Grammars | None, begins_at: int | None = None
+) -> Tensor:
     grammar = sequence.sampling.grammar
     if grammar is None or grammars is None or not isinstance(sequence, Sequence):
         raise GrammarError("This engine follows no grammars.")
     state = sequence.grammar_state
     if state is None:  # a step must not wait for the compiler
         raise GrammarError("The grammar was not compiled before its request came to a step.")
+    if begins_at is not None:
+        state.begin_at(begins_at)
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)
     state.fill_mask(sequence.tokens, mask.data_ptr())
     return mask

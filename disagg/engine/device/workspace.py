@@ -13,6 +13,7 @@ SAMPLING_NBYTES = 32
 # A captured kernel launch: its arguments, and what the driver makes of it. Not yet measured.
 LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
+LAUNCHES_OF_EXPERTS = 12  # more
 CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
 PARTIAL_ROWS = 64  # of a tile of queries, at most: what a cut of one sequence's keys leaves behind
 LEAST_BLOCK_SIZE = 16  # that a GPU is given
@@ -34,13 +35,13 @@ def step_nbytes(
 
 def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
     """Of what is kept of running sequences beside the counts of each token, which are a part of
-    `SAMPLING_NBYTES`: which tokens penalties look at, and block tables.
+    `SAMPLING_NBYTES`: which tokens penalties look at, and block tables, those of a step as well.
 
     A table of tokens is as wide as the longest sequence, at most; twice as wide if it grew to that;
     and then there is also the one that it was copied from.
     """
     seen = 3 * 4 * (min(max_model_len, model.vocab_size) + 1)
-    blocks = 4 * -(-model.max_model_len // LEAST_BLOCK_SIZE)
+    blocks = 2 * 4 * -(-model.max_model_len // LEAST_BLOCK_SIZE)
     return max_num_seqs * (seen + blocks)
 
 
@@ -63,12 +64,18 @@ def captured_nbytes(
     # Pieces of work: each has numbers of its own, once for each window.
     num_windows = len(set(model.sliding_windows))
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
-    launches = len(sizes) * model.num_layers * LAUNCHES_A_LAYER * LAUNCH_NBYTES
+    launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
+    launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
 
 
 def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
     """Activations that a token has at once."""
     num_heads = model.num_heads + 2 * model.num_kv_heads
-    wide = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * num_heads * model.head_dim
+    mlp = 3 * model.intermediate_size
+    if model.experts is not None:  # what each of its experts makes of it, and the shared one
+        mlp = max(mlp, 3 * model.experts.shared_intermediate_size)
+        each = model.experts.intermediate_size + model.hidden_size
+        mlp += model.experts.num_experts_per_tok * each
+    wide = 4 * model.hidden_size + mlp + 2 * num_heads * model.head_dim
     return wide * itemsize

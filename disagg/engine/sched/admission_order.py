@@ -42,8 +42,8 @@ class AdmissionOrder:
 
         An arrival does not overtake an older waiting sequence that is short of blocks (`arrival`
         is its place, None counts as the latest), or a stream of arrivals could starve it; and the
-        other way round, the next plan admits nobody later than a refused arrival, which may ask
-        again before every plan.
+        other way round, the next plan admits no sequence later than a refused arrival, which may
+        ask again before every plan.
         """
         short = self.short
         if short is not None and (arrival is None or short.arrival < arrival):
@@ -60,7 +60,7 @@ class AdmissionOrder:
         self._left_out.clear()
 
     def end(self) -> None:
-        """It admits nobody else."""
+        """The plan admits no further sequence."""
         self._refused = _NOBODY
 
     def next_queue(self) -> list[Sequence]:
@@ -69,6 +69,17 @@ class AdmissionOrder:
         if self.short or not waiting or waiting[0].arrival > self._refused:
             return arrived
         return arrived if arrived and arrived[0].arrival < waiting[0].arrival else waiting
+
+    def may_decode(self, max_num_seqs: int) -> bool:
+        """Whether the first that arrived has one token to compute, and a place for it.
+
+        Older ones that wait keep theirs: it overtakes them only in tokens of the step.
+        """
+        queues = self._queues
+        if not queues.arrived or queues.arrived[0].num_uncomputed != 1:
+            return False
+        num_older = queues.num_waiting_before(queues.arrived[0])
+        return len(queues.running) + num_older < max_num_seqs
 
     def leave_out(self, sequence: Sequence) -> None:
         """The head of a queue found too few blocks."""
@@ -87,7 +98,7 @@ class AdmissionOrder:
             self.short = None
 
     def may_admit(self) -> bool:
-        """Whether the next plan may find blocks for somebody who is not running."""
+        """Whether the next plan may find blocks for a sequence that is not running."""
         if not (self._queues.waiting or self._queues.arrived):
             return False
         if self._left_out and self._num_spare_blocks > self._num_spare_then:

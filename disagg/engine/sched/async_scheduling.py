@@ -12,21 +12,24 @@ and the blocks to which the row writes are freed when that step has ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
 from operator import attrgetter, is_
 from typing import NamedTuple
 
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.chunks import Chunks
+from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
+from disagg.engine.sched.step_budget import StepBudget
+from disagg.time_model import StepFeatures
 
 
 class ProjectedPlan:
     """The state of a plan's sequences after it is applied, if none of them ends early.
 
-    by_id: those that have not ended while the plan was under way; None: none of its own has.
     decodes, starts: those with one token to compute, which the plan samples, and its position.
     growing: those of them that need a block for it.
     prefills: those in the middle of a prompt, with the position where they go on.
@@ -36,13 +39,29 @@ class ProjectedPlan:
 
     __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
 
-    def __init__(self, plan: StepPlan, by_id: Mapping[str, Sequence] | None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        by_id: Mapping[str, Sequence] | None,
+        reaching: SequenceOf[Sequence],
+    ) -> None:
+        """
+        Args:
+            by_id: those that have not ended while the plan was under way; None: none of its own
+                has.
+            reaching: those that reach a milestone with it, if they decode in it.
+        """
         is_here = [True] * len(plan.sequences)
         if by_id is not None:
             found = map(by_id.get, map(attrgetter("request_id"), plan.sequences))
             is_here = [*map(is_, found, plan.sequences)]
         self.num_here = sum(is_here)
-        self._continue_decodes([*compress(plan.sequences[: plan.num_decodes], is_here)])
+        decodes = [*compress(plan.sequences[: plan.num_decodes], is_here)]
+        if ending := set(filter(_ends_next, reaching)):
+            decodes = [each for each in decodes if each not in ending]
+        self.decodes = decodes
+        self.starts = [each.num_computed + 1 for each in decodes]
+        self.growing = growing_next(reaching)
         self.prefills: list[tuple[Sequence, int]] = []
         for i in range(plan.num_decodes, len(is_here)):
             sequence = plan.sequences[i]
@@ -58,19 +77,38 @@ class ProjectedPlan:
                     self.growing.append(sequence)
         self.num_context = sum(self.starts) + len(self.starts)
 
-    def _continue_decodes(self, decodes: list[Sequence]) -> None:
-        looked_at = [
-            each for each in decodes if len(each.tokens) + 1 >= each.check_at or each.hand_over
-        ]
-        if ending := set(filter(_ends_next, looked_at)):
-            decodes = [each for each in decodes if each not in ending]
-        self.decodes = decodes
-        self.starts = [each.num_computed + 1 for each in decodes]
-        self.growing = [
-            each
-            for each in looked_at
-            if each.num_computed + 1 == each.num_slots and each not in ending
-        ]
+
+def all_go_on(plan: StepPlan, reaching: SequenceOf[Sequence]) -> bool:
+    """Whether all sequences of a plan, none of which has ended, decode now and in the next step.
+
+    Args:
+        reaching: as for `ProjectedPlan`.
+    """
+    return plan.num_decodes == len(plan.sequences) and not any(map(_ends_next, reaching))
+
+
+def continued(plan: StepPlan) -> StepPlan:
+    """The step after a plan whose sequences all go on."""
+    num_seqs = plan.num_decodes
+    num_context = plan.features.num_decode_context + num_seqs
+    return StepPlan(
+        plan.sequences,
+        plan.query_lens,
+        num_seqs,
+        num_seqs,
+        StepFeatures(0, 0, num_seqs, num_context),
+        num_unread=num_seqs,
+        continues=True,
+    )
+
+
+def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
+    """Those that need a block for their token after the next. Args: `all_go_on`."""
+    return [
+        each
+        for each in reaching
+        if each.num_computed + 1 == each.num_slots and not _ends_next(each)
+    ]
 
 
 def _ends_next(sequence: Sequence) -> bool:
@@ -86,8 +124,8 @@ class LateBlocks(NamedTuple):
 class AsyncScheduling:
     """Steps that were planned ahead: at most one behind the one that will be applied next.
 
-    late_blocks: given up while such a step may write to them; nobody else may have them before it
-        has ended.
+    late_blocks: freed while such a step may write to them; no sequence may get them before it has
+        ended.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -95,22 +133,66 @@ class AsyncScheduling:
         self._pool = pool
         self._num_planned = 0
         self._gone: set[Sequence] = set()
-
-    @property
-    def has_ended_rows(self) -> bool:
-        """Somebody has ended since the step under way was planned."""
-        return bool(self._gone)
+        self._near_budget: set[Sequence] = set()  # their next tokens need the host
 
     @property
     def is_under_way(self) -> bool:
         return self._num_planned > 0
 
+    def follow(
+        self,
+        plan: StepPlan,
+        queues: Queues,
+        reaching: list[Sequence],
+        step_budget: StepBudget,
+        needs_host: Callable[[Sequence], bool],
+    ) -> tuple[StepPlan | None, list[Sequence], int]:
+        """The step after `plan`, which has yet to be applied, if it admits none; None if that
+        has to come first. And the sequences that need a block for it, and the tokens that are left.
+
+        Args:
+            reaching: as for `ProjectedPlan`.
+            needs_host: asked of sequences that run and are not part of `plan`.
+        """
+        if self._near_budget and not self._near_budget.isdisjoint(plan.sequences):
+            return None, [], 0
+        running = queues.running
+        is_whole = len(plan.sequences) == len(running) and not self._gone
+        if is_whole and all_go_on(plan, reaching):
+            num_left = step_budget.most - plan.num_decodes
+            return continued(plan), growing_next(reaching), num_left
+        after = ProjectedPlan(plan, queues.by_id if self._gone else None, reaching)
+        prefills = after.prefills
+        if after.num_here < len(running):
+            planned = set(map(id, plan.sequences))
+            others = [sequence for sequence in running if id(sequence) not in planned]
+            if any(map(needs_host, others)):
+                return None, [], 0
+            prefills += [(sequence, sequence.num_computed) for sequence in others]
+        if not (after.decodes or prefills):
+            return None, [], 0
+        num_before = prefills[0][1] if prefills else None
+        budget = step_budget.of_prompts(after.decodes, after.num_context, num_before)
+        chunks = Chunks(self._pool, budget, running, after.num_context)
+        for sequence, start in prefills:
+            chunks.add(sequence, start)
+        return chunks.step_plan(after.decodes, after.starts), after.growing, chunks.budget
+
     def begin(self) -> None:
         """A step is planned ahead."""
         self._num_planned += 1
 
+    def watch_thinking(self, sequence: Sequence) -> None:
+        """Its reasoning has a budget, and it is looked at once a block: see `Sequence`.
+
+        Until it is looked at again it gains a block's tokens, and the step ahead chooses one more.
+        """
+        sequence.watch_thinking(self._pool.block_size + 2)
+        (self._near_budget.add if sequence.needs_host else self._near_budget.discard)(sequence)
+
     def forget(self, sequence: Sequence) -> None:
         """It has ended, and a step under way may have a row of it."""
+        self._near_budget.discard(sequence)
         if self.is_under_way:
             self._gone.add(sequence)
 

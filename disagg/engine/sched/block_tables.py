@@ -6,11 +6,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from disagg.blocks import hash_block
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
+
+_NEVER = 1 << 62
+
+
+def give_blocks(
+    pool: BlockPool,
+    sequence: Sequence,
+    leaves_room: Callable[[int], bool],
+    enable_prefix_caching: bool,
+) -> bool:
+    """Blocks for all tokens that a sequence has, found by name or new; False if too few.
+
+    All at once, so that two half-computed prompts never wait for each other's blocks.
+
+    Args:
+        leaves_room: whether so many blocks may be taken.
+    """
+    num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
+    if sequence.block_ids:
+        fits = num_needed <= 0 or leaves_room(num_needed)
+        return fits and extend(pool, sequence, max(0, num_needed))
+    found = find_prefix(pool, sequence) if enable_prefix_caching else []
+    num_new = num_needed - len(found)
+    if not leaves_room(num_new):
+        return False
+    pool.acquire(found)  # now, or `allocate` might evict them
+    new = pool.allocate(num_new) if leaves_room(num_new) else None
+    if new is None:
+        pool.release(found)
+        return False
+    adopt(pool, sequence, found, new)
+    watch_blocks(pool, sequence, enable_prefix_caching)
+    if not sequence.was_admitted:
+        sequence.was_admitted = True
+        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+    return True
+
+
+def watch_blocks(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
+    """Publish from the block after `num_published` on, as blocks fill up."""
+    num_tokens = (sequence.num_published + 1) * pool.block_size
+    sequence.publish_at = num_tokens if enable_prefix_caching else _NEVER
 
 
 def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
@@ -18,6 +61,8 @@ def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
 
     They never reach its last token: that one is computed, because its logits are wanted.
     """
+    if sequence.prompt_logprobs is not None:
+        return []  # they come of computing all of it
     num_findable = (len(sequence.tokens) - 1) // pool.block_size
     return pool.match(sequence.block_hashes[:num_findable])
 

@@ -219,9 +219,9 @@ class GrammarState:
 
     __slots__ = (
         "__weakref__",
+        "_begins_at",
         "_grammars",
         "_matcher",
-        "_num_prompt_tokens",
         "_num_seen",
         "compiled",
     )
@@ -230,11 +230,16 @@ class GrammarState:
         self._grammars = grammars
         self.compiled = compiled
         self._matcher = compiled.matcher()
-        self._num_prompt_tokens = self._num_seen = num_prompt_tokens
+        self._begins_at = self._num_seen = num_prompt_tokens
 
     @property
     def num_mask_nbytes(self) -> int:
         return self.compiled.num_mask_nbytes
+
+    def begin_at(self, num_tokens: int) -> None:
+        """The answer, as far as the grammar is concerned, begins after so many tokens."""
+        if num_tokens != self._begins_at:
+            self._begins_at = self._num_seen = num_tokens
 
     def fill_mask(self, tokens: Sequence[int], address: int) -> None:
         """Write which tokens may come next, to `num_mask_nbytes` bytes of memory.

@@ -52,8 +52,8 @@ class PromptLookup:
         has_drafts = False
         for sequence in running:
             is_decoding = len(sequence.tokens) - sequence.num_computed == 1
-            # Who hands over leaves with the next token; under a grammar nothing can be foreseen.
-            is_served = not sequence.hand_over and sequence.sampling.grammar is None
+            # Who hands over leaves with the next token.
+            is_served = not sequence.hand_over and sequence.takes_drafts
             if is_decoding and is_served and not sequence.draft:
                 sequence.draft = self._draft(sequence)
                 has_drafts = has_drafts or bool(sequence.draft)

@@ -56,6 +56,10 @@ class Queues:
         self._count(sequence, 1)
         return sequence
 
+    def num_waiting_before(self, sequence: Sequence) -> int:
+        """How many of `waiting` are older."""
+        return bisect_left(self.waiting, sequence.arrival, key=_by_arrival)
+
     def split_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Those that have one token to compute, and the others; the oldest first."""
         if self.num_left == len(self.running):  # nobody has less than one

@@ -19,29 +19,29 @@ from collections.abc import Sequence as SequenceOf
 from itertools import compress
 
 from disagg.engine.sched.admission_order import AdmissionOrder
-from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
+from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import (
-    adopt,
     disown,
     extend,
-    find_prefix,
     give_back,
+    give_blocks,
     grow,
     publish,
+    watch_blocks,
 )
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.limits import check_step_size, token_limit
+from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.require import require
-from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.sequence import NO_MILESTONE, Sequence
 from disagg.engine.sched.speculation import gain, usable
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent, are_plain
+from disagg.engine.sched.step_budget import StepBudget
 from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs
-
-_NEVER = 1 << 62
 
 
 class Scheduler:
@@ -72,6 +72,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.step_budget = StepBudget(max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -84,6 +85,7 @@ class Scheduler:
         self._order = AdmissionOrder(pool, queues)
         self._has_drafts = False  # True: some sequence may have one
         self._async_scheduling = AsyncScheduling(pool)
+        self.milestones = Milestones(pool.block_size)
 
     # Entering and leaving.
 
@@ -118,7 +120,7 @@ class Scheduler:
         sequence.num_slots = num_slots
         sequence.was_admitted = True
         sequence.num_published = 0
-        self._watch_blocks(sequence)
+        watch_blocks(self.pool, sequence, self.enable_prefix_caching)
         if sequence.num_computed >= sequence.publish_at:
             publish(self.pool, sequence)
         self.queues.put(sequence, self.arrived)
@@ -141,6 +143,12 @@ class Scheduler:
             self._give_back(sequence)
         return sequence
 
+    def hand_over(self, sequence: Sequence) -> None:
+        """Have a sequence that is running, or has arrived, leave with its next token."""
+        sequence.hand_over = True
+        if sequence.milestone != NO_MILESTONE:
+            self.milestones.set(sequence)
+
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
         """As `BlockPool.release`: now, or when no step under way writes to them any more."""
         self._async_scheduling.release(block_ids, is_spent=is_spent)
@@ -148,12 +156,14 @@ class Scheduler:
     def abandon(self) -> list[Sequence]:
         """Forget all sequences without giving back their blocks; for a broken engine."""
         self._order.short = None
+        self.milestones.clear()
         return self.queues.clear()
 
     def check(self) -> None:
         """Recount the queues. Raises `AssertionError`, which names the first difference."""
         require(len(self.running) <= self.max_num_seqs, "too many sequences run")
         self.queues.check(self.pool.block_size)
+        self.milestones.check(self.running, self.sequences())
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self.queues.by_id.get(sequence.request_id) is sequence
@@ -190,9 +200,13 @@ class Scheduler:
             self._grow_by_turns(growing)
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
+        if num_preempted == self.num_preempted:
+            decodes += self._join_decodes()
         num_context = self.queues.num_computed + len(decodes)
         num_context -= sum(sequence.num_computed for sequence in prefills)
-        budget = self.max_num_batched_tokens - len(decodes)
+        first = next(iter(prefills or self.arrived or self.waiting), None)
+        num_before = None if first is None else first.num_computed
+        budget = self.step_budget.of_prompts(decodes, num_context, num_before)
         chunks = Chunks(self.pool, budget, self.running, num_context)
         if self._has_drafts:
             decodes = chunks.add_drafted(decodes)
@@ -216,30 +230,29 @@ class Scheduler:
             self._has_drafts = True
         if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
-        has_ended_rows = self._async_scheduling.has_ended_rows
-        after = ProjectedPlan(plan, self.queues.by_id if has_ended_rows else None)
-        prefills = after.prefills
-        if after.num_here < len(self.running):
-            planned = set(map(id, plan.sequences))
-            others = [sequence for sequence in self.running if id(sequence) not in planned]
-            if any(map(needs_host, others)):
-                return None
-            prefills += [(sequence, sequence.num_computed) for sequence in others]
-        budget = self.max_num_batched_tokens - len(after.decodes)
-        chunks = Chunks(self.pool, budget, self.running, after.num_context)
-        for sequence, start in prefills:
-            chunks.add(sequence, start)
-        if not (after.decodes or prefills):
+        following, growing, num_left = self._async_scheduling.follow(
+            plan, self.queues, self.milestones.next, self.step_budget, needs_host
+        )
+        if following is None:
             return None
-        if chunks.budget and self._has_place() and self._order.may_admit():
+        may_admit = num_left and len(self.running) < self.max_num_seqs
+        if (may_admit or self._order.may_decode(self.max_num_seqs)) and self._order.may_admit():
             return None
-        if not grow(self.pool, after.growing):
+        if not grow(self.pool, growing):
             return None
         self._async_scheduling.begin()
-        return chunks.step_plan(after.decodes, after.starts)
+        return following
 
-    def _has_place(self) -> bool:
-        return len(self.running) < self.max_num_seqs
+    def _join_decodes(self) -> list[Sequence]:
+        """Move arrived ones that decode to `running`, before prompts share the budget."""
+        joined: list[Sequence] = []
+        order, caches = self._order, self.enable_prefix_caching
+        while order.may_decode(self.max_num_seqs):
+            if not give_blocks(self.pool, self.arrived[0], order.leaves_room, caches):
+                break
+            joined.append(self.queues.admit(self.arrived, 1))
+            self.milestones.set(joined[-1])
+        return joined
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Move sequences from the queues to `running` while tokens, places and blocks last."""
@@ -247,53 +260,24 @@ class Scheduler:
         admitted: list[Sequence] = []
         order = self._order
         order.begin()
-        while budget > 0 and self._has_place() and (queue := order.next_queue()):
+        while (
+            budget > 0 and len(self.running) < self.max_num_seqs and (queue := order.next_queue())
+        ):
             sequence = queue[0]
             num_queued_tokens = sequence.num_uncomputed
-            if not self._give_blocks(sequence):
+            if not give_blocks(self.pool, sequence, order.leaves_room, self.enable_prefix_caching):
                 order.leave_out(sequence)
                 if queue is self.arrived:
                     break
                 continue
             admitted.append(self.queues.admit(queue, num_queued_tokens))
+            if sequence.num_uncomputed == 1:
+                self.milestones.set(sequence)
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
         order.end()
         return admitted
-
-    def _give_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens that a sequence has, found by name or new; False if too few.
-
-        All at once, so that two half-computed prompts never wait for each other's blocks.
-        """
-        pool = self.pool
-        num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
-        if sequence.block_ids:
-            fits = num_needed <= 0 or self._order.leaves_room(num_needed)
-            return fits and extend(pool, sequence, max(0, num_needed))
-        found = find_prefix(pool, sequence) if self.enable_prefix_caching else []
-        num_new = num_needed - len(found)
-        if not self._order.leaves_room(num_new):
-            return False
-        pool.acquire(found)  # now, or `allocate` might evict them
-        new = pool.allocate(num_new) if self._order.leaves_room(num_new) else None
-        if new is None:
-            pool.release(found)
-            return False
-        adopt(pool, sequence, found, new)
-        self._watch_blocks(sequence)
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        return True
-
-    def _watch_blocks(self, sequence: Sequence) -> None:
-        """Publish from the block after `num_published` on, as blocks fill up."""
-        if self.enable_prefix_caching:
-            sequence.publish_at = (sequence.num_published + 1) * self.pool.block_size
-        else:
-            sequence.publish_at = _NEVER
 
     def _grow_by_turns(self, sequences: list[Sequence]) -> None:
         """One more block for each, oldest first; the latest ones give way, maybe of these."""
@@ -304,6 +288,7 @@ class Scheduler:
     def _preempt_latest(self) -> Sequence:
         """Send the latest sequence that owns blocks back to `waiting`, without them."""
         victim = self.queues.pop_latest()
+        self.milestones.drop(victim)
         self.num_preempted += 1
         victim.draft = ()  # or it would need more room than it had
         give_back(self.pool, victim)
@@ -319,12 +304,10 @@ class Scheduler:
         Those that ended since it was planned are left out.
         """
         sequences, query_lens, num_plain = plan.sequences, plan.query_lens, plan.num_decodes
-        if plan.starts and (gone := self._async_scheduling.end()):
+        if plan.is_ahead and (gone := self._async_scheduling.end()):
             is_here = [sequence not in gone for sequence in sequences]
-            sequences, query_lens = (
-                [*compress(sequences, is_here)],
-                [*compress(query_lens, is_here)],
-            )
+            sequences = [*compress(sequences, is_here)]
+            query_lens = [*compress(query_lens, is_here)]
             sampled, num_plain = [*compress(sampled, is_here)], sum(is_here[:num_plain])
         plain = sampled[:num_plain]
         if self._has_drafts or not are_plain(plain):
@@ -338,28 +321,23 @@ class Scheduler:
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
     ) -> list[TokenEvent]:
         """Advance sequences that decode, and have no drafts, by a token each."""
-        looked_at: list[int] = []
-        for row, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            tokens = sequence.tokens
-            tokens.append(token_id)
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.tokens.append(token_id)
             sequence.num_computed += 1
-            if (
-                len(tokens) >= sequence.check_at
-                or token_id in sequence.stop_ids
-                or sequence.hand_over
-            ):
-                looked_at.append(row)
         self.queues.advance(len(sequences), len(sequences))
         events = [*map(TokenEvent, sequences, zip(token_ids, strict=False))]
-        block_size = self.pool.block_size
-        for row in looked_at:
-            sequence = sequences[row]
+        last: dict[str, TokenEvent] = {}
+        reached = self.milestones.pass_step()
+        stopping = self.milestones.stopping(sequences, token_ids)
+        for sequence in dict.fromkeys(reached + stopping) if stopping else reached:
             if sequence.num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            num_full = sequence.num_computed // block_size
-            sequence.check_at = min((num_full + 1) * block_size + 1, sequence.max_num_tokens)
-            events[row] = self._gained(sequence, (token_ids[row],), None)
-        return events
+            if sequence.hand_over or sequence.finish_reason() is not None:
+                event = self._gained(sequence, (sequence.tokens[-1],), None)
+                last[sequence.request_id] = event
+            else:
+                self._go_on(sequence)
+        return [last.get(e.sequence.request_id, e) for e in events] if last else events
 
     def _apply_one(
         self, sequence: Sequence, num_tokens: int, result: Sampled
@@ -387,6 +365,8 @@ class Scheduler:
             return (self._gained(sequence, (token_id,), logprobs),)
         self.queues.advance(num_tokens, 0)
         if not isinstance(result, DisaggError):
+            if sequence.num_uncomputed == 1:
+                self.milestones.set(sequence)
             return ()
         self.remove(sequence.request_id)
         return (TokenEvent(sequence, error=result),)
@@ -400,11 +380,18 @@ class Scheduler:
         """The event of a sequence that has gained tokens, and that may end or leave with them."""
         reason = sequence.finish_reason()
         if reason is None and not sequence.hand_over:
+            self._go_on(sequence)
             return TokenEvent(sequence, token_ids, logprobs)
         self._forget(sequence)
         if reason is not None:
             self._give_back(sequence)
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """It will gain tokens, and is looked at again at its next milestone."""
+        self.milestones.set(sequence)
+        if sequence.thinking is not None:
+            self._async_scheduling.watch_thinking(sequence)
 
     # Bookkeeping.
 
@@ -422,6 +409,7 @@ class Scheduler:
             self._has_drafts = True
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
+        self.milestones.enter(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.release(disown(sequence))
@@ -430,3 +418,4 @@ class Scheduler:
         self.queues.forget(sequence)
         self._async_scheduling.forget(sequence)
         self._order.forget(sequence)
+        self.milestones.leave(sequence)

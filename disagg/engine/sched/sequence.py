@@ -6,17 +6,20 @@ arrival from another worker are all values of `num_computed`; there are no phase
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from disagg.blocks import BlockHash
-from disagg.messages import FinishReason, GenerateRequest, SamplingParams
+from disagg.engine.sched.thinking import ThinkingState
+from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from disagg.engine.sched.grammar import GrammarState
     from disagg.engine.sched.prompt_lookup import Ngrams
 
 NO_SLOT = -1
+NO_MILESTONE = -1
 
 
 @lru_cache(maxsize=64)
@@ -29,7 +32,7 @@ class Sequence:
     """Mutable state of one request; only the thread that owns the engine touches it.
 
     tokens: the prompt, then every token generated so far (also those generated elsewhere).
-    draft: what somebody proposes to come after them; see `speculation`.
+    draft: tokens that are proposed to come after them; see `speculation`.
     num_computed: leading tokens whose KV lies in `block_ids`; below len(tokens) while it lives.
     block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
     block_hashes: names of full blocks, extended as blocks fill up with generated tokens.
@@ -39,10 +42,16 @@ class Sequence:
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: leave this engine, with the blocks, after one token.
     grammar_state: where the answer is in its grammar, if it has one; the runner's.
+    needs_host: its next token cannot be chosen before the host has seen the one before it.
+    thinking: where its reasoning stands; None: nothing depends on that, or not any more.
+    prompt_logprobs: of the computed tokens of its prompt but the first, where they are asked for
+        and the answer has not begun; the runner's. Nothing cached is used for it meanwhile.
     ngrams: where its runs of tokens are, for `prompt_lookup` alone.
     slot: its row of what the runner keeps of running sequences; see `slots`.
     max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
-    check_at: len(tokens) from which on the next token may end it or begin a block; never too large.
+    milestone: the number of the step that may end it or begin a block, while it decodes; see
+        `milestones`.
+    stream_since: when its TPOT is counted from, and its tokens then; None: it does not decode yet.
     """
 
     __slots__ = (
@@ -50,14 +59,15 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_ids",
-        "check_at",
         "deadline_unix_s",
         "draft",
         "grammar_state",
         "hand_over",
         "hash_root",
         "max_num_tokens",
+        "milestone",
         "min_num_tokens",
+        "needs_host",
         "ngrams",
         "num_cached_tokens",
         "num_computed",
@@ -65,31 +75,38 @@ class Sequence:
         "num_prompt_tokens",
         "num_published",
         "num_slots",
+        "prompt_logprobs",
         "publish_at",
         "request_id",
         "sampling",
         "slot",
         "stop_ids",
+        "stream_since",
+        "thinking",
         "tokens",
+        "tpot_slo_s",
         "was_admitted",
     )
 
     def __init__(self, request: GenerateRequest, *, hand_over: bool = False) -> None:
         sampling: SamplingParams = request.sampling
         self.request_id = request.request_id
+        self.sampling = sampling
         self.tokens: list[int] = list(request.token_ids)
+        self.thinking: ThinkingState | None = None
+        if sampling.thinking is not None:
+            self.thinking = ThinkingState(sampling.thinking, request.num_prompt_tokens)
         # Each token of an answer under a grammar is masked by those before it.
-        self.draft: tuple[int, ...] = request.draft_token_ids if sampling.grammar is None else ()
+        self.draft: tuple[int, ...] = request.draft_token_ids if self.takes_drafts else ()
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.num_slots = 0  # len(block_ids) * block_size
-        self.sampling = sampling
         self.hash_root = request.hash_root
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
         self.publish_at = 0  # num_computed at which the next block is full
-        self.check_at = 0
+        self.milestone = NO_MILESTONE
         self.deadline_unix_s = request.deadline_unix_s
         self.arrival = (request.priority, -1)
         self.was_admitted = False
@@ -97,11 +114,15 @@ class Sequence:
         self.hand_over = hand_over
         self.grammar_state: GrammarState | None = None
         self.ngrams: Ngrams | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
+        self.needs_host = self._has_rules or self.thinking is not None
         self.slot = NO_SLOT
         self.num_listed = 0
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids = _as_set(sampling.stop_token_ids)
+        self.tpot_slo_s = request.tpot_slo_s or math.inf
+        self.stream_since: tuple[float, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +135,38 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether tokens may be proposed: not where each is masked by those before it."""
+        return self.sampling.grammar is None and self.thinking is None
+
+    @property
+    def _has_rules(self) -> bool:
+        # Bad words of one token are known beforehand.
+        long_words = any(len(word) > 1 for word in self.sampling.bad_words_token_ids)
+        is_scored = self.prompt_logprobs is not None
+        return self.sampling.grammar is not None or long_words or is_scored
+
+    def watch_thinking(self, num_tokens: int) -> None:
+        """Find out what depends on the reasoning while `num_tokens` more tokens come.
+
+        Until a budget may be used up, the device alone finds the tokens.
+        """
+        thinking = self.thinking
+        if thinking is None or self.sampling.grammar is not None:
+            return
+        if thinking.is_over(self.tokens):
+            self.thinking = None
+        self.needs_host = self._has_rules or thinking.is_near_budget(self.tokens, num_tokens)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Once, when the answer begins; None if they were not asked for."""
+        scored, self.prompt_logprobs = self.prompt_logprobs, None
+        self.needs_host = self._has_rules or self.thinking is not None
+        if scored is not None and len(scored) != self.num_prompt_tokens - 1:
+            raise ValueError(f"{self} has {len(scored)} log-probabilities of its prompt")
+        return None if scored is None else tuple(scored)
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with its last token, if it does."""

@@ -32,8 +32,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_decodes: the first so many sequences compute one token, and sample the one after it.
     features: what the step will cost, in the terms of the time model.
     num_ahead: tokens of drafts among the new ones.
-    starts: not empty if the step before this one has yet to be applied. Then sequence i goes on
-        at position `starts[i]`, where it will be by then.
+    continues: the step before this one has yet to be applied, and has the same sequences: this very
+        object. All decode, each with the token that the step before samples.
+    starts: not empty if the step before has yet to be applied, but does not have the same. Then
+        sequence i goes on at position `starts[i]`, where it will be by then.
     num_unread: so many of the first sequences go on with the token that the step before samples.
     """
 
@@ -45,6 +47,16 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_ahead: int = 0
     starts: SequenceOf[int] = ()
     num_unread: int = 0
+    continues: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """The step before this one has yet to be applied."""
+        return self.continues or bool(self.starts)
+
+    def first_positions(self) -> SequenceOf[int]:
+        """Where each sequence goes on, as long as the step before is not applied."""
+        return self.starts or [each.num_computed + self.continues for each in self.sequences]
 
     @property
     def work(self) -> list[Work]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.batching import Batching, StepInputs, _Decodes
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import disown, trim
-from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import StepPlan
+from disagg.engine.sched.sequence import NO_SLOT, Sequence
+from disagg.engine.sched.step import Results, Sampled, StepPlan
 from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
-from tests.engine.workload import new_sequence
+from tests.engine.fake_runner import FakeDevice, FakeKV
+from tests.engine.workload import Driver, Workload, new_sequence, workloads
 
 
 @st.composite
@@ -48,9 +51,9 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
 class Made:
     """Plans made into batches, as a runner does it."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, max_num_blocks: int = 20) -> None:
         self.slots = Slots()
-        self.batching = Batching(self.slots, block_size, 20, torch.device("cpu"))
+        self.batching = Batching(self.slots, block_size, max_num_blocks, torch.device("cpu"))
 
     def batch(self, plan: StepPlan) -> Batch:
         batch, slots = self.batching.batch(self.inputs(plan))
@@ -58,7 +61,8 @@ class Made:
         return batch
 
     def inputs(self, plan: StepPlan) -> StepInputs:
-        return self.batching.inputs(plan, self.slots.enter(plan.sequences))
+        entered = [] if plan.continues else self.slots.enter(plan.sequences)
+        return self.batching.inputs(plan, entered)
 
 
 @given(plans())
@@ -115,6 +119,77 @@ def test_the_next_step_of_the_same_decodes(data: st.DataObject, block_size: int)
         check(plan, block_size, made.batch(plan))
 
 
+class Compared(FakeDevice):
+    """Makes each plan into a batch, as a runner does it, and by itself."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        super().__init__(kv)
+        self.made = Made(kv.block_size, kv.num_blocks)
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        self._compare(plan)
+        return super().run(plan)
+
+    def launch(self, plan: StepPlan) -> Results:
+        self._compare(plan)
+        return super().launch(plan)
+
+    def _compare(self, plan: StepPlan) -> None:
+        batch = self.made.batch(plan)
+        kept = [(each, each.slot, each.num_listed) for each in plan.sequences]
+        for sequence in plan.sequences:
+            sequence.slot = NO_SLOT
+        starts = plan.first_positions() if plan.is_ahead else ()
+        alone = Made(self.kv.block_size, self.kv.num_blocks)
+        expected = alone.batch(replace(plan, starts=starts, continues=False))
+        for sequence, slot, num_listed in kept:
+            sequence.slot, sequence.num_listed = slot, num_listed
+        for name in TENSORS:
+            assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+        known = slice(plan.num_unread, None)
+        assert batch.token_ids[known].tolist() == expected.token_ids[known].tolist()
+        assert batch.query_lens == expected.query_lens
+        assert [*batch.context_lens_host] == [*expected.context_lens_host]
+        rows = zip(batch.block_tables, expected.block_tables, batch.context_lens_host, strict=True)
+        for found, wanted, num_tokens in rows:
+            num_blocks = -(-num_tokens // self.kv.block_size)
+            assert found[:num_blocks].tolist() == wanted[:num_blocks].tolist()
+
+
+TENSORS = ("positions", "slots", "query_start", "context_lens", "logits_rows")
+
+
+@settings(max_examples=100, deadline=None)
+@given(workloads())
+def test_the_batches_of_any_workload_are_those_of_each_plan_alone(workload: Workload) -> None:
+    driver = Driver(workload)
+    driver.engine.runner = device = Compared(driver.kv)
+    if workload.on_device:
+        driver.engine.launcher = device
+    driver.play()
+
+
+def test_a_batch_that_is_not_brought_up_to_date_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block begins, a token goes to that block, and not behind the one before it."""
+    advance = _Decodes.advance
+
+    def advance_only(decodes: _Decodes, block_size: int) -> list[int]:
+        advance(decodes, block_size)
+        return []
+
+    monkeypatch.setattr(_Decodes, "advance", advance_only)
+
+    @settings(max_examples=300, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(workloads(on_device=True))
+    def play(workload: Workload) -> None:
+        driver = Driver(workload)
+        driver.engine.runner = driver.engine.launcher = Compared(driver.kv)
+        driver.play()
+
+    with pytest.raises(AssertionError):
+        play()
+
+
 class Taken(BlockPool):
     """Takes back whatever it is given."""
 
@@ -149,11 +224,11 @@ def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
     sequence = new_sequence(tuple(range(4, 70)), 4)
     sequence.block_ids, sequence.num_computed = list(range(17)), 65
     plan = StepPlan((sequence,), (1,), 1, 1, StepFeatures())
-    before = made.inputs(plan).numbers.shape[0]
+    before = sum(made.inputs(plan).lengths)
     sequence.block_ids.append(77)
     sequence.tokens += [3, 4, 5]
     sequence.num_computed += 3
-    after = made.inputs(plan).numbers.shape[0]
+    after = sum(made.inputs(plan).lengths)
     # Its slot, position, end and token, and where its KV goes.
     assert (before, after) == (5 + 2 * 17, 5 + 2 * 1)
 

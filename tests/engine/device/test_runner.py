@@ -15,6 +15,7 @@ import transformers
 
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
+from disagg.engine.device import dtypes, prompt_scores
 from disagg.engine.device import runner as runner_module
 from disagg.engine.device.runner import build_engine, check_engine
 from disagg.engine.engine import Engine
@@ -222,6 +223,57 @@ def test_logprobs_are_those_of_transformers(
         assert [token_id for token_id, _ in found.top] == row.topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("rows_at_once", [64, 3])
+def test_logprobs_of_prompts_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+    rows_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the chunks, the company and the preemptions, and though their prefix is cached."""
+    monkeypatch.setattr(prompt_scores, "ROWS_AT_ONCE", rows_at_once)
+    model, directory = checkpoint
+    engine, _ = build_engine(config(), describe_model(directory))
+    for turn in range(2):
+        scored = [
+            new_sequence(f"{turn} {i}", p, temperature=0.0, prompt_logprobs=2)
+            for i, p in enumerate(prompts())
+        ]
+        plain = new_sequence(f"{turn} plain", prompts()[3], temperature=0.0)
+        outputs = run(engine, [*scored[:3], plain, *scored[3:]])
+        for prompt, output in zip(prompts(), outputs[:3], strict=False):
+            assert output == reference(model, prompt, 16)
+        for sequence, prompt in zip(scored, prompts(), strict=True):
+            found = sequence.take_prompt_logprobs()
+            assert found is not None and sequence.take_prompt_logprobs() is None
+            check_prompt_logprobs(model, prompt, found)
+        assert all(each.num_cached_tokens == 0 for each in scored)
+        assert plain.prompt_logprobs is None
+    assert plain.num_cached_tokens > 0
+    assert engine.scheduler.num_preempted > 0
+
+
+def check_prompt_logprobs(
+    model: transformers.PreTrainedModel, prompt: list[int], found: tuple[TokenLogprobs, ...]
+) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, :-1]
+    expected = torch.log_softmax(logits, dim=-1)
+    for token_id, row, scores in zip(prompt[1:], expected, found, strict=True):
+        assert scores.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+        assert [i for i, _ in scores.top] == row.topk(2).indices.tolist()
+        assert scores.rank == 1 + int((row > row[token_id]).sum())
+
+
+def test_a_prompt_that_was_answered_in_part_is_scored_no_more(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    """Its client has the log-probabilities: they came with the first token, from elsewhere."""
+    engine, _ = build_engine(config(), describe_model(checkpoint[1]))
+    moved = new_sequence("moved", prompts()[2], (5,), temperature=0.0, prompt_logprobs=1)
+    run(engine, [moved])
+    assert moved.take_prompt_logprobs() is None
+
+
 def test_kv_of_a_block_can_be_copied_to_another_engine(
     checkpoint: tuple[transformers.PreTrainedModel, Path],
 ) -> None:
@@ -322,7 +374,7 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
 ) -> None:
     _, directory = checkpoint
     for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
-        monkeypatch.setattr(runner_module, "_cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
+        monkeypatch.setattr(dtypes, "cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
         _, kv_cache = build_engine(config(dtype="auto"), describe_model(directory))
         assert kv_cache.pages.values.dtype is dtype
 
@@ -387,8 +439,8 @@ def test_a_gpu_computes_in_half_precision(
         ("bfloat16", torch.bfloat16),
     ]:
         stored_model = dataclasses.replace(model, dtype=stored)
-        assert runner_module._choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
-    assert runner_module._choose_dtype(config(), model, gpu) is torch.float32
+        assert dtypes.choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
+    assert dtypes.choose_dtype(config(), model, gpu) is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -399,7 +451,7 @@ def test_the_cpus_flags_tell_what_it_multiplies(
     flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: flags)
-    assert runner_module._cpu_multiplies_bfloat16() is multiplies
+    assert dtypes.cpu_multiplies_bfloat16() is multiplies
 
 
 def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
@@ -409,7 +461,7 @@ def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert not runner_module._cpu_multiplies_bfloat16()
+    assert not dtypes.cpu_multiplies_bfloat16()
 
 
 def test_the_number_of_threads_is_set(

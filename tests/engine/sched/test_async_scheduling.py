@@ -6,13 +6,15 @@ The property tests in `test_scheduler.py` play every workload in this way, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import pytest
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import TokenEvent
+from disagg.engine.sched.step import Results, StepPlan, TokenEvent
+from disagg.messages import Thinking
 from tests.engine.fake_runner import FakeDevice, FakeKV, draft_of, expected_tokens
 from tests.engine.workload import new_engine, new_sequence
 
@@ -93,7 +95,7 @@ def test_blocks_stay_until_the_step_that_writes_to_them_has_ended(end: str) -> N
 
 def test_who_is_asked_to_leave_does_so_when_no_step_writes_to_its_blocks() -> None:
     engine, kv, sequence = started(stop_ids=NEVER)
-    sequence.hand_over = True
+    engine.scheduler.hand_over(sequence)
     (event,) = engine.step()
     assert event.left and not engine.is_under_way
     assert sequence.num_computed == len(sequence.tokens) - 1
@@ -269,3 +271,28 @@ def test_an_engine_that_stops_waits_for_what_is_under_way() -> None:
     events = engine.step()
     assert [(e.sequence, e.token_ids, e.is_last) for e in events] == [(sequence, (), True)]
     assert not engine.has_work and engine.pool.num_free == 16
+
+
+@pytest.mark.parametrize("budget", range(24))
+def test_a_token_that_a_budget_may_force_is_not_launched(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Only the host can force it; until shortly before, steps are launched ahead."""
+    engine, _ = new_engine(16, BLOCK_SIZE, on_device=True)
+    device, launched = device_of(engine), list[int]()
+    launch = device.launch
+
+    def noted(plan: StepPlan) -> Results:
+        (first,), (num_tokens,) = plan.first_positions(), plan.query_lens
+        launched.append(first + num_tokens - len(PROMPT))  # the answer's token that it chooses
+        return launch(plan)
+
+    monkeypatch.setattr(device, "launch", noted)
+    monkeypatch.setattr(device, "needs_host", attrgetter("needs_host"))
+    thinking = Thinking(starts=(), end=(1000,), forced_end=(1000,), is_open=True, budget=budget)
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 26, stop_ids=NEVER, thinking=thinking)
+    engine.submit(sequence)
+    play(engine)
+    assert len(answer(sequence)) == 26  # the fake obeys nobody, so the reasoning goes on
+    assert all(place < budget for place in launched)
+    assert len(launched) >= budget - 2 * BLOCK_SIZE - 4

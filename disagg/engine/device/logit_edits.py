@@ -1,0 +1,101 @@
+"""Logit bias, allowed tokens and bad words, applied to the logits of a step.
+
+They are uploaded when the sequences of a step change, so other steps cost a few launches and no
+work of the host. Only bad words of several tokens are looked for in each step, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.engine.sched.speculation import Continued
+from disagg.kernels.sampling_rows import copied, upload
+from disagg.messages import SamplingParams
+
+# The logit of a token that must not come. Not -inf: where a grammar allows nothing but such tokens
+# one of them is taken, and an answer that violates its grammar is worse.
+BANNED = -1e30
+
+
+class LogitEdits:
+    """What is changed in the logits of some rows; see `of`.
+
+    Args:
+        params: of each row.
+        vocab_size: columns of the logits.
+    """
+
+    def __init__(
+        self, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
+    ) -> None:
+        self._vocab_size = vocab_size
+        biases = [_biases(each.logit_bias, each.bad_words_token_ids) for each in params]
+        limited = [row for row, each in enumerate(params) if each.allowed_token_ids]
+        self._watched = [row for row, each in enumerate(params) if _long_words(each)]
+        self._biased = copied(
+            torch.cat([ids + row * vocab_size for row, (ids, _) in enumerate(biases)]), device
+        )
+        self._added = copied(torch.cat([added for _, added in biases]), device)
+        self._limited = upload(limited, torch.int64, device)
+        places = [_ids(params[row].allowed_token_ids) + row * vocab_size for row in limited]
+        self._allowed = copied(torch.cat([_ids(()), *places]), device)
+
+    @classmethod
+    def of(
+        cls, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
+    ) -> LogitEdits | None:
+        """None: nothing is changed in any row."""
+        return cls(params, vocab_size, device) if any(map(_has_edits, params)) else None
+
+    def apply_(self, logits: Tensor, sequences: SequenceOf[Continued]) -> None:
+        """Change the logits in place; float32 [num_rows, vocab_size], contiguous."""
+        flat = logits.view(-1)
+        if self._limited.shape[0]:
+            kept = flat[self._allowed]
+            logits.index_fill_(0, self._limited, BANNED)
+            flat[self._allowed] = kept
+        if self._biased.shape[0]:
+            flat.index_add_(0, self._biased, self._added)
+        banned = [
+            row * self._vocab_size + word[-1]
+            for row in self._watched
+            for word in _long_words(sequences[row].sampling)
+            if _is_begun(word, sequences[row])
+        ]
+        if banned:
+            flat.index_fill_(0, upload(banned, torch.int64, logits.device), BANNED)
+
+
+def _has_edits(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
+
+
+def _long_words(params: SamplingParams) -> list[tuple[int, ...]]:
+    return [word for word in params.bad_words_token_ids if len(word) > 1]
+
+
+def _is_begun(word: tuple[int, ...], sequence: Continued) -> bool:
+    """Whether the answer so far ends with all but the last token of the word."""
+    num_before = len(word) - 1
+    tokens = sequence.tokens
+    is_long_enough = len(tokens) - sequence.num_prompt_tokens >= num_before
+    return is_long_enough and tuple(tokens[-num_before:]) == word[:-1]
+
+
+def _ids(values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@lru_cache(maxsize=1024)
+def _biases(
+    logit_bias: tuple[tuple[int, float], ...], bad_words: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, Tensor]:
+    """Different token ids, int64 [n], and what is added to their logits, float32 [n]."""
+    added: dict[int, Any] = dict(logit_bias)
+    added |= {word[0]: BANNED for word in bad_words if len(word) == 1}
+    return _ids(tuple(added)), torch.tensor([*added.values()], dtype=torch.float32)

@@ -1,0 +1,90 @@
+"""Log-probabilities of the tokens of prompts, made as the prompts are computed.
+
+A row of logits is as wide as the vocabulary, so those of a prompt are made a few at a time, from
+the hidden states of its chunk. They are gone before the step samples, and take less than that does
+(`workspace.SAMPLING_NBYTES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.sampling_rows import upload
+from disagg.messages import TokenLogprobs
+from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
+
+ROWS_AT_ONCE = 64
+
+
+class ScoredRows(NamedTuple):
+    """Rows of a step whose successors are tokens of a prompt: `num_rows` from `first_row` on."""
+
+    sequence: Sequence
+    first_row: int
+    num_rows: int
+
+
+def scored_rows(plan: StepPlan) -> list[ScoredRows]:
+    """Where a plan, of which nothing is computed yet, has prompts whose tokens are scored."""
+    if not any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
+        return []
+    first_rows = accumulate(plan.query_lens, initial=0)
+    found = []
+    for sequence, first_row, query_len in zip(
+        plan.sequences, first_rows, plan.query_lens, strict=False
+    ):
+        num_left = sequence.num_prompt_tokens - 1 - sequence.num_computed
+        num_rows = min(query_len, num_left)
+        if sequence.prompt_logprobs is not None and num_rows > 0:
+            found.append(ScoredRows(sequence, first_row, num_rows))
+    return found
+
+
+@torch.inference_mode()
+def forward_scored(
+    decoder: Decoder, batch: Batch, kv_cache: KVPages, scored: SequenceOf[ScoredRows]
+) -> Tensor:
+    """As `Decoder.forward`; adds the log-probabilities to `prompt_logprobs` of the sequences."""
+    every_row = torch.arange(batch.positions.shape[0], device=decoder.device)
+    hidden = decoder.hidden(replace(batch, logits_rows=every_row), kv_cache)
+    for rows in scored:
+        _score(rows, hidden, decoder.logits)
+    return decoder.logits(hidden.index_select(0, batch.logits_rows))
+
+
+def _score(rows: ScoredRows, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+    sequence, first_row, num_rows = rows
+    scores, start = sequence.prompt_logprobs, sequence.num_computed
+    assert scores is not None
+    del scores[start:]  # computed anew after the sequence had lost its blocks
+    targets = sequence.tokens[start + 1 : start + 1 + num_rows]
+    num_top = sequence.sampling.prompt_logprobs or 0
+    for begin in range(0, num_rows, ROWS_AT_ONCE):
+        some = targets[begin : begin + ROWS_AT_ONCE]
+        log_probs = torch.log_softmax(
+            logits(hidden[first_row + begin : first_row + begin + len(some)]), dim=-1
+        )
+        scores += _scores(log_probs, some, num_top)
+
+
+def _scores(log_probs: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+    ids = upload(targets, torch.int64, log_probs.device).unsqueeze(1)
+    chosen = log_probs.gather(1, ids)
+    ranks = (log_probs > chosen).sum(dim=1) + 1
+    tops: list[Any] = [()] * len(targets)
+    if num_top:
+        largest = log_probs.topk(min(num_top, log_probs.shape[1]), dim=-1)
+        pairs = zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
+        tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
+    return list(map(TokenLogprobs, chosen.flatten().tolist(), tops, ranks.tolist()))

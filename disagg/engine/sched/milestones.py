@@ -1,0 +1,102 @@
+"""When the scheduler must check a decoding sequence after a step, and not only append a token.
+
+A step gives each decoding sequence one token. That can end the sequence or begin a block only
+at a length that is known in advance, its milestone, or if the token is a stop token of the
+sequence. So a step of many sequences checks only a few of them. Makes no decisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.sched.require import require
+from disagg.engine.sched.sequence import NO_MILESTONE, Sequence
+
+
+class Milestones:
+    """The next milestone of each decoding sequence, by the number of the step that reaches it.
+
+    A milestone may come too early, which costs a check, but never too late.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._step = 0  # the number of the next one to be applied
+        self._reached: dict[int, dict[Sequence, int]] = {}  # by step; tokens of each by then
+        self._num_stopping: Counter[int] = Counter()  # sequences that stop at a token
+
+    @property
+    def next(self) -> list[Sequence]:
+        """The sequences that reach a milestone with the next step, if they decode in it."""
+        step = self._step
+        return [each for each in self._reached.get(step, ()) if each.milestone == step]
+
+    def pass_step(self, num_steps: int = 1) -> list[Sequence]:
+        """Sequences have gained the tokens of so many steps. Returns those that have reached a
+        milestone: each needs a new one."""
+        ended, self._step = range(self._step, self._step + num_steps), self._step + num_steps
+        reached: list[Sequence] = []
+        for step in ended:
+            for sequence, num_tokens in self._reached.pop(step, {}).items():
+                if sequence.milestone != step:
+                    continue
+                if len(sequence.tokens) >= num_tokens:
+                    reached.append(sequence)
+                else:  # it had no place in a step
+                    self.set(sequence)
+        return reached
+
+    def set(self, sequence: Sequence) -> None:
+        """It decodes from the next step on; the KV of all its tokens but the last is computed."""
+        num_full = sequence.num_computed // self._block_size
+        num_tokens = min((num_full + 1) * self._block_size + 1, sequence.max_num_tokens)
+        if sequence.hand_over:
+            num_tokens = len(sequence.tokens) + 1
+        sequence.milestone = step = self._step + num_tokens - len(sequence.tokens) - 1
+        self._reached.setdefault(step, {})[sequence] = num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        """It does not decode any more."""
+        sequence.milestone = NO_MILESTONE
+
+    # Tokens to stop at.
+
+    def enter(self, sequence: Sequence) -> None:
+        self._num_stopping.update(sequence.stop_ids)
+
+    def leave(self, sequence: Sequence) -> None:
+        num_stopping = self._num_stopping
+        for token_id in sequence.stop_ids:
+            num_stopping[token_id] -= 1
+            if not num_stopping[token_id]:
+                del num_stopping[token_id]
+        self.drop(sequence)
+
+    def stopping(
+        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
+    ) -> list[Sequence]:
+        """Those of the sequences that stop at the tokens that they gain."""
+        if self._num_stopping.keys().isdisjoint(token_ids):
+            return []
+        pairs = zip(sequences, token_ids, strict=True)
+        return [sequence for sequence, token_id in pairs if token_id in sequence.stop_ids]
+
+    def clear(self) -> None:
+        self._reached.clear()
+        self._num_stopping.clear()
+
+    def check(self, running: Iterable[Sequence], known: Iterable[Sequence]) -> None:
+        """Raises `AssertionError`: a milestone is too late, or a token to stop at is forgotten."""
+        for sequence in running:
+            if sequence.num_uncomputed == 1 and not sequence.draft:
+                num_missing = sequence.milestone - self._step + 1
+                num_tokens = len(sequence.tokens) + num_missing
+                require(num_missing > 0, f"{sequence} has no milestone")
+                require(num_tokens <= sequence.max_num_tokens, f"{sequence}: its end is missed")
+                block = sequence.num_computed // self._block_size
+                is_early = num_tokens - 1 <= (block + 1) * self._block_size
+                require(is_early, f"{sequence}: the end of a block is missed")
+        stop_ids = Counter(token_id for each in known for token_id in each.stop_ids)
+        require(stop_ids == self._num_stopping, "tokens to stop at are miscounted")

@@ -1,0 +1,71 @@
+"""How many tokens a step may have: as many prompt tokens as the TPOT SLOs of its streams allow.
+
+A stream's TPOT is a mean, so a stream that was faster than its SLO has time to spare, and one that
+waited for its KV has to catch up. The stream with the least time to spare decides how long a step
+with prompt tokens may last, by the worker's fitted step times. So prompts use the slack of streams,
+and delay no stream that has none. A stream that can no longer meet its SLO counts as one without
+slack or delay: it neither stops prompts nor lets steps grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from disagg.engine.sched.sequence import Sequence
+from disagg.time_model import TPOT_SHARE, StepTimeModel, prompt_tokens_within
+
+# Slack is spent within the first number of steps, and a delay is made up within as many. A stream
+# that would need more than the second number of steps can no longer meet its SLO.
+NUM_STEPS_TO_SPEND, NUM_STEPS_TO_RECOVER = 8, 64
+
+
+class StepBudget:
+    """The token budget of steps.
+
+    Args:
+        max_num_batched_tokens: of any step.
+
+    Attributes:
+        most: tokens of any step.
+        times: what steps take, as fitted so far; None: not known.
+        now_s: when the next step begins, on any clock.
+    """
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.times: Callable[[], StepTimeModel] | None = None
+        self.now_s = 0.0
+        self.most = max_num_batched_tokens
+
+    def of_prompts(
+        self, decodes: SequenceOf[Sequence], num_context: int, num_before: int | None
+    ) -> int:
+        """Tokens that are left for prompts in a step with `decodes`, which take one each.
+
+        Args:
+            num_context: tokens of `decodes`.
+            num_before: of the first prompt, how many are computed; None: no prompt waits.
+        """
+        budget = self.most - len(decodes)
+        if self.times is None or num_before is None or not decodes:
+            return budget
+        times = self.times()
+        least_s = times.decode_step_s(len(decodes), num_context)
+        step_slo_s = min([self._allowed_s(sequence, least_s) for sequence in decodes])
+        num_tokens = prompt_tokens_within(times, step_slo_s, len(decodes), num_context, num_before)
+        return min(budget, num_tokens)
+
+    def _allowed_s(self, sequence: Sequence, least_s: float) -> float:
+        """How long the next step of a stream may take; `least_s`: without prompt tokens."""
+        tpot_slo_s = sequence.tpot_slo_s
+        if tpot_slo_s == math.inf:
+            return math.inf
+        if sequence.stream_since is None:
+            sequence.stream_since = self.now_s, len(sequence.tokens)
+        since_s, num_tokens = sequence.stream_since
+        spare_s = tpot_slo_s * (len(sequence.tokens) - num_tokens) - (self.now_s - since_s)
+        usual_s = TPOT_SHARE * tpot_slo_s
+        if usual_s + spare_s / NUM_STEPS_TO_RECOVER < least_s:
+            return usual_s
+        return usual_s + spare_s / NUM_STEPS_TO_SPEND

@@ -1,0 +1,103 @@
+"""Where an answer's reasoning stands: before which token it must end, and where a grammar begins.
+
+All of it is a function of the answer's tokens, so a sequence that moves or is recomputed goes on as
+if nothing had happened. Knows tokens, not text; must not know logits or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from disagg.messages import Thinking
+
+
+class Allowed(NamedTuple):
+    """What may come next.
+
+    only: this token. None: what follows says.
+    grammar_at: what the grammar allows, whose text begins with this token of the sequence. None:
+        anything.
+    also: beside what the grammar allows.
+    is_end: whether the answer may end here.
+    """
+
+    only: int | None = None
+    grammar_at: int | None = None
+    also: tuple[int, ...] = ()
+    is_end: bool = True
+
+
+class ThinkingState:
+    """Of one answer.
+
+    Args:
+        num_prompt_tokens: after so many of a sequence's tokens the answer begins.
+    """
+
+    __slots__ = ("_answer_at", "_num_looked_at", "_opened_at", "_over_at", "thinking")
+
+    def __init__(self, thinking: Thinking, num_prompt_tokens: int) -> None:
+        self.thinking = thinking
+        self._answer_at = self._num_looked_at = num_prompt_tokens
+        self._opened_at = num_prompt_tokens if thinking.is_open else None
+        self._over_at: int | None = None  # the first token behind the reasoning
+
+    def is_over(self, tokens: SequenceOf[int]) -> bool:
+        """
+        Args:
+            tokens: of the prompt and the answer so far; those of the last call are unchanged.
+        """
+        if self._over_at is None and len(tokens) > self._num_looked_at:
+            self._look(tokens)
+            self._num_looked_at = len(tokens)
+        return self._over_at is not None
+
+    def is_near_budget(self, tokens: SequenceOf[int], num_tokens: int) -> bool:
+        """Whether one of the next `num_tokens` tokens may be forced; as `is_over`."""
+        budget = self.thinking.budget
+        if self.is_over(tokens) or budget is None:
+            return False
+        opened_at = self._answer_at if self._opened_at is None else self._opened_at
+        return len(tokens) + num_tokens > opened_at + budget
+
+    def allowed(self, tokens: SequenceOf[int], *, has_grammar: bool) -> Allowed:
+        """What may be the next token; as `is_over`."""
+        is_over, num_tokens = self.is_over(tokens), len(tokens)
+        thinking, opened_at = self.thinking, self._opened_at
+        if not is_over and opened_at is not None and thinking.budget is not None:
+            place = num_tokens - opened_at - thinking.budget
+            if 0 <= place < len(thinking.forced_end):
+                return Allowed(thinking.forced_end[place])
+        if not has_grammar:
+            return Allowed()
+        if self._over_at is not None and self._over_at > self._answer_at:
+            place = num_tokens - self._over_at
+            if place < len(thinking.then):
+                return Allowed(thinking.then[place])
+            return Allowed(grammar_at=self._over_at + len(thinking.then))
+        if is_over or (opened_at is None and not thinking.is_framed):
+            # It answers at once; or else it may begin to think now.
+            starts = (start[0] for start in thinking.starts if len(start) == 1)
+            is_first = num_tokens == self._answer_at
+            return Allowed(grammar_at=self._answer_at, also=tuple(starts) if is_first else ())
+        return Allowed(is_end=thinking.is_framed)  # which may end with a call of a function
+
+    def _look(self, tokens: SequenceOf[int]) -> None:
+        thinking = self.thinking
+        if self._opened_at is None:
+            longest = max(map(len, thinking.starts), default=0)
+            answer = tuple(tokens[self._answer_at : self._answer_at + longest])
+            for start in thinking.starts:
+                if answer[: len(start)] == start:
+                    self._opened_at = self._answer_at + len(start)
+            if self._opened_at is None and not thinking.is_framed:
+                if not any(start[: len(answer)] == answer for start in thinking.starts):
+                    self._over_at = self._answer_at
+                return
+        end, size = thinking.end, len(thinking.end)
+        first = self._answer_at + size if thinking.is_framed else (self._opened_at or 0) + size
+        for stop in range(max(first, self._num_looked_at + 1), len(tokens) + 1):
+            if tokens[stop - 1] == end[-1] and tuple(tokens[stop - size : stop]) == end:
+                self._over_at = stop
+                return

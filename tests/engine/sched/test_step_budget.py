@@ -1,0 +1,130 @@
+"""Prompts share a step with streams: these go on at once, and within their TPOT SLO."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.messages import GenerateRequest, SamplingParams
+from disagg.time_model import StepTimeModel
+from tests.engine.fake_runner import FakeKV
+from tests.engine.workload import new_engine, new_sequence
+
+NO_STOP: frozenset[int] = frozenset()
+TIMES = StepTimeModel(
+    (5e-3, 1e-4, 1e-12, 1e-3, 1e-12)
+)  # 5 ms, 0.1 ms a prompt token, 1 ms a stream
+MOST = 100  # tokens of a step
+
+
+def prompt(num_tokens: int, first: int = 4) -> tuple[int, ...]:
+    return tuple(first + i % 50 for i in range(num_tokens))
+
+
+def stream(tpot_slo_s: float, max_tokens: int = 40) -> Sequence:
+    request = GenerateRequest(
+        request_id=f"stream-{tpot_slo_s}",
+        model="fake",
+        token_ids=prompt(4),
+        num_prompt_tokens=4,
+        hash_root=b"",
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        deadline_unix_s=math.inf,
+        tpot_slo_s=tpot_slo_s,
+    )
+    return Sequence(request)
+
+
+def engine_with_times() -> tuple[Engine, FakeKV]:
+    engine, kv = new_engine(400, 4, max_num_batched_tokens=MOST)
+    engine.scheduler.step_budget.times = lambda: TIMES
+    return engine, kv
+
+
+def begin(engine: Engine, *streams: Sequence) -> None:
+    for each in streams:
+        engine.submit(each)
+    engine.step()
+
+
+def num_prompt_tokens(engine: Engine, now_s: float) -> int:
+    engine.scheduler.step_budget.now_s = now_s
+    engine.step()
+    return engine.last_plan.features.num_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("slos_s", "num_tokens"),
+    [
+        ((math.inf,), MOST - 1),  # nobody has one: as many as there may be
+        ((0.012,), 57),  # 0.98 x 12 ms - 5 ms - 1 ms
+        ((0.012, 0.010), 27),  # the tightest, and 1 ms for the second stream
+        ((0.012, math.inf), 47),  # who has none limits nothing
+        ((0.5,), MOST - 1),
+        ((0.0061,), 16),  # streams alone take as much: a few, since prompts must end
+    ],
+)
+def test_a_step_takes_as_long_as_its_tightest_stream_allows(
+    slos_s: tuple[float, ...], num_tokens: int
+) -> None:
+    engine, _ = engine_with_times()
+    begin(engine, *map(stream, slos_s))
+    engine.submit(new_sequence(prompt(400, 9), 4, stop_ids=NO_STOP))
+    assert num_prompt_tokens(engine, 0.0) == num_tokens
+
+
+def test_without_prompts_and_without_streams_nothing_is_limited() -> None:
+    engine, _ = engine_with_times()
+    engine.submit(new_sequence(prompt(400, 9), 4, stop_ids=NO_STOP))
+    assert num_prompt_tokens(engine, 0.0) == MOST
+    begin(engine, stream(0.01))
+    assert engine.last_plan.features.num_new_tokens == MOST
+
+
+def test_a_stream_spends_what_it_has_saved_and_makes_up_for_what_it_waited() -> None:
+    engine, _ = engine_with_times()
+    begin(engine, stream(0.012))
+    engine.submit(new_sequence(prompt(900, 9), 4, stop_ids=NO_STOP))
+    usual = num_prompt_tokens(engine, 0.0)
+    # One token in 4 ms: 8 ms to spare, of which each step may take an eighth.
+    assert num_prompt_tokens(engine, 0.004) == usual + 10
+    # Two tokens in 40 ms: 16 ms too late.
+    assert num_prompt_tokens(engine, 0.040) == usual - 20
+    # So late that no 64 steps without prompts would help: as if it were in time.
+    assert num_prompt_tokens(engine, 2.0) == usual
+
+
+def arrive(engine: Engine, kv: FakeKV, sequence: Sequence, num_computed: int) -> None:
+    block_ids = engine.reserve(-(-num_computed // engine.pool.block_size))
+    assert block_ids is not None
+    sequence.block_ids, sequence.num_computed = block_ids, num_computed
+    kv.compute(sequence, 0, num_computed)
+    engine.join(sequence)
+
+
+def test_a_stream_that_arrives_goes_on_while_a_long_prompt_fills_steps() -> None:
+    """Its client waits for the next token; the prompt takes many steps."""
+    engine, kv = new_engine(60, 4, max_num_batched_tokens=8)
+    engine.submit(new_sequence(prompt(80, 60), 4, 2, stop_ids=NO_STOP))
+    engine.step()
+    arrived = new_sequence(prompt(6), 4, 4, output=(7,), stop_ids=NO_STOP)
+    arrive(engine, kv, arrived, 6)
+    num_gained = [len(event.token_ids) for _ in range(3) for event in engine.step()]
+    assert num_gained == [1, 1, 1]
+    assert engine.scheduler.has_work and not engine.scheduler.arrived
+
+
+def test_a_stream_that_arrives_takes_no_place_of_an_older_prompt() -> None:
+    engine, kv = new_engine(60, 4, max_num_seqs=2, max_num_batched_tokens=8)
+    engine.submit(new_sequence(prompt(80, 60), 4, 2, stop_ids=NO_STOP))
+    engine.step()
+    older = new_sequence(prompt(5), 4, 2, stop_ids=NO_STOP)
+    engine.submit(older)
+    arrived = new_sequence(prompt(6), 4, 4, output=(7,), stop_ids=NO_STOP)
+    arrive(engine, kv, arrived, 6)
+    engine.step()
+    assert engine.scheduler.arrived == [arrived] and engine.scheduler.waiting == [older]
