@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from disagg.api.openai import responses
+from disagg.api.anthropic import answers as messages
+from disagg.api.anthropic.requests import read_messages, understand_messages
+from disagg.api.openai import frames, responses
 from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, read_request
 from disagg.api.openai.understand import understand_chat, understand_completion
+from disagg.api.refusals import OPENAI_ERRORS, ErrorFormat
+from disagg.api.responses import answers as response_items
+from disagg.api.responses.requests import read_response_request, understand_response_request
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
+from disagg.errors import DisaggError
+
+
+class Frames(Protocol):
+    """The events of one streamed answer."""
+
+    def name_models(self, run: RunningJob) -> bool:
+        """Name the models that the cascade chose so far. Returns whether it chose for all."""
+        ...
+
+    def opening(self) -> bytes:
+        """What comes before the first token of each choice."""
+        ...
+
+    def piece(self, piece: ChoiceDelta) -> bytes: ...
+
+    def closing(self, run: RunningJob) -> bytes:
+        """What comes after the last."""
+        ...
+
+    def error(self, error: DisaggError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
 
 
 class Request(Protocol):
@@ -35,26 +63,57 @@ class Api(Generic[Asked]):
             may ask for. Raises `InvalidRequest`.
         frames: makes the events of a streamed answer.
         body: makes a whole answer.
+        errors: how it writes errors.
     """
 
     id_prefix: str
     read: Callable[[bytes], Asked]
     understand: Callable[[Asked, ServedModel, int], Wanted]
-    frames: Callable[[Job], responses.Frames]
+    frames: Callable[[Job], Frames]
     body: Callable[[RunningJob, Sequence[ChoiceDelta]], bytes]
+    errors: ErrorFormat = OPENAI_ERRORS
 
 
 CHAT = Api(
     "chatcmpl-",
     partial(read_request, kind=ChatRequest),
     understand_chat,
-    responses.ChatFrames,
+    frames.ChatFrames,
     responses.chat_body,
 )
 COMPLETIONS = Api(
     "cmpl-",
     partial(read_request, kind=CompletionRequest),
     understand_completion,
-    responses.CompletionFrames,
+    frames.CompletionFrames,
     responses.completion_body,
 )
+RESPONSES = Api(
+    "resp_",
+    read_response_request,
+    understand_response_request,
+    response_items.ResponseFrames,
+    response_items.response_body,
+)
+MESSAGES = Api(
+    "msg_",
+    read_messages,
+    understand_messages,
+    messages.MessageFrames,
+    messages.message_body,
+    ErrorFormat(messages.error_body),
+)
+
+BY_PATH: Mapping[str, Api[Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+
+
+def errors_of(path: str) -> ErrorFormat:
+    """How errors of this path are written."""
+    if path.startswith("/v1/messages"):
+        return MESSAGES.errors
+    return BY_PATH[path].errors if path in BY_PATH else OPENAI_ERRORS

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from disagg.api.openai.answers import Job
 from disagg.api.served_model import ServedModel
+from disagg.api.slo import Slo
 from disagg.api.wanted import Text, Wanted
 from disagg.blocks import hash_blocks, hash_root
 from disagg.messages import GenerateRequest, SamplingParams
@@ -23,6 +24,8 @@ class Caller(msgspec.Struct, frozen=True):
     traceparent: str = ""
     waited_s: float = 0.0  # from its arrival until now
     min_priority: int = 0  # the lowest number it may ask for
+    slo: Slo = Slo()  # that its headers ask for
+    least_slo: Slo = Slo()  # the shortest that it may ask for; 0: its model's
 
 
 def name_choices(
@@ -31,6 +34,7 @@ def name_choices(
     sampling: SamplingParams,
     caller: Caller,
     *,
+    slo: Slo = Slo(),  # noqa: B008 - it is frozen
     created_unix_s: float,
     deadline_unix_s: float,
 ) -> Job:
@@ -55,6 +59,8 @@ def name_choices(
             priority=wanted.priority,
             traceparent=caller.traceparent,
             cache_salt=wanted.cache_salt,
+            ttft_slo_s=slo.ttft_s,
+            tpot_slo_s=slo.tpot_s,
         )
         request, first = named(unnamed, wanted.model), len(requests)
         requests += [_choice(request, first + index) for index in range(wanted.num_choices)]
@@ -96,5 +102,7 @@ def _derived_seed(seed: int, index: int) -> int:
 
 def _texts(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
     decode = wanted.model.tokenizer.decode
+    if wanted.truncate_prompt_tokens is not None:
+        return tuple(map(decode, prompts))
     pairs = zip(wanted.prompts, prompts, strict=True)
     return tuple(asked.text if isinstance(asked, Text) else decode(ids) for asked, ids in pairs)

@@ -9,12 +9,24 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from disagg.api.openai.answers import num_prompt_scores
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.refusals import invalid_value
 from disagg.api.served_model import ServedModel
+from disagg.api.thinking import thinking_of
 from disagg.api.wanted import Wanted
 from disagg.errors import ContextLengthExceeded
 from disagg.messages import SamplingParams
+
+MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of prompts in one answer
+
+
+def truncated_to(wanted: Wanted) -> int | None:
+    """The number of its last tokens that each prompt is cut to; None: it is left whole."""
+    if wanted.truncate_prompt_tokens != -1:
+        return wanted.truncate_prompt_tokens
+    for_answer = wanted.max_tokens or wanted.default_max_tokens or 1
+    return max(1, wanted.model.max_model_len - for_answer)
 
 
 async def fit(
@@ -30,11 +42,22 @@ async def fit(
     """
     model, sampling, grammar = wanted.model, wanted.sampling, None
     max_tokens = _max_tokens(wanted, prompts)
+    num_scores = sum(num_prompt_scores(sampling, len(each)) for each in prompts)
+    if num_scores * wanted.num_choices > MAX_PROMPT_SCORES:
+        raise invalid_value(
+            "prompt_logprobs",
+            f"{num_scores * wanted.num_choices} log-probabilities of prompts are asked for, at most"
+            f" {MAX_PROMPT_SCORES} are given. Send several requests.",
+        )
     for token_ids in prompts:
         check_ids(token_ids, model, wanted.prompt_param)
     # The model's own ends may lie beyond what prompts may hold.
     stops = [number for number in sampling.stop_token_ids if number not in model.eos_token_ids]
     check_ids(stops, model, "stop_token_ids")
+    check_ids([token_id for token_id, _ in sampling.logit_bias], model, "logit_bias")
+    check_ids(sampling.allowed_token_ids, model, "allowed_token_ids")
+    bad_words = _tokens_of_words(wanted.bad_words, model)
+    _check_some_allowed(sampling, bad_words)
     if sampling.min_tokens > max_tokens:
         raise invalid_value(
             "min_tokens",
@@ -44,7 +67,14 @@ async def fit(
         param, grammar = wanted.grammar
         await checks.check(param, grammar, model)
     top_k = min(sampling.top_k, model.vocab_size)
-    return replace(sampling, max_tokens=max_tokens, top_k=top_k, grammar=grammar)
+    return replace(
+        sampling,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        grammar=grammar,
+        thinking=thinking_of(wanted, grammar, prompts[0]),
+        bad_words_token_ids=bad_words,
+    )
 
 
 def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
@@ -55,6 +85,25 @@ def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
             f"token id {max(token_ids)} is not below the vocabulary size of {model.name!r},"
             f" {model.vocab_size}.",
         )
+
+
+def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """How the words are written within a text and at its beginning, with as few tokens as that
+    takes."""
+    encode = model.tokenizer.encode
+    texts = [text for word in words for text in (word, f" {word}")]
+    found = {tuple(encode(text, add_special_tokens=False)) for text in texts} - {()}
+    single = {word[0] for word in found if len(word) == 1}
+    return tuple(sorted(word for word in found if len(word) == 1 or word[-1] not in single))
+
+
+def _check_some_allowed(sampling: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
+    """Raises `InvalidRequest` when no token could be chosen."""
+    allowed = set(sampling.allowed_token_ids)
+    if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
+        raise invalid_value("bad_words", "All of allowed_token_ids are among them.")
+    if allowed and sampling.min_tokens and allowed <= set(sampling.stop_token_ids):
+        raise invalid_value("min_tokens", "All of allowed_token_ids end the answer.")
 
 
 def _max_tokens(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> int:

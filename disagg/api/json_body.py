@@ -6,14 +6,20 @@ text and half a gigabyte of objects, made in seconds in which no other thread ru
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
 
 from disagg.api.refusals import missing_parameter
 from disagg.errors import InvalidRequest
+
+Read = TypeVar("Read", bound=msgspec.Struct)
 
 MAX_COST = 1 << 20  # of the values in a text: one each, and `_CONTAINER_COST` more for a container
 MAX_DEPTH = 128  # of lists and objects in one another; what reads them recurses
@@ -27,7 +33,7 @@ def load_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8-sig")
         check_cost(text)
-        raw = json.loads(
+        raw = _loads(
             text,
             object_pairs_hook=_unique_keys,
             parse_float=_finite,
@@ -46,6 +52,25 @@ def load_object(body: bytes) -> dict[str, Any]:
     return raw
 
 
+def read_struct(
+    body: bytes, kind: type[Read], check: Callable[[dict[str, Any]], None] = lambda raw: None
+) -> Read:
+    """A body as a struct.
+
+    Args:
+        check: what the raw fields may not be.
+
+    Raises:
+        InvalidRequest: with the JSON path of the first offence as `param`.
+    """
+    raw = load_object(body)
+    check(raw)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error)) from None
+
+
 def load_arguments(text: str) -> Any:
     """What a model wrote as the arguments of a call.
 
@@ -55,13 +80,27 @@ def load_arguments(text: str) -> Any:
     """
     try:
         check_cost(text)
-        raw = json.loads(text)
+        raw = _loads(text)
         _check_depth(text, raw)
         if "\\ud" in text or "\\uD" in text:
             _refuse_surrogates(raw, "")
     except (InvalidRequest, RecursionError) as error:
         raise ValueError(str(error)) from None
     return raw
+
+
+def _loads(text: str, **options: Any) -> Any:
+    """`json.loads` without garbage collections, which find nothing in what is being made.
+
+    They take two thirds of the time that it takes to make many lists, and no other thread runs.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(text, **options)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def check_cost(text: str) -> None:
@@ -159,6 +198,7 @@ _CODES = (  # of msgspec's sentences, first match wins
 def invalid_field(sentence: str, parent: str = "") -> InvalidRequest:
     """Turn msgspec's "Expected ... - at `$.path`" into a refusal with code and JSON path."""
     detail, _, path = sentence.partition(" - at `")
+    path = path.removeprefix("key` in `")  # the object stands for a key of it
     path = parent + path.removesuffix("`").removeprefix("$")
     param = path.removeprefix(".").replace("[...]", "")
     missing = re.match(r"Object missing required field `(\w+)`", detail)

@@ -8,37 +8,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from disagg.api.json_body import load_arguments
 from disagg.api.off_loop import off_loop
+from disagg.api.refusals import invalid_value
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Conversation, JsonText, Prompt, Text
 from disagg.errors import ContextLengthExceeded, InvalidRequest
-from disagg.text.chat_template import RENDER_LIMIT_S
+from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
 from disagg.text.template_sandbox import TemplateTooSlow
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
 INLINE_S = 0.02  # a template that takes longer, even for less, goes there too
+MANY_CHARS_A_TOKEN = 8  # texts have about four; one that would need more is counted first
+CALL_SHAPE = CallShape()
+# Few, as in `off_loop`; and others, so that a slow template holds up no body. Encoding is not done
+# here: it lets others run.
+_RENDERERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
+MOST_TO_CUT = 4  # contexts that a prompt may have before it is cut to one
+
+END_OF_CONTENT = "\ufdd1"  # as `tokenizer.BREAK`: where a message ends that is to be continued
 
 
 async def tokenise(
-    prompts: Sequence[Prompt], model: ServedModel, nbytes: int = 0
+    prompts: Sequence[Prompt], model: ServedModel, nbytes: int = 0, most: int | None = None
 ) -> list[list[int]]:
     """The token ids of each prompt; those that are given as such are not looked at.
 
     Args:
         nbytes: of the body that they came in.
+        most: each is cut to its last so many tokens; None: they are left whole.
 
     Raises:
         InvalidRequest: the model has no chat template, or its template refuses a conversation.
         ContextLengthExceeded: it is clear that a prompt is too long.
     """
-    return [await _token_ids(prompt, model, nbytes) for prompt in prompts]
+    if most is None:
+        return [await _token_ids(prompt, model, nbytes) for prompt in prompts]
+    roomy = replace(model, max_model_len=MOST_TO_CUT * model.max_model_len)
+    return [(await _token_ids(prompt, roomy, nbytes))[-most:] for prompt in prompts]
 
 
 async def _token_ids(prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
@@ -48,10 +63,12 @@ async def _token_ids(prompt: Prompt, model: ServedModel, nbytes: int) -> list[in
         return prompt
     text, special = prompt.text, prompt.add_special_tokens
     _check_fits(_fewest_tokens(len(text), model), model, "prompt")
-    encode = model.tokenizer.encode
-    return await _maybe_in_thread(
-        len(text), lambda limit_s: encode(text, add_special_tokens=special)
-    )
+
+    def encode() -> list[int]:
+        _check_text(text, model, "prompt")
+        return model.tokenizer.encode(text, add_special_tokens=special)
+
+    return encode() if len(text) <= INLINE_NUM_CHARS else await asyncio.to_thread(encode)
 
 
 async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) -> list[int]:
@@ -65,9 +82,13 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
         )
     cost = await off_loop(nbytes, lambda: _cost_num_chars(asked, model))
 
-    def encode(limit_s: float) -> list[int]:
+    def render(limit_s: float) -> str:
+        shape = template.call_shape
+        messages = [_shielded_message(message, shield, shape) for message in asked.messages]
+        if asked.continue_final_message:
+            messages[-1]["content"] += END_OF_CONTENT
         rendered = template.render(
-            [_shielded_message(message, shield) for message in asked.messages],
+            messages,
             tools=[_shielded(tool, shield) for tool in asked.tools],
             add_generation_prompt=asked.add_generation_prompt,
             arguments={
@@ -76,10 +97,24 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
             },
             limit_s=limit_s,
         )
-        _check_fits(_fewest_tokens(len(rendered), model), model, "messages")
+        if asked.continue_final_message:
+            rendered, end, _ = rendered.rpartition(END_OF_CONTENT)
+            if not end:
+                raise invalid_value(
+                    "continue_final_message", "The chat template does not show the last message."
+                )
+        return rendered
+
+    def encode(rendered: str) -> list[int]:
+        _check_text(rendered, model, "messages")
         return model.tokenizer.encode_chat(rendered)
 
-    return await _maybe_in_thread(cost, encode)
+    if cost <= INLINE_NUM_CHARS:
+        with suppress(TemplateTooSlow):
+            return encode(render(INLINE_S))
+    loop = asyncio.get_running_loop()
+    rendered = await loop.run_in_executor(_RENDERERS, render, RENDER_LIMIT_S)
+    return await asyncio.to_thread(encode, rendered)
 
 
 def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
@@ -92,34 +127,33 @@ def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
     return num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
 
 
-def _shielded_message(message: dict[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
+def _shielded_message(
+    message: dict[str, Any], shield: Callable[[str], str], shape: CallShape
+) -> dict[str, Any]:
     """Its keys and its role are ours, and templates compare them."""
-    return {
-        name: value if name == "role" else _shielded(value, shield)
+    shielded = {
+        name: value if name == "role" else _shielded(value, shield, shape)
         for name, value in message.items()
     }
+    if shielded["content"] is None:
+        shielded["content"] = shape.no_content
+    return shielded
 
 
-def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
+def _shielded(value: Any, shield: Callable[[str], str], shape: CallShape = CALL_SHAPE) -> Any:
     """JSON in which no string becomes a control token."""
-    if isinstance(value, JsonText):
+    if isinstance(value, JsonText) and not shape.has_text_arguments:
         with suppress(ValueError):  # what is no JSON is shown as the model wrote it
             return _shielded(load_arguments(value or "{}"), shield)
+    if isinstance(value, JsonText):
+        return shield(value or "{}")
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, list):
-        return [_shielded(item, shield) for item in value]
+        return [_shielded(item, shield, shape) for item in value]
     if isinstance(value, dict):
-        return {shield(name): _shielded(item, shield) for name, item in value.items()}
+        return {shield(name): _shielded(item, shield, shape) for name, item in value.items()}
     return value
-
-
-async def _maybe_in_thread(num_chars: int, encode: Callable[[float], list[int]]) -> list[int]:
-    """`encode`, which is told how many seconds its template has."""
-    if num_chars <= INLINE_NUM_CHARS:
-        with suppress(TemplateTooSlow):
-            return encode(INLINE_S)
-    return await asyncio.to_thread(encode, RENDER_LIMIT_S)
 
 
 def _num_chars(value: Any) -> int:
@@ -133,6 +167,18 @@ def _num_chars(value: Any) -> int:
 def _fewest_tokens(num_chars: int, model: ServedModel) -> int:
     """A text of so many characters has at least so many tokens, whatever it says."""
     return -(-num_chars // model.tokenizer.longest_num_chars)
+
+
+def _check_text(text: str, model: ServedModel, param: str) -> None:
+    """Raises `ContextLengthExceeded` for a text that is clearly too long, at a bounded cost.
+
+    Encoding takes up to 200 bytes of memory a character, and its longest tokens say little of how
+    many a text has: with those of Llama 3 and Qwen 3, 16 MB might fit 128k tokens.
+    """
+    _check_fits(_fewest_tokens(len(text), model), model, param)
+    most = model.max_model_len
+    if len(text) > MANY_CHARS_A_TOKEN * most and model.tokenizer.has_more_tokens(text, most):
+        _check_fits(most, model, param)
 
 
 def _check_fits(fewest: int, model: ServedModel, param: str) -> None:

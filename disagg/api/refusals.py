@@ -6,6 +6,8 @@ They never cross a process. Messages name no file, address or class, since clien
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -72,6 +74,20 @@ def error_json(error: DisaggError) -> bytes:
     return msgspec.json.encode(
         ErrorReply(ErrorBody(error.message, error.error_type, error.param, error.code))
     )
+
+
+def error_frame(error: DisaggError) -> bytes:
+    return b"data: " + error_json(error) + b"\n\n"
+
+
+class ErrorFormat(NamedTuple):
+    """How an API writes errors: as a body, and as the last event of a stream."""
+
+    body: Callable[[DisaggError], bytes] = error_json
+    event: Callable[[DisaggError], bytes] = error_frame
+
+
+OPENAI_ERRORS = ErrorFormat()
 
 
 def error_headers(error: DisaggError) -> list[tuple[bytes, bytes]]:

@@ -11,7 +11,12 @@ from pathlib import Path
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults, ModelDescription
 from disagg.text.chat_template import ChatTemplate
+from disagg.text.reasoning import NAMES as REASONING_PARSERS
+from disagg.text.reasoning import ReasoningFormat, reasoning_format_of
 from disagg.text.tokenizer import Tokenizer
+from disagg.text.tool_parsers.format import ToolFormat
+from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
+from disagg.text.tool_parsers.registry import tool_format_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class ServedModel:
         num_parameters: as stored; a matrix that is tied to another one counts once.
         max_model_len: tokens of prompt and answer together.
         block_size: positions of a KV block, as its workers have it.
+        slo_s: seconds to the first token and between tokens that its requests are held to; 0: none.
+        tool_call_parser, reasoning_parser: how its answers are read; "": as its template shows,
+            "none": not at all.
     """
 
     name: str
@@ -38,6 +46,21 @@ class ServedModel:
     defaults: GenerationDefaults = GenerationDefaults()  # noqa: RUF009 - it is frozen
     created_unix_s: int = 0
     num_parameters: int = 0  # 0: not known
+    slo_s: tuple[float, float] = (0.0, 0.0)
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How it writes calls; None: that is not known."""
+        source = self.template.source if self.template else ""
+        return tool_format_of(source, self.tool_call_parser)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How it writes its reasoning; None: it has none, as far as is known."""
+        source = self.template.source if self.template else ""
+        return reasoning_format_of(source, self.reasoning_parser)
 
     @classmethod
     def of(
@@ -48,6 +71,8 @@ class ServedModel:
         block_size: int,
         max_model_len: int | None = None,
         chat_template: str | None = None,
+        tool_call_parser: str = "",
+        reasoning_parser: str = "",
         created_unix_s: int = 0,
     ) -> ServedModel:
         """
@@ -55,15 +80,20 @@ class ServedModel:
             chat_template: a file to take in the place of the model's own template.
 
         Raises:
-            ModelError: names the file that is absent or wrong.
+            ModelError: names the file that is absent or wrong, or the parsers that there are.
         """
+        _check_parser("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS)
+        _check_parser("reasoning_parser", reasoning_parser, REASONING_PARSERS)
         tokenizer = Tokenizer.from_json(model.read_tokenizer(), model.source)
         source = model.chat_template if chat_template is None else _read(chat_template)
+        template = None if source is None else ChatTemplate(source, model.special_tokens)
+        if template is not None:
+            _ = template.call_shape  # found now, and not while a request waits
         limit = model.config.max_model_len
         return cls(
             name=name,
             tokenizer=tokenizer,
-            template=None if source is None else ChatTemplate(source, model.special_tokens),
+            template=template,
             fingerprint=model.fingerprint,
             vocab_size=min(tokenizer.num_ids, model.config.vocab_size),
             max_model_len=min(limit, max_model_len or limit),
@@ -72,6 +102,15 @@ class ServedModel:
             defaults=model.defaults,
             created_unix_s=created_unix_s,
             num_parameters=model.num_parameters,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )
+
+
+def _check_parser(param: str, name: str, names: tuple[str, ...]) -> None:
+    if name and name not in names:
+        raise ModelError(
+            f"There is no {param} {name[:64]!r}; there are {', '.join(names)}.", param=param
         )
 
 

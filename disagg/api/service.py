@@ -17,17 +17,25 @@ import msgspec
 from msgspec.structs import replace
 
 from disagg import telemetry
+from disagg.api.anthropic.requests import read_count, understand_count
 from disagg.api.apis import Api, Asked
 from disagg.api.choices import Caller, name_choices
-from disagg.api.fit import check_ids, fit
+from disagg.api.fit import check_ids, fit, truncated_to
 from disagg.api.off_loop import off_loop
 from disagg.api.openai.answers import Explain, Generate, RunningJob
-from disagg.api.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
+from disagg.api.openai.requests import (
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+    read_request,
+)
 from disagg.api.openai.responses import Detokenized, Tokenized
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
+from disagg.api.refusals import invalid_value
 from disagg.api.served_model import ServedModel
+from disagg.api.slo import Slo, agreed
 from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 
@@ -75,13 +83,17 @@ class Service:
             return api.understand(request, self.model(request.model), caller.min_priority)
 
         wanted = await off_loop(len(body), understood)
+        of_model = Slo(*wanted.model.slo_s)
+        least = Slo(*(its or model for its, model in zip(caller.least_slo, of_model, strict=True)))
+        slo = agreed(wanted.slo, caller.slo, least)
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
         before = PROMPT
         try:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
                 with telemetry.span("tokenize", caller.traceparent) as span:
-                    prompts = await tokenise(wanted.prompts, wanted.model, len(body))
+                    most = truncated_to(wanted)
+                    prompts = await tokenise(wanted.prompts, wanted.model, len(body), most)
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
                 before = GRAMMAR
                 sampling = await fit(wanted, prompts, self._grammar_checks)
@@ -94,6 +106,7 @@ class Service:
             prompts,
             replace(sampling, seed=seed),
             caller,
+            slo=slo,
             created_unix_s=now,
             deadline_unix_s=deadline_unix_s,
         )
@@ -105,14 +118,11 @@ class Service:
 
         def understood() -> tuple[TokenizeRequest, ServedModel, Prompt]:
             request = read_request(body, TokenizeRequest)
-            return request, self.model(request.model), understand_tokenize(request)
+            model = self.model(request.model)
+            return request, model, understand_tokenize(request, model)
 
         request, model, prompt = await off_loop(len(body), understood)
-        try:
-            async with asyncio.timeout(self._default_timeout_s):
-                (token_ids,) = await tokenise([prompt], model, len(body))
-        except TimeoutError:
-            raise _too_late(PROMPT) from None
+        token_ids = await self._tokenised(prompt, model, len(body))
 
         def answer() -> bytes:
             texts = None
@@ -122,6 +132,36 @@ class Service:
             return msgspec.json.encode(Tokenized(len(token_ids), length, token_ids, texts))
 
         return await off_loop(TOKEN_NBYTES * len(token_ids), answer)
+
+    async def count_tokens(self, body: bytes) -> bytes:
+        """The answer to Anthropic's `/v1/messages/count_tokens`. Raises `RequestError`."""
+
+        def understood() -> tuple[ServedModel, Prompt]:
+            request = read_count(body)
+            model = self.model(request.model)
+            return model, understand_count(request, model)
+
+        model, prompt = await off_loop(len(body), understood)
+        token_ids = await self._tokenised(prompt, model, len(body))
+        return msgspec.json.encode({"input_tokens": len(token_ids)})
+
+    async def _tokenised(self, prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
+        """As `tokenise` of one, but not for ever."""
+        try:
+            async with asyncio.timeout(self._default_timeout_s):
+                (token_ids,) = await tokenise([prompt], model, nbytes)
+        except TimeoutError:
+            raise _too_late(PROMPT) from None
+        return token_ids
+
+    async def embeddings(self, body: bytes) -> bytes:
+        """Always refused. Raises `RequestError`."""
+        request = await off_loop(len(body), lambda: read_request(body, EmbeddingsRequest))
+        raise invalid_value(
+            "model",
+            f"{self.model(request.model).name!r} generates text; it has no pooling head, so it"
+            " makes no embeddings.",
+        )
 
     async def detokenize(self, body: bytes) -> bytes:
         """The answer to `/detokenize`. Raises `RequestError`."""

@@ -8,14 +8,17 @@ request that meets it and nothing else.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
@@ -23,6 +26,61 @@ from disagg.errors import InvalidRequest, ModelError
 from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox, check_json
 
 RENDER_LIMIT_S = 10.0
+PROBE_LIMIT_S = 1.0
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class CallShape(NamedTuple):
+    """
+    Attributes:
+        has_text_arguments: JSON text; else what it says.
+        no_content: what stands for the text of a message that has none.
+    """
+
+    has_text_arguments: bool = False
+    no_content: str | None = None
+
+
+_SHAPES = (CallShape(), CallShape(no_content=""), CallShape(True), CallShape(True, ""))
+_PROBE_NAME, _PROBE_KEY = "name_of_a_function", "name_of_an_argument"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "another_function",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+def _calling(shape: CallShape) -> list[dict[str, Any]]:
+    """A conversation with a call."""
+    arguments: Any = {_PROBE_KEY: "a"}
+    if shape.has_text_arguments:
+        arguments = json.dumps(arguments)
+    function = {"name": _PROBE_NAME, "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": shape.no_content, "tool_calls": [call]},
+        {"role": "tool", "content": "a", "tool_call_id": "call00001"},
+    ]
+
+
+def _read_by(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """The variables that a template takes from outside.
+
+    Those that it sets as well count if it asks whether they are defined: it has a default for them.
+    """
+    names = list(tree.find_all(jinja2.nodes.Name))
+    tests = tree.find_all(jinja2.nodes.Test)
+    asked = {
+        test.node.name
+        for test in tests
+        if test.name in ("defined", "undefined") and isinstance(test.node, jinja2.nodes.Name)
+    }
+    is_set = {name.name for name in names if name.ctx in ("store", "param")}
+    return frozenset(jinja2.meta.find_undeclared_variables(tree) - (is_set - asked))
 
 
 class ChatTemplate:
@@ -52,12 +110,28 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {error}.") from error
+        # What clients may tell it besides the messages and the tools.
+        self.arguments = _read_by(tree).difference(environment.globals, variables, _OWN)
         self.shows_tools = "tools" in source
         self.source = source
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # equal for equal templates
+
+    @functools.cached_property
+    def call_shape(self) -> CallShape:
+        """How the template takes earlier messages that call functions.
+
+        Some fail on one shape or leave the calls out, so each is tried.
+        """
+        for shape in _SHAPES:
+            with suppress(InvalidRequest):
+                shown = self.render(_calling(shape), tools=[_PROBE_TOOL], limit_s=PROBE_LIMIT_S)
+                if all(word in shown for word in (_PROBE_NAME, _PROBE_KEY)):
+                    return shape
+        return _SHAPES[0]
 
     def render(
         self,
@@ -125,7 +199,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
-    check_json(value, indent)
+    check_json(value, indent, separators)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

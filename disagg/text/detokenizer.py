@@ -7,7 +7,7 @@ string, until that is decided.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers.decoders import DecodeStream
 
@@ -19,10 +19,24 @@ _MAX_NUM_PENDING = 256
 
 
 class TextStream:
-    """Text of a growing list of token ids."""
+    """Text of a growing list of token ids.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    Args:
+        kept: control tokens that are text although others are skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skipped: Collection[int] = ()
+        if skip_special_tokens and kept:
+            skip_special_tokens = False
+            self._skipped = tokenizer.special_ids.difference(kept)
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._settled: list[int] = []  # ids of the last text: what pending ids are decoded after
@@ -30,6 +44,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a code point is incomplete."""
+        if token_id in self._skipped:
+            return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.core, token_id)
@@ -103,6 +119,7 @@ class Detokenizer:
     """The text of one answer: `TextStream` followed by `StopStrings`.
 
     Args:
+        kept: control tokens that are text although others are skipped.
         num_unchecked: tokens at the start whose text cannot stop the answer (`min_tokens`).
     """
 
@@ -113,9 +130,10 @@ class Detokenizer:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
         num_unchecked: int = 0,
     ) -> None:
-        self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, kept=kept)
         self._stops = StopStrings(stops, include=include_stop)
         self._num_unchecked = num_unchecked
         self.num_tokens = 0

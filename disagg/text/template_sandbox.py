@@ -24,6 +24,7 @@ from disagg.errors import InvalidRequest
 
 MAX_NUM_CHARS = 32 << 20  # of a rendered prompt, and of any text that a template makes
 _MAX_PRODUCT = 1 << 20  # of a repeated text or list
+_MAX_ITEMS = 1 << 21  # of what is written out: looking at so many takes about a second
 _MAX_WIDTH = 1 << 16  # that a text is filled up to
 
 # In formats: more than four digits, or a width that is an argument.
@@ -49,7 +50,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(finalize=_writable, **options)
         self._timer = timer
         self._limits = threading.local()
-        del self.globals["lipsum"]
+        del (
+            self.globals["lipsum"],
+            self.filters["urlize"],
+        )  # nothing for a prompt, and without bounds
         for name, rule in {**_WRITTEN_OUT, **_FILTERS}.items():
             self.filters[name] = _bounded(self.filters[name], rule)
         self.filters["join"] = _join
@@ -147,11 +151,15 @@ def _call_of(name: str, arguments: list[jinja2.nodes.Expr], lineno: int) -> jinj
     return jinja2.nodes.Call(function, arguments, [], None, None, lineno=lineno)
 
 
-def check_json(value: Any, indent: int | str | None) -> None:
+def check_json(
+    value: Any, indent: int | str | None, separators: Sequence[str] | None = None
+) -> None:
     """Raises `SecurityError` when `value` as JSON, `indent` for each level, is too long."""
     width = len(indent) if isinstance(indent, str) else indent or 0
+    between = sum(map(len, separators or ", "))
     _check_width(width)
-    _check_size(value, width)
+    _check_width(between)
+    _check_size(value, width, between)
 
 
 def _check(num_chars: float) -> None:
@@ -164,17 +172,23 @@ def _check_width(width: int) -> None:
         raise SecurityError(f"a width is above {_MAX_WIDTH}")
 
 
-def _check_size(value: Any, indent: int = 0) -> int:
-    """About the length of `value` written out. Raises `SecurityError` as soon as it is too long."""
-    num_chars, rest = 0, [(value, 0)]
+def _check_size(value: Any, indent: int = 0, between: int = 2) -> int:
+    """About the length of `value` written out.
+
+    Raises `SecurityError` as soon as it is too long, or has more values than a request may.
+    """
+    num_chars, num_items, rest = 0, 0, [(value, 0)]
     while rest:
         item, depth = rest.pop()
+        num_items += 1
+        if num_items > _MAX_ITEMS:
+            raise SecurityError(f"something would be written out as more than {_MAX_ITEMS} values")
         if isinstance(item, str | bytes):
             num_chars += len(item)
         elif isinstance(item, Mapping | list | tuple):
             items = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
             rest += [(each, depth + 1) for each in items]
-            num_chars += (2 + indent * (depth + 1)) * len(items)
+            num_chars += (between + indent * (depth + 1)) * len(items)
         elif isinstance(item, int):
             num_chars += 1 + item.bit_length() // 3
         _check(num_chars)
@@ -254,6 +268,11 @@ def _filled(items: Any, number: int, fill_with: Any = None) -> None:
     _check_width(number)
 
 
+def _summed(items: Any, attribute: Any = None, start: Any = 0) -> None:
+    if not isinstance(start, int | float):
+        raise SecurityError("sum adds up numbers only")
+
+
 def _written_out(value: Any, *_: Any, **__: Any) -> None:
     _check_size(value)
 
@@ -299,11 +318,12 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "wordwrap": _wrapped,
     "batch": _filled,
     "slice": _filled,
+    "sum": _summed,
 }
 _WRITTEN_OUT: dict[str, Callable[..., None]] = dict.fromkeys(
     (
         "capitalize", "e", "escape", "forceescape", "lower", "pprint", "string", "striptags",
-        "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr",
+        "title", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
     ),
     _written_out,
 )  # fmt: skip

@@ -130,6 +130,7 @@ class FakeGenerate:
                 reason if last else None,
                 None if request.sampling.logprobs is None else _scores(ids, request),
                 self.num_cached_tokens if start == 0 else 0,
+                prompt_logprobs=_prompt_scores(request) if start == 0 else None,
             )
 
     def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], FinishReason]:
@@ -140,6 +141,15 @@ class FakeGenerate:
         while len(ids) < sampling.max_tokens:
             ids += self.token_ids
         return ids[: sampling.max_tokens], "length"
+
+
+def _prompt_scores(request: GenerateRequest) -> tuple[TokenLogprobs, ...] | None:
+    """Of the token at place i it is -i; one token more is the likeliest of each place."""
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    places = range(1, request.num_prompt_tokens)
+    return tuple(TokenLogprobs(-i, ((7, -0.25),) * min(num_top, 1), i) for i in places)
 
 
 def _scores(token_ids: Sequence[int], request: GenerateRequest) -> tuple[TokenLogprobs, ...]:

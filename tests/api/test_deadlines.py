@@ -18,8 +18,8 @@ from disagg.config import HttpConfig
 from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate, served_model
-from tests.api.hostile_requests import CHAT
 from tests.api.test_service import service
+from tests.contract.contract import CHAT
 from tests.text.test_chat_template import ENDLESS
 
 

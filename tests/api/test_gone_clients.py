@@ -13,7 +13,7 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.messages import GenerateRequest, TokenDelta
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
-from tests.api.hostile_requests import CHAT
+from tests.contract.contract import CHAT
 
 
 def stuck_after(num_tokens: int) -> Callable[[], asyncio.Future[None]]:

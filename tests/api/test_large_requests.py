@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -10,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from disagg.api import off_loop
+from disagg.api import json_body, off_loop
 from disagg.api.json_body import MAX_DEPTH, load_object
-from disagg.api.openai import requests
+from disagg.api.prompts import MANY_CHARS_A_TOKEN
 from disagg.errors import InvalidRequest
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
@@ -33,6 +36,8 @@ def is_on_loop() -> bool:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/completions", {"prompt": [5, 6], "echo": True}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [5, 6]}),
     ],
@@ -47,7 +52,7 @@ async def test_large_bodies_are_read_off_the_loop(
         seen.append(is_on_loop())
         return load_object(body)
 
-    monkeypatch.setattr(requests, "load_object", load)
+    monkeypatch.setattr(json_body, "load_object", load)
     small = json.dumps(fields).encode()
     async with http_client(make_app()) as client:
         for body in (small, small + PAD.encode()):
@@ -85,6 +90,26 @@ async def test_many_ids_are_made_into_text_off_the_loop() -> None:
     assert not any(seen["token_text"])
 
 
+async def test_long_conversations_are_rendered_in_few_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each thread that computes in Python delays the loop; those that encode let it run."""
+    names: set[str] = set()
+    render = ChatTemplate.render
+
+    def watched(*args: Any, **options: Any) -> str:
+        names.add(threading.current_thread().name)
+        return render(*args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    said = [{"role": "user", "content": "the quick fox " * 1000}]
+    async with http_client(make_app(None, served_model(max_model_len=1 << 20))) as client:
+        asked = [client.post("/tokenize", json={"messages": said}) for _ in range(16)]
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+    assert {name.rpartition("_")[0] for name in names} == {"render"}
+    assert len(names) <= 2
+
+
 def never(*args: Any, **options: Any) -> Any:
     raise AssertionError("this must not begin")
 
@@ -108,6 +133,13 @@ def test_many_ids_fit() -> None:
     assert len(load_object(b'{"prompt":[' + b"31," * 1_000_000 + b"1]}")["prompt"]) == 1_000_001
 
 
+@pytest.mark.parametrize("body", [b'{"a":[[]]}', b'{"a":', b'{"a":1,"a":2}'])
+def test_garbage_is_collected_after_a_body_as_before(body: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        load_object(body)
+    assert gc.isenabled()
+
+
 def test_depth_counts_levels_not_lists() -> None:
     deep = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
     assert load_object(f'{{"a":{deep},"b":{deep}}}'.encode())
@@ -124,6 +156,24 @@ async def test_lengths_are_checked_before_ids_are_looked_at(
         body = {"prompt": [5] * 10_000, "echo": True}
         reply = await client.post("/v1/completions", json=body)
         assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_text_that_is_clearly_too_long_is_not_encoded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its length alone does not say so: `longest_num_chars` is that of the longest token."""
+    app = make_app()
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(Tokenizer, "encode_chat", never)
+    long = "a" * (MANY_CHARS_A_TOKEN * 512 + 1000)
+    assert len(long) < 512 * TOKENIZER.longest_num_chars
+    async with http_client(app) as client:
+        for url, body in (
+            ("/v1/completions", {"prompt": long}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ):
+            reply = await client.post(url, json=body)
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
 def calling(arguments: str) -> dict[str, Any]:

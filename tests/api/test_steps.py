@@ -15,7 +15,7 @@ from msgspec import structs
 from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import fit
-from disagg.api.openai import responses
+from disagg.api.openai import frames
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, Sampled, read_request
 from disagg.api.openai.structured_output import GrammarChecks
@@ -50,7 +50,7 @@ def test_understanding_needs_no_tokenizer() -> None:
     wanted = chat(model, tools=[LOOK], response_format=None, temperature=0.5, timeout=3, n=2)
     assert wanted.prompts == [Conversation([{"role": "system", "content": "hi"}], [LOOK])]
     assert wanted.sampling == SamplingParams(max_tokens=0, temperature=0.5, stop_token_ids=(END,))
-    assert (wanted.timeout_s, wanted.num_choices, wanted.calls is not None) == (3.0, 2, True)
+    assert (wanted.timeout_s, wanted.num_choices, wanted.syntax is not None) == (3.0, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,10 @@ async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
             threads.append(threading.current_thread())
             return super().render(*args, **options)
 
-    model = replace(served_model(), template=Seen("{{ messages[0].tool_calls[0].id }}", {}))
+    template = Seen("{{ messages[0].tool_calls[0].id }}", {})
+    assert template.call_shape and threads  # found at start
+    threads.clear()
+    model = replace(served_model(), template=template)
     for num_chars in (10, 10_000):
         call = {
             "id": "c",
@@ -139,6 +142,28 @@ async def test_what_does_not_fit_is_refused(
     with pytest.raises(error) as refused:
         await fit(completion(**fields), [prompt], GrammarChecks())
     assert refused.value.param == param
+
+
+async def test_tokens_are_favoured_allowed_and_banned_as_asked() -> None:
+    fields = {"logit_bias": {"5": -1, "7": 2.5}, "allowed_token_ids": [5, 7, END]}
+    sampling = await fit(completion(**fields), [[5]], GrammarChecks())
+    assert sampling.logit_bias == ((5, -1.0), (7, 2.5))
+    assert sampling.allowed_token_ids == (5, 7, END)
+
+
+async def test_bad_words_are_banned_within_a_text_and_at_its_beginning() -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+    asked = completion(bad_words=["quick", "x", "quick zebra"])
+    words = (await fit(asked, [[5]], GrammarChecks())).bad_words_token_ids
+    # " x" ends with the token of "x", which never comes anyway.
+    expected = {ids("quick"), ids(" quick"), ids("x"), ids("quick zebra"), ids(" quick zebra")}
+    assert set(words) == expected
+    assert len(ids(" quick")) == 1 < len(ids("quick zebra"))
+    everything = completion(bad_words=["x"], allowed_token_ids=[*ids("x")])
+    with pytest.raises(InvalidRequest, match="allowed_token_ids"):
+        await fit(everything, [[5]], GrammarChecks())
 
 
 async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> None:
@@ -194,7 +219,7 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
         return json.dumps({"said": answers[0].text, "of": run.job.id}).encode()
 
     read = msgspec.json.Decoder(Message).decode
-    api = Api("msg_", read, understand, responses.ChatFrames, body)
+    api = Api("msg_", read, understand, frames.ChatFrames, body)
     service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
     prompt = TOKENIZER.decode(run.job.requests[0].token_ids, skip_special_tokens=False)

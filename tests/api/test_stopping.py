@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
-from tests.api.hostile_requests import CHAT
+from tests.contract.contract import CHAT
 
 
 async def test_what_runs_ends_and_what_is_new_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from disagg.errors import InvalidRequest
-from disagg.text.chat_template import ChatTemplate
+from disagg.text.chat_template import CallShape, ChatTemplate
 from disagg.text.template_sandbox import TemplateTooSlow
 from tests.api.fakes import CHATML, byte_level_core
 
@@ -151,3 +151,42 @@ def test_each_rendering_and_each_thread_has_its_own_time() -> None:
         rendered = [pool.submit(template.render, messages) for _ in range(20)]
         assert {each.result() for each in rendered} == {wanted}
         assert all(isinstance(each.exception(), TemplateTooSlow) for each in late)
+
+
+CALL = "{% for call in message.tool_calls %}{{ call.function.name }}:"
+AS_JSON, AS_TEXT = "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"
+SHOWN = {
+    CallShape(): CALL + AS_JSON,
+    # Qwen3's looks into the text of each message.
+    CallShape(no_content=""): "{% if 'x' in message.content %}{% endif %}" + CALL + AS_JSON,
+    # DeepSeek V3's adds arguments to a text, and looks at calls only where there is no text.
+    CallShape(True): "{% if message.content is none %}" + CALL + AS_TEXT + "{% endfor %}{% endif %}"
+    "{% for never in [] %}",
+    CallShape(True, ""): "{{ message.content + '' }}" + CALL + AS_TEXT,
+}
+
+
+@pytest.mark.parametrize("shape", SHOWN)
+def test_a_template_takes_earlier_calls_in_the_shape_that_it_was_written_for(
+    shape: CallShape,
+) -> None:
+    source = "{% for message in messages if message.role == 'assistant' %}" + SHOWN[shape]
+    template = ChatTemplate(source + "{% endfor %}{% endfor %}", {})
+    assert template.call_shape == shape
+
+
+def test_a_template_without_calls_gets_the_usual_shape() -> None:
+    for source in ("{{ raise_exception('no') }}", "{% for m in 5 %}{% endfor %}"):
+        assert ChatTemplate(source, {}).call_shape == CallShape()
+
+
+def test_what_a_template_reads_from_outside_is_known() -> None:
+    source = """{%- if not thinking is defined %}{% set thinking = false %}{% endif %}
+    {%- macro show(item, effort) %}{{ item ~ effort ~ identity }}{% endmacro %}
+    {%- for message in messages %}{% set content = message.content %}{{ show(content, bos_token) }}
+    {%- endfor %}{{ content }}{{ tools }}{{ strftime_now('%d') }}{{ namespace(x=colour) }}"""
+    assert ChatTemplate(source, {"bos_token": "<s>"}).arguments == {
+        "thinking",
+        "identity",
+        "colour",
+    }

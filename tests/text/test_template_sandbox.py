@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg.errors import InvalidRequest
+from disagg.errors import InvalidRequest, ModelError
+from disagg.text import template_sandbox
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.template_sandbox import MAX_NUM_CHARS
 
@@ -44,12 +45,16 @@ def render(source: str) -> str:
         "{{ ('{0}' * 100000).format('a' * 1000000) }}",
         "{{ messages|tojson(indent=4000000000) }}",
         "{{ ([1] * 100000)|tojson(indent=60000) }}",
+        "{{ ([1] * 100000)|tojson(separators=('a' * 60000, 'b')) }}",
+        "{{ ([1] * 100000)|tojson(separators=['a' * 1000000, 'b']) }}",
+        "{{ ([[1] * 1000000] * 10000)|sum(start=[]) }}",
+        "{{ ([[1] * 1000000] * 10000)|map('list')|sum(none, []) }}",
         "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
         "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
         "{{ ('a' * 1000000).replace('', 'b' * 1000000) }}",
         "{{ 'a'.translate({97: 'b' * 1000000}) }}",
-        "{{ ('a' * 1000000).join(['b'] * 1000000) }}",
-        "{{ ['b'] * 1000000|join('a' * 1000000) }}",
+        "{{ ('a' * 1000000).join(['b'] * 1000) }}",
+        "{{ (['b'] * 1000)|join('a' * 1000000) }}",
         "{{ (['b'] * 100000)|join('a' * 100000) }}",
         "{{ ([{'a': 'b' * 1000000}] * 1000)|join(attribute='a') }}",
         "{{ ['a' * 1000000] * 100000 }}",
@@ -66,9 +71,6 @@ def render(source: str) -> str:
         "{% set n.t = n.t + n.t %}{% endfor %}",
         "{% set n = namespace(t=[1]) %}{% for i in range(60) %}"
         "{% set n.t = n.t + n.t %}{% endfor %}",
-        "{% set n = namespace(t=[1]) %}{% for i in range(60) %}"
-        "{% set n.t = [n.t, n.t] %}{% endfor %}"
-        "{{ n.t|tojson }}",
         "{% set n = namespace(t='a') %}{% for i in range(60) %}{% set t %}{{ n.t }}{{ n.t }}"
         "{% endset %}{% set n.t = t %}{% endfor %}",
         "{% macro m(t) %}{{ t }}{{ t }}{% endmacro %}{% set n = namespace(t='a') %}"
@@ -83,6 +85,21 @@ def test_a_text_of_gigabytes_is_refused_before_it_is_made(source: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * MAX_NUM_CHARS
     finally:
         tracemalloc.stop()
+
+
+def test_what_refers_to_itself_many_times_is_not_looked_at_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Written out it would have 2 ** 60 values, and few characters where looking becomes slow."""
+    monkeypatch.setattr(template_sandbox, "_MAX_ITEMS", 1 << 10)
+    doubled = "{% set n = namespace(t=[1]) %}{% for i in range(60) %}{% set n.t = [n.t, n.t] %}"
+    with pytest.raises(InvalidRequest, match="more than 1024 values"):
+        render(doubled + "{% endfor %}{{ n.t|tojson }}")
+
+
+def test_filters_that_are_of_no_use_for_a_prompt_are_not_there() -> None:
+    with pytest.raises(ModelError, match="urlize"):
+        render("{{ ('http://a.b ' * 1000)|urlize(target='x' * 1000000) }}")
 
 
 def test_the_refusal_says_why() -> None:
@@ -107,6 +124,8 @@ def test_the_refusal_says_why() -> None:
         ("{{ 'a' + 'b' }}|{{ [1] + [2] }}", "ab|[1, 2]"),
         ("{{ [1, 2, 3]|batch(2, 0)|list }}|{{ 'a b'|wordwrap(1) }}", "[[1, 2], [3, 0]]|a\nb"),
         ("{{ {'a': [1]}|tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
+        ("{{ [1, 2.5]|sum }}|{{ [{'a': 1}]|sum('a') }}", "3.5|1"),
+        ("{{ [1, {'a': 2}]|tojson(separators=(',', ':')) }}", '[1,{"a":2}]'),
         ("{{ missing }}|{{ none }}|{{ {'a': 1} }}", "|None|{'a': 1}"),
     ],
 )  # fmt: skip

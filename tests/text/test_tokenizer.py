@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -42,6 +44,8 @@ def test_every_control_token_is_broken_whatever_they_share(tokens: list[str], te
     core = tokenizers.Tokenizer(models.BPE())
     core.add_special_tokens(tokens)
     shielded = Tokenizer(core).shield(text)
+    with mock.patch("disagg.text.tokenizer.SHIELDED_NUM_CHARS", 3):
+        assert Tokenizer(core).shield(text) == shielded  # in parts, as long texts are
     assert not any(token in shielded for token in tokens)
     assert shielded.replace(BREAK, "") == text
     assert (BREAK in shielded) == any(token in text for token in tokens)
@@ -71,6 +75,39 @@ def test_token_texts() -> None:
     assert fallback.token_bytes(FALLBACK_IDS["▁hello"]) == b" hello"
     assert fallback.token_bytes(FALLBACK_IDS["<0xE2>"]) == b"\xe2"
     assert fallback.token_bytes(10**6) == b""
+
+
+def test_many_ids_are_decoded_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = [
+        *TOKENIZER.encode("the fox, \u65e5\u672c\ud7ff\n" * 10, add_special_tokens=True),
+        END,
+        0,
+    ]
+    few = [TOKENIZER.decode(token_ids, skip_special_tokens=skip) for skip in (True, False)]
+    monkeypatch.setattr("disagg.text.tokenizer.FEW_IDS", 0)
+    assert few == [TOKENIZER.decode(token_ids, skip_special_tokens=skip) for skip in (True, False)]
+
+
+@pytest.mark.parametrize("text", ["the fox ", "a", "\u65e5", " \n", "<|im_end|>"])
+def test_a_text_is_counted_no_further_than_it_takes(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr("disagg.text.tokenizer.PIECE_NUM_CHARS", 1000)
+    text *= 4000
+    num_tokens = len(TOKENIZER.encode(text, add_special_tokens=False))
+    assert TOKENIZER.has_more_tokens(text, num_tokens // 2)
+    assert not TOKENIZER.has_more_tokens(text, num_tokens)
+    read = []
+
+    class Core:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> list[list[int]]:
+            read.extend(texts)
+            return [list(range(len(texts[0])))]
+
+    counted = Tokenizer(TOKENIZER.core)
+    counted.core = Core()  # type: ignore[assignment]
+    assert counted.has_more_tokens(text, 1000)
+    assert sum(map(len, read)) <= 3000
 
 
 def test_files() -> None:

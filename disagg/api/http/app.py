@@ -19,18 +19,21 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from disagg import logs, telemetry
-from disagg.api.apis import CHAT, COMPLETIONS, Api, Asked
+from disagg.api import openapi
+from disagg.api.apis import BY_PATH, Api, Asked, Frames, errors_of
 from disagg.api.choices import Caller
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Reply, Send, Writer, watch
 from disagg.api.http.request import Bodies, HttpRequest
+from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
+from disagg.api.slo import in_headers
 from disagg.config import AUTO, HttpConfig
 from disagg.errors import Overloaded, Unavailable
 
@@ -40,6 +43,7 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
 
+SCORE_NBYTES = 32  # of a log-probability and its token, as JSON
 CUT_TIMEOUT_S = 1.0  # for writing the error to clients that may read slowly
 
 logger = logging.getLogger("disagg.api")
@@ -79,8 +83,10 @@ class HttpApp:
         metrics: shown by `/metrics`.
         explain: request id and tenant -> JSON that says how it was routed; `/debug/requests/{id}`.
         refresh: brings gauges up to date before `/metrics` shows them.
+        beside: more of `/metrics`, asked of a process beside this one; called in a thread.
         new_id: random text for ids that clients do not choose.
         quota: what tenants may do; None: whatever they like.
+        names_replies: whether to send `x-request-id`; False: whoever hosts the app does.
     """
 
     def __init__(
@@ -92,8 +98,10 @@ class HttpApp:
         metrics: ApiMetrics | None = None,
         explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
         refresh: Callable[[], None] = lambda: None,
+        beside: Callable[[], bytes] = bytes,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         quota: Quota | None = None,
+        names_replies: bool = True,
     ) -> None:
         metrics = metrics or ApiMetrics()
         self._service = service
@@ -102,7 +110,9 @@ class HttpApp:
         self._metrics = metrics
         self._explain = explain
         self._refresh = refresh
+        self._beside = beside
         self._new_id = new_id
+        self._names_replies = names_replies
         self._key_check = KeyCheck(config)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # not those of open paths
@@ -113,11 +123,13 @@ class HttpApp:
         metrics.num_running.set_function(lambda: len(self._running))
         metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._routes: dict[str, tuple[str, Endpoint]] = {
-            "/v1/chat/completions": ("POST", partial(self._generate, CHAT)),
-            "/v1/completions": ("POST", partial(self._generate, COMPLETIONS)),
+            **{path: ("POST", partial(self._generate, api)) for path, api in BY_PATH.items()},
             "/v1/models": ("GET", self._models),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
+            "/v1/messages/count_tokens": ("POST", partial(self._told, service.count_tokens)),
+            "/v1/embeddings": ("POST", partial(self._told, service.embeddings)),
+            "/tokenize": ("POST", partial(self._told, service.tokenize)),
+            "/detokenize": ("POST", partial(self._told, service.detokenize)),
+            "/openapi.json": ("GET", self._show_openapi),
             "/health": ("GET", self._ready),
             "/ready": ("GET", self._ready),
             "/ping": ("GET", self._ready),
@@ -137,7 +149,7 @@ class HttpApp:
             await receive()
             await send({"type": "websocket.close", "code": 1003})
         elif scope["type"] == "http":
-            request = HttpRequest(scope, receive, self._new_id)
+            request = HttpRequest(scope, receive, self._new_id, self._names_replies)
             await self._serve(request, send)
 
     async def _serve(self, request: HttpRequest, send: Send) -> None:
@@ -176,6 +188,7 @@ class HttpApp:
         return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:
+        request.errors = errors_of(request.path)
         try:
             answer = await self._dispatch(request)
             if isinstance(answer, Reply):
@@ -185,7 +198,7 @@ class HttpApp:
         except asyncio.CancelledError:
             if not self._is_cutting:
                 raise
-            await writer.fail(_CUT, close=True)
+            await writer.fail(_CUT, request.errors, close=True)
         except Exception as problem:  # the one place where errors become replies
             error = as_disagg_error(problem, request.request_id)
             if error is not problem:
@@ -194,7 +207,8 @@ class HttpApp:
                 who = self._quota.tenant_class(request.tenant)
                 self._metrics.refused.labels(request.route, error.reason, who).inc()
                 self._quota.say(request)
-            await writer.fail(error, close=not request.body_is_read)
+            close = not request.body_is_read
+            await writer.fail(error, request.errors, close=close)
 
     async def drain(self, timeout_s: float) -> Drained:
         """Refuse what is new, and wait for what runs.
@@ -261,12 +275,18 @@ class HttpApp:
             request.traceparent,
             waited_s=read_s - arrived_s,
             min_priority=self._quota.min_priority(request.tenant),
+            slo=in_headers(request.headers),
+            least_slo=self._quota.least_slo(request.tenant),
         )
         run = await self._service.prepare(api, body, caller)
         self._begin(request, run, arrived_s, read_s)
         if run.job.wanted.stream:
-            return self._events(request, run, api.frames(run.job), arrived_s)
-        return Reply(api.body(run, await self._collect(request, run, arrived_s)))
+            frames = api.frames(run.job)
+            request.errors = request.errors._replace(event=frames.error)
+            return self._events(request, run, frames, arrived_s)
+        answers = await self._collect(request, run, arrived_s)
+        nbytes = SCORE_NBYTES * run.job.num_prompt_scores
+        return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))
 
     def _begin(
         self, request: HttpRequest, run: RunningJob, arrived_s: float, read_s: float
@@ -296,7 +316,7 @@ class HttpApp:
         return answers
 
     async def _events(
-        self, request: HttpRequest, run: RunningJob, frames: responses.Frames, arrived_s: float
+        self, request: HttpRequest, run: RunningJob, frames: Frames, arrived_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of one batch joined into one write."""
         begun, is_named = False, run.job.model.name != AUTO
@@ -306,11 +326,12 @@ class HttpApp:
                     timer.observe(batch)
                     if not is_named:
                         is_named = frames.name_models(run)
-                    events = b"".join(map(frames.piece, batch))
+                    opening = b""
                     if not begun:
                         begun = True
                         _say_why(run, request)
-                        events = frames.opening() + events
+                        opening = frames.opening()
+                    events = opening + b"".join(map(frames.piece, batch))
                     if events:
                         yield events
         yield frames.closing(run)
@@ -324,11 +345,13 @@ class HttpApp:
     async def _one_model(self, request: HttpRequest) -> Reply:
         return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
 
-    async def _tokenize(self, request: HttpRequest) -> Reply:
-        return Reply(await self._service.tokenize(await self._read_json(request)))
+    async def _told(
+        self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
+    ) -> Reply:
+        return Reply(await answer(await self._read_json(request)))
 
-    async def _detokenize(self, request: HttpRequest) -> Reply:
-        return Reply(await self._service.detokenize(await self._read_json(request)))
+    async def _show_openapi(self, request: HttpRequest) -> Reply:
+        return Reply(openapi.document())
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()
@@ -343,8 +366,9 @@ class HttpApp:
         return Reply(msgspec.json.encode(_Version(version("disagg"))))
 
     async def _show_metrics(self, request: HttpRequest) -> Reply:
+        more = await asyncio.to_thread(self._beside)
         self._refresh()
-        return Reply(self._metrics.expose(), headers=[(b"content-type", CONTENT_TYPE)])
+        return Reply(self._metrics.expose() + more, headers=[(b"content-type", CONTENT_TYPE)])
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
         found = self._explain(request.rest, request.tenant)

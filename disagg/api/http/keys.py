@@ -46,6 +46,8 @@ class KeyCheck:
         if not self._tenants:
             return
         given = request.headers.get(b"authorization")
+        if given is None and b"x-api-key" in request.headers:  # as Anthropic's clients send it
+            given = b"Bearer " + request.headers[b"x-api-key"]
         if given is None:
             raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
         scheme, _, key = given.partition(b" ")

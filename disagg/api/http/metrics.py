@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
+from disagg.api.slo import Slo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
@@ -141,11 +142,13 @@ class ApiMetrics:
         )
         self.slo = counter(
             "request_slo",
-            "Requests that were answered, by whether they met their model's SLO: first token within"
+            "Requests that were answered, by whether they met their SLO: first token within"
             " ttft_slo_s, and the mean time between tokens within tpot_slo_s. missed: also those"
-            " that failed. Goodput is the rate of met",
+            " that failed. Goodput is the rate of met. slo says whose it is: model, request (it"
+            " asked for one of its own), or none (it asked for none, as batch work)",
             model,
             "outcome",
+            "slo",
         )
         self.prompt_tokens = counter(
             "prompt_tokens", f"Tokens of prompts, cached or not. {counted}", model, "tenant"
@@ -288,8 +291,12 @@ class RequestTimer:
         metrics.cached_tokens.labels(model, self._tenant).inc(run.num_cached_tokens)
         metrics.generation_tokens.labels(model, self._tenant).inc(run.num_completion_tokens)
         if model in metrics.slo_s and (error is None or isinstance(error, DisaggError)):
-            has_met = error is None and self._is_in_time(*metrics.slo_s[model])
-            metrics.slo.labels(model, "met" if has_met else "missed").inc()
+            asked = Slo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
+            ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
+            has_met = error is None and self._is_in_time(
+                asked.ttft_s or ttft_slo_s, asked.tpot_s or tpot_slo_s
+            )
+            metrics.slo.labels(model, "met" if has_met else "missed", asked.kind).inc()
 
     def _is_in_time(self, ttft_slo_s: float, tpot_slo_s: float) -> bool:
         if self._first_s is None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from disagg.api.http.request import HttpRequest
-from disagg.api.openai.responses import PING, error_frame
-from disagg.api.refusals import error_headers, error_json
+from disagg.api.openai.frames import PING
+from disagg.api.refusals import ErrorFormat, error_headers
 from disagg.errors import DisaggError
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -63,15 +63,15 @@ class Writer:
     async def write(self, event: bytes) -> None:
         await self._write(event, more=True)
 
-    async def fail(self, error: DisaggError, *, close: bool) -> None:
+    async def fail(self, error: DisaggError, written: ErrorFormat, *, close: bool) -> None:
         """An error reply, or the error as the last event of a stream that has begun."""
         if self.streaming:
             self.streaming = False
-            await self._write(error_frame(error), more=False)
+            await self._write(written.event(error), more=False)
         elif self.status is None:
             closing = [(b"connection", b"close")] if close else []
             headers = [JSON, *error_headers(error), *closing]
-            await self.reply(Reply(error_json(error), error.http_status, headers))
+            await self.reply(Reply(written.body(error), error.http_status, headers))
 
     async def _write(self, body: bytes, *, more: bool) -> None:
         self.num_begun += 1

@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
+from disagg.api.refusals import OPENAI_ERRORS, RequestTimeout, UnsupportedMediaType
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
 from disagg.telemetry import parse_traceparent
 
@@ -59,6 +59,7 @@ class HttpRequest:
         request_id: the client's `x-request-id` when it is harmless, else ours; a label.
         route: the pattern that matched, for metrics; `rest` is what its end matched.
         tenant: whose request it is; filled in by the key check.
+        errors: how errors of its API are written.
         reply_headers: what to say whatever the answer is.
         num_output_tokens: of its answer so far; None: it was not counted for its tenant.
         num_body_bytes: that were taken of the bodies' room, for whoever ends the request.
@@ -69,6 +70,7 @@ class HttpRequest:
         scope: MutableMapping[str, Any],
         receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
         new_id: Callable[[], str],
+        names_reply: bool = True,
     ) -> None:
         self._scope = scope
         self._receive = receive
@@ -81,10 +83,13 @@ class HttpRequest:
         self.tenant = ""
         self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0
+        self.errors = OPENAI_ERRORS
         self.own_id = new_id()
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
-        self.reply_headers = [(b"x-request-id", self.request_id.encode())]
+        self.reply_headers: list[tuple[bytes, bytes]] = []
+        if names_reply:
+            self.reply_headers.append((b"x-request-id", self.request_id.encode()))
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
         self.traceparent = trace if parse_traceparent(trace) is not None else ""
 

@@ -12,13 +12,21 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from disagg.api.openai.tool_calls import Call, CallReader
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed
-from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from disagg.router.cascade import CascadeDecision
+from disagg.text.answer_delta import CallDelta
+from disagg.text.answer_reader import AnswerReader
 from disagg.text.detokenizer import Detokenizer
+from disagg.text.reasoning import prompt_tail
 
 Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
 # Request id -> which tier answers and why; None: the request named its model itself.
@@ -35,21 +43,31 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """New tokens and text of one choice."""
+    """New tokens of one choice, and what they say: reasoning first, then text, then calls."""
 
     index: int
+    reasoning: str = ""
     text: str = ""
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of them
     scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    stop_string: str | None = None  # that ended it
+    token_ids: list[int] = field(default_factory=list)  # only where they are asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the first, if asked for
 
     def extend(self, later: ChoiceDelta) -> None:
+        self.reasoning += later.reasoning
         self.text += later.text
         self.calls += later.calls
         self.num_tokens += later.num_tokens
+        self.num_reasoning_tokens += later.num_reasoning_tokens
         self.scored += later.scored
-        self.finish_reason = later.finish_reason
+        self.token_ids += later.token_ids
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason, self.stop_string = later.finish_reason, later.stop_string
 
 
 @dataclass(frozen=True)
@@ -73,9 +91,22 @@ class Job:
         return self.wanted.model
 
     @property
+    def num_prompt_scores(self) -> int:
+        """Log-probabilities that its answer has of prompts."""
+        requests = self.requests
+        return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
+
+    @property
     def num_prompt_tokens(self) -> int:
         firsts = self.requests[:: self.wanted.num_choices]
         return sum(request.num_prompt_tokens for request in firsts)
+
+
+def num_prompt_scores(sampling: SamplingParams, num_prompt_tokens: int) -> int:
+    """How many log-probabilities are asked for of one prompt."""
+    if sampling.prompt_logprobs is None:
+        return 0
+    return num_prompt_tokens * (1 + sampling.prompt_logprobs)
 
 
 class Answer:
@@ -87,17 +118,23 @@ class Answer:
         self.index = index
         self.request = request
         self._include_stop = wanted.include_stop
+        self._only_echo = wanted.only_echo
+        self._return_token_ids = wanted.return_token_ids
         self._explain = explain
+        self._include_reasoning = wanted.include_reasoning
+        tokenizer, syntax = wanted.model.tokenizer, wanted.syntax
         self._detokenizer = Detokenizer(
-            wanted.model.tokenizer,
+            tokenizer,
             stops=wanted.stops,
             include_stop=wanted.include_stop,
             skip_special_tokens=wanted.skip_special_tokens,
+            kept=tokenizer.control_ids_in(syntax.marks) if syntax else (),
             num_unchecked=request.sampling.min_tokens,
         )
-        self._calls = None
-        if wanted.calls is not None:
-            self._calls = CallReader(wanted.calls, request.request_id)
+        self._reader = None
+        if syntax is not None:
+            tail = prompt_tail(tokenizer, request.token_ids)
+            self._reader = AnswerReader(syntax, request.request_id, tail)
         self._num_deltas = 0
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
@@ -110,30 +147,66 @@ class Answer:
             self.num_cached_tokens = delta.num_cached_tokens
             self.decision = self._explain(self.request.request_id)
         self._num_deltas += 1
-        piece = ChoiceDelta(self.index)
+        piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs)
+        if self._only_echo:
+            piece.finish_reason = "length"
+            return piece
+        detokenizer, reader = self._detokenizer, self._reader
         scores = delta.logprobs or ()
         num_shown = len(delta.token_ids) - self._ends_unseen(delta)
         for position, token_id in enumerate(delta.token_ids):
             if position < len(scores):
-                offset = self._detokenizer.num_chars
+                offset = detokenizer.num_chars
                 piece.scored.append(ScoredToken(token_id, scores[position], offset))
             piece.num_tokens += 1
             if position < num_shown:
-                piece.text += self._detokenizer.push(token_id)
-            if self._detokenizer.found is not None:
+                text = detokenizer.push(token_id)
+                if reader is None:
+                    piece.text += text
+                else:
+                    self._read(piece, reader, text)
+            if detokenizer.found is not None or (reader is not None and reader.is_done):
+                piece.finish_reason = "stop"
                 break
         else:
             piece.finish_reason = delta.finish_reason
-            if delta.finish_reason is not None:
-                piece.text += self._detokenizer.finish()
-        if self._detokenizer.found is not None:
-            piece.finish_reason = "stop"
-        if self._calls is not None:
-            is_end = piece.finish_reason is not None
-            piece.text, piece.calls = self._calls.push(piece.text, is_end=is_end)
-            if self._calls.is_done or (self._calls.has_called and piece.finish_reason == "stop"):
-                piece.finish_reason = "tool_calls"
+        if self._return_token_ids:
+            piece.token_ids = list(delta.token_ids[: piece.num_tokens])
+        if piece.finish_reason is not None:
+            self._end(piece)
         return piece
+
+    def _read(self, piece: ChoiceDelta, reader: AnswerReader, text: str) -> None:
+        """What the text of one token adds."""
+        was_reasoning = reader.is_reasoning
+        reasoning, said, calls = reader.push(text)
+        if was_reasoning and reader.is_reasoning:  # not the mark that ends it
+            piece.num_reasoning_tokens += 1
+        if reasoning and self._include_reasoning:
+            piece.reasoning += reasoning
+        piece.text += said
+        if calls:
+            piece.calls += calls
+
+    def _end(self, piece: ChoiceDelta) -> None:
+        """The rest of what was held back."""
+        detokenizer, reader = self._detokenizer, self._reader
+        rest = ""
+        if detokenizer.found is None and not (reader is not None and reader.is_done):
+            rest = detokenizer.finish()
+        if detokenizer.found is not None:
+            piece.finish_reason, piece.stop_string = "stop", detokenizer.found
+        if reader is None:
+            piece.text += rest
+            return
+        is_cut = piece.finish_reason != "stop"
+        reasoning, said, calls = reader.push(rest, is_end=True, is_cut=is_cut)
+        if self._include_reasoning:
+            piece.reasoning += reasoning
+        piece.text += said
+        piece.calls += calls
+        if reader.has_called and piece.finish_reason == "stop":
+            piece.finish_reason = "tool_calls"
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:
         """Whether the last token only says that the answer is over."""
@@ -161,6 +234,7 @@ class RunningJob:
     ) -> None:
         self.job = job
         self.num_completion_tokens = 0
+        self.num_reasoning_tokens = 0  # of them
         self._generate = generate
         self._answers = [
             Answer(index, request, job.wanted, explain)
@@ -235,6 +309,7 @@ class RunningJob:
             async for delta in deltas:
                 piece = answer.advance(delta)
                 self.num_completion_tokens += piece.num_tokens
+                self.num_reasoning_tokens += piece.num_reasoning_tokens
                 if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
                     yield piece
                 if piece.finish_reason is not None:

@@ -12,17 +12,24 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from disagg.api.json_body import invalid_field, load_object
+from disagg.api.json_body import read_struct
+from disagg.api.openai.reasoning import Effort
 from disagg.api.openai.structured_output import Choices, ResponseFormat, Schema, StructuredOutputs
 from disagg.api.openai.tools import ToolChoice, Tools
 from disagg.api.refusals import unsupported
+from disagg.api.slo import Milliseconds
 from disagg.config import MAX_PRIORITY
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIdKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
+]
 
 
 class StreamOptions(msgspec.Struct):
@@ -47,12 +54,20 @@ class Sampled(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=8192)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds for the whole answer
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    slo_ttft_ms: Milliseconds | None = None
+    slo_tpot_ms: Milliseconds | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None  # vLLM's older names for parts of `structured_outputs`
@@ -61,9 +76,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
     user: Label | None = None
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)] | None
-    ) = None
+    metadata: Metadata | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -90,6 +103,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, by its newer name
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -101,6 +115,10 @@ class ChatRequest(Sampled, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, bool | int | Label] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -121,6 +139,7 @@ class CompletionRequest(Sampled, kw_only=True):
     default_token_limit: ClassVar = 16  # OpenAI's
 
     prompt: str | list[Any]  # text, texts, token ids or lists of token ids: see `understand`
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0: only the echo
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
@@ -128,7 +147,7 @@ class CompletionRequest(Sampled, kw_only=True):
 
     @property
     def token_limit(self) -> int | None:
-        return self.max_tokens
+        return 1 if self.max_tokens == 0 else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -141,9 +160,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, bool | int | Label] | None = None
     tools: Tools | None = None
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    input: str | list[Any]
+    model: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -151,7 +176,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+Request = TypeVar(
+    "Request",
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+)
 
 # Fields that are never taken from outside: they name our own machinery or carry code or tensors.
 _INTERNAL_FIELDS = (
@@ -162,24 +194,20 @@ _INTERNAL_FIELDS = (
 
 # Fields that would change the answer, with the values (besides null) that ask for nothing.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
-    "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1.0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+
+
+_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")  # what else is ignored is small
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
@@ -188,14 +216,16 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     Raises:
         InvalidRequest: with the JSON path of the first offence as `param`.
     """
-    raw = load_object(body)
+    return read_struct(
+        body, kind, _check_text if kind is CompletionRequest else _refuse_unsupported
+    )
+
+
+def _check_text(raw: dict[str, Any]) -> None:
     _refuse_unsupported(raw)
-    if kind is CompletionRequest and raw.get("tools"):
-        raise unsupported("tools", "Only /v1/chat/completions has them.")
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from None
+    for name in _OF_CHATS:
+        if raw.get(name):
+            raise unsupported(name, "Only /v1/chat/completions has it.")
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:

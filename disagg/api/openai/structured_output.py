@@ -1,8 +1,9 @@
 """Structured output: from request fields to a checked grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. A schema is
-followed to the letter, `strict` or not; one that cannot be is refused here, before any worker
-hears of it. Knows no tokens: what a grammar allows is known to `engine/sched/grammar.py`.
+always followed; a `response_format` is also closed unless it has `strict: false` (`strict_schema`).
+What cannot be followed is refused here, before any worker hears of it. Knows no tokens: what a
+grammar allows is known to `engine/sched/grammar.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from disagg.api.openai.strict_schema import strict
 from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
 from disagg.engine.sched.grammar import Compiled, Grammars
@@ -96,7 +98,9 @@ def _wanted(request: GrammarFields) -> dict[str, Grammar]:
         if form.json_schema is None:
             raise missing_parameter("response_format.json_schema")
         param = "response_format.json_schema.schema"
-        wanted[param] = Grammar("json", _json_text(form.json_schema.schema, param))
+        schema = form.json_schema.schema
+        schema = schema if form.json_schema.strict is False else strict(schema)
+        wanted[param] = Grammar("json", _json_text(schema, param))
     outputs = request.structured_outputs
     if outputs is not None:
         found = _texts("structured_outputs.", outputs.json, outputs.regex, outputs.choice,

@@ -14,12 +14,18 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from disagg.api.openai.tool_calls import CallSyntax, format_of
+from disagg.api.openai.strict_schema import strict
 from disagg.api.refusals import invalid_value, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.messages import Grammar
+from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
+from disagg.text.tool_parsers.format import Reader
+from disagg.text.tool_parsers.json_calls import read_llama3_json
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+
+
+MAX_REQUIRED_CALLS = 32  # in one answer: a weak model would go on until its tokens are used up
 
 
 class FunctionDefinition(msgspec.Struct, omit_defaults=True):
@@ -89,22 +95,23 @@ def required_calls(request: ToolFields) -> Grammar | None:
     if isinstance(request.tool_choice, NamedTool):
         wanted = request.tool_choice.function.name
         named = next(t.function for t in request.tools or () if t.function.name == wanted)
-        return _grammar(named.parameters or {"type": "object"})
+        return _grammar(_parameters(named))
     if request.tool_choice != "required":
         return None
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool.function, definitions) for tool in request.tools or ()]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
-    if request.parallel_tool_calls is False:
-        schema["maxItems"] = 1
-    return _grammar(schema)
+    most = 1 if request.parallel_tool_calls is False else MAX_REQUIRED_CALLS
+    items = {"anyOf": calls}
+    return _grammar(
+        {"type": "array", "minItems": 1, "maxItems": most, "items": items, **definitions}
+    )
 
 
 def _call_schema(
     function: FunctionDefinition, definitions: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The schema of a call. Definitions that its parameters refer to by their place move along."""
-    parameters = dict(function.parameters or {"type": "object"})
+    parameters = dict(_parameters(function))
     for place in ("$defs", "definitions"):
         own = parameters.pop(place, None)
         if not isinstance(own, dict):
@@ -123,6 +130,11 @@ def _call_schema(
     }
 
 
+def _parameters(function: FunctionDefinition) -> dict[str, Any]:
+    """Closed in any case: a function takes the arguments that it names."""
+    return strict(function.parameters or {"type": "object"})
+
+
 def _grammar(schema: dict[str, Any]) -> Grammar:
     try:
         return Grammar("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
@@ -130,28 +142,39 @@ def _grammar(schema: dict[str, Any]) -> Grammar:
         raise invalid_value("tools", "A schema is nested too deeply.") from None
 
 
-def call_syntax(request: ToolFields, model: ServedModel) -> CallSyntax | None:
-    """How the answers of `request` are read for calls; None: they are text.
+def answer_syntax(request: ToolFields, model: ServedModel) -> AnswerSyntax | None:
+    """How reasoning and calls are read in the answers to `request`; None: they are text.
 
     Raises:
         InvalidRequest: the model's chat template cannot show functions, or not in a way known here.
     """
-    if not offered(request):
+    reasoning, tools = model.reasoning_format, offered(request)
+    if reasoning is None and not tools:
         return None
-    template, parallel = model.template, request.parallel_tool_calls is not False
-    if template is None or not template.shows_tools:
+    return AnswerSyntax.of(
+        reasoning,
+        model.tool_format,
+        {tool.function.name: tool.function.parameters or {} for tool in tools},
+        read_calls=_checked_reader(request, model) if tools else None,
+        parallel=request.parallel_tool_calls is not False,
+    )
+
+
+def _checked_reader(request: ToolFields, model: ServedModel) -> Reader | None:
+    """Reads what a grammar makes of the answer; None: there is none, and the model's own format is
+    known."""
+    if model.template is None or not model.template.shows_tools:
         raise unsupported(
             "tools", f"The chat template of {model.name!r} does not show them to the model."
         )
     if isinstance(request.tool_choice, NamedTool):
-        return CallSyntax(function=request.tool_choice.function.name, parallel=parallel)
+        return read_arguments_of(request.tool_choice.function.name)
     if request.tool_choice == "required":
-        return CallSyntax(parallel=parallel)
-    call_format = format_of(template.source)
-    if call_format is None:
+        return read_llama3_json
+    if model.tool_format is None:
         raise unsupported(
             "tools",
             f"How {model.name!r} writes calls is not known; set tool_choice to 'required', to a"
-            " function or to 'none'.",
+            " function or to 'none', or start the server with --tool-call-parser.",
         )
-    return CallSyntax(call_format, parallel=parallel)
+    return None

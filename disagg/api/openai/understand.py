@@ -13,6 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from disagg.api.json_body import invalid_field
+from disagg.api.openai.reasoning import template_arguments, thinking_budget
 from disagg.api.openai.requests import (
     ChatMessage,
     ChatRequest,
@@ -23,10 +24,10 @@ from disagg.api.openai.requests import (
     TokenizeRequest,
 )
 from disagg.api.openai.structured_output import wanted_grammar
-from disagg.api.openai.tool_calls import CallSyntax
-from disagg.api.openai.tools import call_syntax, check_tools, offered, required_calls
-from disagg.api.refusals import invalid_value, missing_parameter, unsupported
+from disagg.api.openai.tools import answer_syntax, check_tools, offered, required_calls
+from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
+from disagg.api.slo import in_body
 from disagg.api.wanted import Conversation, JsonText, Prompt, Text, Wanted
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
@@ -35,13 +36,14 @@ MAX_NUM_CHOICES = 128  # prompts * n of one request
 GREEDY_BELOW = 1e-5  # a temperature this small overflows the division and means greedy
 
 # What a request and `SamplingParams` call the same is handed on by its name.
-_LEFT_TO_LATER_STEPS = ("max_tokens", "seed", "stop_token_ids")
+_OTHERWISE = ("max_tokens", "seed", "stop_token_ids", "logit_bias")
 _SAMPLING = [
     name
     for name in SamplingParams.__struct_fields__
-    if name in Sampled.__struct_fields__ and name not in _LEFT_TO_LATER_STEPS
+    if name in Sampled.__struct_fields__ and name not in _OTHERWISE
 ]
-_TEMPLATE_ARGUMENTS = ("enable_thinking", "reasoning_effort", "thinking")
+# What templates call the reasoning of an earlier answer; the last is GPT-OSS's.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> Wanted:
@@ -55,10 +57,16 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
     if request.top_logprobs and not request.logprobs:
         raise invalid_value("top_logprobs", "It needs logprobs: true.")
     check_tools(request)
-    conversation = _conversation(request, offered(request))
-    calls = call_syntax(request, model)
+    arguments = template_arguments(request.chat_template_kwargs, request.reasoning_effort, model)
+    conversation = _conversation(request, offered(request), arguments, model)
     grammar = wanted_grammar(request, required_calls(request))
-    return _wanted(request, model, min_priority, [conversation], grammar, calls)
+    wanted = _wanted(request, model, min_priority, [conversation], grammar)
+    return replace(
+        wanted,
+        syntax=answer_syntax(request, model),
+        include_reasoning=request.include_reasoning is not False,
+        thinking_token_budget=thinking_budget(request, model),
+    )
 
 
 def understand_completion(
@@ -70,18 +78,23 @@ def understand_completion(
         raise invalid_value(
             "best_of", f"Only best_of = n ({num_choices}) is supported: nothing is discarded."
         )
-    if request.echo and request.logprobs is not None:
-        raise invalid_value(
-            "echo", "With logprobs it needs the prompt's log-probabilities, which are not kept."
-        )
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid_value("max_tokens", "0 needs echo: true; else there is nothing to answer.")
     prompts, grammar = _prompts(request), wanted_grammar(request)
     wanted = _wanted(request, model, min_priority, prompts, grammar)
-    return replace(wanted, echo=bool(request.echo))
+    wanted = replace(wanted, echo=bool(request.echo), only_echo=request.max_tokens == 0)
+    if not request.echo or request.logprobs is None:
+        return wanted
+    if request.stream:
+        raise invalid_value("echo", "With logprobs it needs stream: false.")
+    num_top = max(request.logprobs, request.prompt_logprobs or 0)
+    return replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=num_top))
 
 
-def understand_tokenize(request: TokenizeRequest) -> Prompt:
+def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
     """Raises `InvalidRequest`."""
-    conversation = _conversation(request, request.tools or ())
+    arguments = template_arguments(request.chat_template_kwargs, None, model)
+    conversation = _conversation(request, request.tools or (), arguments, model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid_value("prompt", "Give either prompt or messages.")
     if request.prompt is None:
@@ -95,14 +108,26 @@ def _wanted(
     min_priority: int,
     prompts: Sequence[Prompt],
     grammar: tuple[str, Grammar] | None,
-    calls: CallSyntax | None = None,
 ) -> Wanted:
     """What chats and completions have in common."""
     if request.stream_options is not None and not request.stream:
         raise invalid_value("stream_options", "It needs stream: true.")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid_value("prompt_logprobs", "They need stream: false.")
+    truncated = request.truncate_prompt_tokens
+    if truncated == 0 or (truncated is not None and truncated >= model.max_model_len):
+        raise invalid_value(
+            "truncate_prompt_tokens",
+            f"{truncated} is not -1 or between 1 and {model.max_model_len - 1}, what"
+            f" {model.name!r} takes.",
+        )
     limit, least = request.token_limit, request.min_tokens
     if limit is not None and least is not None and least > limit:
         raise invalid_value("min_tokens", f"{least} is above max_tokens, {limit}.")
+    if grammar is not None and request.allowed_token_ids:
+        raise invalid_value(
+            "allowed_token_ids", f"{grammar[0]} says already what the answer must look like."
+        )
     stop = request.stop or ()
     return Wanted(
         model=model,
@@ -115,14 +140,17 @@ def _wanted(
         grammar=grammar,
         num_choices=request.n or 1,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        bad_words=tuple(request.bad_words or ()),
         include_stop=bool(request.include_stop_str_in_output),
-        # Some models mark their calls by control tokens.
-        skip_special_tokens=calls is None and request.skip_special_tokens is not False,
-        calls=calls,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        shows_prompt_logprobs=request.prompt_logprobs is not None,
+        return_token_ids=bool(request.return_token_ids),
+        truncate_prompt_tokens=truncated,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         timeout_s=request.timeout,
         priority=_priority(request, min_priority),
+        slo=in_body(request.slo_ttft_ms, request.slo_tpot_ms),
         cache_salt=request.cache_salt or "",
     )
 
@@ -130,15 +158,24 @@ def _wanted(
 def _sampling(request: ChatRequest | CompletionRequest, model: ServedModel) -> SamplingParams:
     """As the request says, else as the model's authors advise."""
     asked = {name: getattr(request, name) for name in _SAMPLING}
-    said = {name: value for name, value in asked.items() if value is not None}
+    said = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in asked.items()
+        if value is not None
+    }
     chosen: dict[str, Any] = {**vars(model.defaults), **said}
     chosen["top_k"] = max(0, chosen["top_k"])  # -1 is vLLM's "off"
     if chosen["temperature"] < GREEDY_BELOW:
         chosen["temperature"] = 0.0
     ends = () if request.ignore_eos else model.eos_token_ids
     stops = dict.fromkeys((*ends, *(request.stop_token_ids or ())))
+    biases = (request.logit_bias or {}).items()
     return SamplingParams(
-        max_tokens=0, logprobs=request.num_logprobs, stop_token_ids=tuple(stops), **chosen
+        max_tokens=0,
+        logprobs=request.num_logprobs,
+        stop_token_ids=tuple(stops),
+        logit_bias=tuple((int(token_id), bias) for token_id, bias in biases),
+        **chosen,
     )
 
 
@@ -189,26 +226,37 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
     return [Text(each, special) if isinstance(each, str) else each for each in found]
 
 
-def _conversation(request: ChatRequest | TokenizeRequest, tools: Sequence[Any]) -> Conversation:
-    arguments: Mapping[str, Any] = request.chat_template_kwargs or {}
-    for name in arguments:
-        if name not in _TEMPLATE_ARGUMENTS:
-            raise unsupported(
-                f"chat_template_kwargs.{name[:64]}", f"Allowed: {', '.join(_TEMPLATE_ARGUMENTS)}."
-            )
+def _conversation(
+    request: ChatRequest | TokenizeRequest,
+    tools: Sequence[Any],
+    arguments: Mapping[str, Any],
+    model: ServedModel,
+) -> Conversation:
+    reasoning = model.reasoning_format
+    is_harmony = reasoning is not None and reasoning.is_harmony
     messages = [
-        _message(message, f"messages[{index}]")
+        _message(message, f"messages[{index}]", is_harmony=is_harmony)
         for index, message in enumerate(request.messages or ())
     ]
+    plain_tools = [msgspec.to_builtins(tool) for tool in tools]
+    for tool in plain_tools if is_harmony else ():
+        tool["function"].setdefault("description", "")  # which its template joins with others
+    continues = bool(request.continue_final_message)
+    if continues and (request.add_generation_prompt or not messages[-1]["content"]):
+        raise invalid_value(
+            "continue_final_message",
+            "It needs a last message with content, and no add_generation_prompt.",
+        )
     return Conversation(
         messages,
-        [msgspec.to_builtins(tool) for tool in tools],
+        plain_tools,
         arguments,
-        request.add_generation_prompt is not False,
+        request.add_generation_prompt is not False and not continues,
+        continues,
     )
 
 
-def _message(message: ChatMessage, path: str) -> dict[str, Any]:
+def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, Any]:
     """A message as templates know it: plain types, one text, `developer` as `system`.
 
     Parts are joined by newlines, so that words of two parts do not run together.
@@ -227,10 +275,15 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
         content = "\n".join(_part(part, f"{path}.content[{number}]") for number, part in parts)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        plain |= dict.fromkeys(REASONING_KEYS, reasoning)
+        if is_harmony and message.tool_calls and content:  # its template takes one of both
+            plain |= {"content": None, "thinking": f"{reasoning}\n\n{content}"}
     if message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -20,7 +20,7 @@ from disagg.errors import DeadlineExceeded, GrammarError
 from disagg.messages import Grammar, SamplingParams
 from tests.api.apps import http_client, make_app, until
 from tests.api.fakes import FakeGenerate, served_model
-from tests.api.hostile_requests import CHAT, TEXT
+from tests.contract.contract import CHAT, TEXT
 from tests.engine.sched.test_grammar import HOSTILE
 
 SCHEMA = {
@@ -29,6 +29,8 @@ SCHEMA = {
     "required": ["z", "a"],
     "additionalProperties": False,
 }
+CLOSED = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOSED_TEXT = json.dumps(CLOSED, separators=(",", ":"))
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 
 
@@ -57,8 +59,8 @@ TAKEN: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
     ({"response_format": {"type": "json_object"}}, Grammar("json", '{"type":"object"}')),
-    (form(SCHEMA), Grammar("json", SCHEMA_TEXT)),
-    (form(SCHEMA, strict=True, description="A thing."), Grammar("json", SCHEMA_TEXT)),
+    (form(CLOSED), Grammar("json", CLOSED_TEXT)),
+    (form(CLOSED, strict=True, description="A thing."), Grammar("json", CLOSED_TEXT)),
     (form(SCHEMA, strict=False), Grammar("json", SCHEMA_TEXT)),
     (form({}), Grammar("json", "{}")),
     (outputs(json=SCHEMA), Grammar("json", SCHEMA_TEXT)),

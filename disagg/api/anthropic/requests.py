@@ -1,0 +1,240 @@
+"""Anthropic's `/v1/messages`: its requests, read strictly and put as the chats that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from disagg.api.json_body import read_struct
+from disagg.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    Count,
+    FunctionCall,
+    Label,
+    StopString,
+    ToolCall,
+)
+from disagg.api.openai.tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+from disagg.api.openai.understand import understand_chat
+from disagg.api.refusals import unsupported
+from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Prompt, Wanted
+from disagg.errors import InvalidRequest
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    text: str
+
+
+class ToolUse(msgspec.Struct, tag="tool_use"):
+    id: Label
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ToolResult(msgspec.Struct, tag="tool_result"):
+    tool_use_id: Label
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(msgspec.Struct, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
+    """Encrypted reasoning of another server; it is ignored."""
+
+
+Block: TypeAlias = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking
+
+
+class Message(msgspec.Struct):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Meta(min_length=1)]
+
+
+class OfferedTool(msgspec.Struct):
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+
+
+class WantedTool(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingAsked(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class Metadata(msgspec.Struct):
+    user_id: Label | None = None
+
+
+class Conversed(msgspec.Struct, kw_only=True):
+    """What requests for an answer and for a count of tokens have in common."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=128)] | None = None
+    tool_choice: WantedTool | None = None
+    thinking: ThinkingAsked | None = None
+
+
+class MessagesRequest(Conversed, kw_only=True):
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=4)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    metadata: Metadata | None = None
+
+
+class CountTokensRequest(Conversed, kw_only=True):
+    """How long would the prompt be?"""
+
+
+_UNSUPPORTED = ("container", "context_management", "mcp_servers", "output_config", "output_format")
+
+
+def read_messages(body: bytes) -> MessagesRequest:
+    """Raises `InvalidRequest`."""
+    return read_struct(body, MessagesRequest, _check)
+
+
+def read_count(body: bytes) -> CountTokensRequest:
+    """Raises `InvalidRequest`."""
+    return read_struct(body, CountTokensRequest, _check)
+
+
+def _check(raw: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
+        if raw.get(name):
+            raise unsupported(name, "Leave it out: this server does not implement it.")
+
+
+def understand_messages(request: MessagesRequest, model: ServedModel, min_priority: int) -> Wanted:
+    """As `understand_chat`. What it refuses is named as in chats where both have a field."""
+    return understand_chat(as_chat(request), model, min_priority)
+
+
+def understand_count(request: CountTokensRequest, model: ServedModel) -> Prompt:
+    """The prompt of a request with these fields. Raises `InvalidRequest`."""
+    fields = {name: getattr(request, name) for name in CountTokensRequest.__struct_fields__}
+    wanted = understand_messages(MessagesRequest(max_tokens=1, **fields), model, 0)
+    return wanted.prompts[0]
+
+
+def as_chat(request: MessagesRequest) -> ChatRequest:
+    """Raises `InvalidRequest`."""
+    choice, thinking = request.tool_choice, request.thinking
+    return ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        stream=request.stream,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=list(request.stop_sequences) if request.stop_sequences else None,
+        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tool_choice=None if choice is None or not request.tools else _choice(choice),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        reasoning_effort="none" if thinking is not None and thinking.type == "disabled" else None,
+        thinking_token_budget=None if thinking is None else thinking.budget_tokens,
+        # An answer to a last message of the assistant goes on with it.
+        continue_final_message=request.messages[-1].role == "assistant" or None,
+    )
+
+
+def _tool(tool: OfferedTool) -> Tool:
+    function = FunctionDefinition(tool.name, tool.description, tool.input_schema)
+    return Tool("function", function)
+
+
+def _choice(choice: WantedTool) -> ToolChoice:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            if choice.name is None:
+                raise InvalidRequest(
+                    "Missing required parameter: tool_choice.name.",
+                    code="missing_required_parameter",
+                    param="tool_choice.name",
+                )
+            return NamedTool("function", NamedFunction(choice.name))
+        case "auto" | "none":
+            return choice.type
+
+
+def _messages(request: Conversed) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if request.system:
+        messages.append(ChatMessage("system", _text(request.system)))
+    for index, message in enumerate(request.messages):
+        messages += _as_chat_messages(message, f"messages[{index}]")
+    return messages
+
+
+def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
+    """Results of tools are messages of their own in chats, before what the user says to them."""
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    texts, thoughts, calls, results = [], [], list[ToolCall](), list[ChatMessage]()
+    for number, block in enumerate(message.content):
+        if isinstance(block, ToolUse | ToolResult) != (message.role == _ROLES.get(type(block))):
+            raise InvalidRequest(
+                f"Invalid {path}.content[{number}]: a message of the {message.role} has none.",
+                code="invalid_value",
+                param=f"{path}.content[{number}]",
+            )
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case Thinking(thinking=text):
+                thoughts.append(text)
+            case ToolUse():
+                calls.append(
+                    ToolCall(
+                        FunctionCall(block.name, msgspec.json.encode(block.input).decode()),
+                        block.id,
+                    )
+                )
+            case ToolResult():
+                content = _text(block.content or "")
+                results.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
+    if not texts and not calls and results:
+        return results
+    own = ChatMessage(
+        message.role,
+        "\n".join(texts) if texts or not calls else None,
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+    return [*results, own]
+
+
+_ROLES: dict[type, str] = {ToolUse: "assistant", ToolResult: "user"}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,196 @@
+"""Server-sent events of chats and text completions, built from bytes prepared once.
+
+Clients are strict: `finish_reason` is present and null until a chunk of its own ends the choice,
+usage comes in one extra chunk and only when asked for, the role comes first, and a stream that
+fails ends without `[DONE]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import msgspec
+
+from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
+from disagg.api.openai.logprobs import chat_logprobs, completion_logprobs
+from disagg.api.openai.responses import FunctionDelta, ToolCallDelta, echo_of, usage_of
+from disagg.api.refusals import error_frame
+from disagg.errors import DisaggError
+from disagg.text.answer_delta import CallDelta
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+_to_json = msgspec.json.Encoder().encode
+
+
+class Frames(ABC):
+    """Events of a streamed answer; all that does not change in a request is built once."""
+
+    kind: ClassVar[str]
+    gain: ClassVar[bytes]  # the key under which a choice's new text stands
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokenizer = job.model.tokenizer
+        self._preambles = [self._preamble(job.model.name)] * len(job.requests)
+        self._tail = b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n"
+
+    def name_models(self, run: RunningJob) -> bool:
+        """Name the models that the cascade chose so far. Returns whether it chose for all."""
+        names = [None if each is None else each.model for each in run.decisions]
+        for index, name in enumerate(names):
+            if name is not None:
+                self._preambles[index] = self._preamble(name)
+        return None not in names
+
+    def _preamble(self, model_name: str) -> bytes:
+        job = self._job
+        return (
+            b'data: {"id":' + _to_json(job.id) + b',"object":' + _to_json(self.kind)
+            + b',"created":%d' % job.created_unix_s
+            + b',"model":' + _to_json(model_name) + b',"choices":['
+        )  # fmt: skip
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """What comes before the first token of each choice."""
+
+    def piece(self, piece: ChoiceDelta) -> bytes:
+        """What `piece` says, then, as an event of its own, its end."""
+        events = b""
+        if piece.text or piece.scored or piece.reasoning or piece.calls or piece.token_ids:
+            logprobs = self._logprobs(piece) if piece.scored else b"null"
+            ids = b',"token_ids":' + _to_json(piece.token_ids) if piece.token_ids else b""
+            events = self._event(piece.index, self._gain(piece), logprobs, b"null", ids)
+        if piece.finish_reason is not None:
+            reason = _to_json(piece.finish_reason)
+            events += self._event(piece.index, self._text(""), b"null", reason)
+        return events
+
+    def closing(self, run: RunningJob) -> bytes:
+        """The usage chunk when it was asked for, and `[DONE]`."""
+        if not self._job.wanted.include_usage:
+            return DONE
+        preamble = self._preamble(run.model_name)
+        return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
+
+    def _gain(self, piece: ChoiceDelta) -> bytes:
+        """What `piece` says, as the value of `gain`."""
+        return self._text(piece.text)
+
+    def _prompt_token_ids(self, index: int) -> bytes:
+        """Where they are asked for, a field of an event or of its choice."""
+        if not self._job.wanted.return_token_ids:
+            return b""
+        return b',"prompt_token_ids":' + _to_json(self._job.requests[index].token_ids)
+
+    def error(self, error: DisaggError) -> bytes:
+        return error_frame(error)
+
+    @abstractmethod
+    def _text(self, text: str) -> bytes:
+        """New text as the value of `gain`."""
+
+    @abstractmethod
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
+        """Log-probabilities of the piece's tokens."""
+
+    def _event(
+        self,
+        index: int,
+        gain: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        more: bytes = b"",
+        beside: bytes = b"",
+    ) -> bytes:
+        """
+        Args:
+            more: of the choice; beside: of the event.
+        """
+        return b"".join(
+            (
+                self._preambles[index],
+                b'{"index":%d,' % index,
+                self.gain,
+                gain,
+                b',"logprobs":',
+                logprobs,
+                b',"finish_reason":',
+                reason,
+                more,
+                b"}]",
+                beside,
+                self._tail,
+            )
+        )
+
+
+class ChatFrames(Frames):
+    kind = "chat.completion.chunk"
+    gain = b'"delta":'
+
+    def opening(self) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        ids = self._prompt_token_ids(0)
+        events = [self._event(0, delta, b"null", b"null", beside=ids)]
+        events += [
+            self._event(i, delta, b"null", b"null") for i in range(1, len(self._job.requests))
+        ]
+        return b"".join(events)
+
+    def _gain(self, piece: ChoiceDelta) -> bytes:
+        if not (piece.reasoning or piece.calls):
+            return self._text(piece.text)
+        parts = []
+        if piece.reasoning:
+            reasoning = _to_json(piece.reasoning)
+            parts.append(b'"reasoning_content":' + reasoning + b',"reasoning":' + reasoning)
+        if piece.text:
+            parts.append(b'"content":' + _to_json(piece.text))
+        if piece.calls:
+            parts.append(b'"tool_calls":' + _to_json([_call_delta(call) for call in piece.calls]))
+        return b"{" + b",".join(parts) + b"}"
+
+    def _text(self, text: str) -> bytes:
+        return b'{"content":' + _to_json(text) + b"}"
+
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
+        return _to_json(chat_logprobs(piece.scored, self._tokenizer))
+
+
+class CompletionFrames(Frames):
+    kind = "text_completion"
+    gain = b'"text":'
+
+    def opening(self) -> bytes:
+        if not (self._job.echoes or self._job.wanted.return_token_ids):
+            return b""
+        indices = range(len(self._job.requests))
+        events = (
+            self._event(
+                index,
+                self._text(echo_of(self._job, index)),
+                b"null",
+                b"null",
+                self._prompt_token_ids(index),
+            )
+            for index in indices
+        )
+        return b"".join(events)
+
+    def _text(self, text: str) -> bytes:
+        return _to_json(text)
+
+    def _logprobs(self, piece: ChoiceDelta) -> bytes:
+        start = len(echo_of(self._job, piece.index))
+        return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    delta = ToolCallDelta(call.number, FunctionDelta(call.arguments))
+    if call.name:
+        delta.id, delta.type, delta.function.name = call.id, "function", call.name
+    return delta

@@ -1,0 +1,120 @@
+"""Log-probabilities in answers, in the formats of chats, text completions and vLLM's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from disagg.api.openai.answers import ScoredToken
+from disagg.messages import TokenLogprobs
+from disagg.text.detokenizer import TextStream
+from disagg.text.tokenizer import Tokenizer
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """The first token of a prompt follows nothing, so it has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def chat_logprobs(scored: Iterable[ScoredToken], tokenizer: Tokenizer) -> ChatLogprobs:
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        raw = tokenizer.token_bytes(token_id)
+        return TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(raw))
+
+    content = []
+    for token in scored:
+        chosen = top(token.token_id, token.logprobs.logprob)
+        others = [top(*pair) for pair in token.logprobs.top]
+        content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(
+    scored: Sequence[ScoredToken], tokenizer: Tokenizer, start: int
+) -> CompletionLogprobs:
+    """`start` is the length of the prompt's text where that is repeated before the answer."""
+    return CompletionLogprobs(
+        [tokenizer.token_text(token.token_id) for token in scored],
+        [_finite(token.logprobs.logprob) for token in scored],
+        [
+            {tokenizer.token_text(number): _finite(value) for number, value in token.logprobs.top}
+            for token in scored
+        ],
+        [start + token.offset for token in scored],
+    )
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int],
+    scores: Sequence[TokenLogprobs],
+    answer: CompletionLogprobs,
+    tokenizer: Tokenizer,
+) -> CompletionLogprobs:
+    """Those of a prompt, and behind them the answer's.
+
+    Args:
+        token_ids: of the prompt.
+        scores: of all of them but the first.
+    """
+    stream, num_chars, scored = TextStream(tokenizer), 0, []
+    first, *others = token_ids
+    num_chars += len(stream.push(first))
+    for token_id, score in zip(others, scores, strict=True):
+        scored.append(ScoredToken(token_id, score, num_chars))
+        num_chars += len(stream.push(token_id))
+    prompt = completion_logprobs(scored, tokenizer, 0)
+    return CompletionLogprobs(
+        [tokenizer.token_text(first), *prompt.tokens, *answer.tokens],
+        [None, *prompt.token_logprobs, *answer.token_logprobs],
+        [None, *prompt.top_logprobs, *answer.top_logprobs],
+        [0, *prompt.text_offset, *answer.text_offset],
+    )
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`. Args: `echoed_logprobs`."""
+    found: PromptLogprobs = [None]
+    for token_id, score in zip(token_ids[1:], scores, strict=True):
+        ranked = [(number, value, rank) for rank, (number, value) in enumerate(score.top, start=1)]
+        found.append(
+            {
+                number: PromptLogprob(_finite(value), rank, tokenizer.token_text(number))
+                for number, value, rank in [(token_id, score.logprob, score.rank), *ranked]
+            }
+        )
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # OpenAI's stand-in for "very unlikely"; JSON has no infinity

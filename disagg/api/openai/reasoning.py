@@ -1,0 +1,103 @@
+"""The fields of a request that say whether, how long and how hard a model thinks.
+
+Each is honoured or refused in words. What a model can do is what its chat template reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from disagg.api.refusals import invalid_value, unsupported
+from disagg.api.served_model import ServedModel
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+_SWITCHES = ("enable_thinking", "thinking")  # of different templates, for the same
+_HARMONY_EFFORTS = ("low", "medium", "high")
+
+
+class BudgetField(Protocol):
+    thinking_token_budget: int | None
+
+
+def thinking_budget(request: BudgetField, model: ServedModel) -> int | None:
+    """Tokens that the reasoning may have; None: no limit.
+
+    Raises:
+        InvalidRequest: the model has no reasoning, as far as is known.
+    """
+    budget = request.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    if model.reasoning_format is None:
+        raise unsupported("thinking_token_budget", _no_reasoning(model))
+    return budget
+
+
+def template_arguments(
+    given: Mapping[str, Any] | None, effort: Effort | None, model: ServedModel
+) -> dict[str, Any]:
+    """What the chat template is told besides the messages.
+
+    Args:
+        given: `chat_template_kwargs`.
+        effort: `reasoning_effort`.
+
+    Raises:
+        InvalidRequest: the template does not read what it would be told.
+    """
+    read = model.template.arguments if model.template else frozenset()
+    arguments = {}
+    for name, value in (given or {}).items():
+        known = name if name in read else _switch(read) if name in _SWITCHES else None
+        if known is not None:
+            arguments[known] = value
+        elif not (name in _SWITCHES and value is False and model.reasoning_format is None):
+            reads = ", ".join(sorted(read)) or "nothing"
+            raise unsupported(
+                f"chat_template_kwargs.{name[:64]}",
+                f"The chat template of {model.name!r} does not read it. Besides the messages it"
+                f" reads: {reads}.",
+            )
+    if effort is not None:
+        arguments = _of_effort(effort, model, read) | arguments
+    return arguments
+
+
+def _of_effort(effort: Effort, model: ServedModel, read: frozenset[str]) -> dict[str, Any]:
+    reasoning, switch = model.reasoning_format, _switch(read)
+    if effort == "none" and switch is not None:
+        return {switch: False}
+    if "reasoning_effort" in read:
+        if reasoning is not None and reasoning.is_harmony and effort not in _HARMONY_EFFORTS:
+            raise _no_such_effort(effort, model, _HARMONY_EFFORTS)
+        return {"reasoning_effort": effort}
+    if switch is not None:
+        if effort not in ("none", "medium"):
+            raise _no_such_effort(effort, model, ("none", "medium"))
+        return {switch: effort != "none"}
+    if reasoning is None and effort != "none":
+        raise unsupported("reasoning_effort", _no_reasoning(model))
+    if reasoning is not None and effort != "medium":
+        raise _no_such_effort(effort, model, ("medium",))
+    return {}
+
+
+def _switch(read: frozenset[str]) -> str | None:
+    return next((name for name in _SWITCHES if name in read), None)
+
+
+def _no_such_effort(effort: str, model: ServedModel, efforts: tuple[str, ...]) -> Exception:
+    return invalid_value(
+        "reasoning_effort",
+        f"{effort!r} is not known to the chat template of {model.name!r}; it can be asked for:"
+        f" {', '.join(efforts)}. thinking_token_budget limits the reasoning of every model.",
+    )
+
+
+def _no_reasoning(model: ServedModel) -> str:
+    return (
+        f"The chat template of {model.name!r} shows no reasoning; if the model reasons all the"
+        " same, start the server with --reasoning-parser."
+    )

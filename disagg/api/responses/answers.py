@@ -1,0 +1,240 @@
+"""OpenAI's `/v1/responses`: whole answers and the events of streams.
+
+An answer is a list of items: a message with the text, and each call of a function. In a stream
+every event has a number, and every item is added, grows and is done before the next is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
+from disagg.api.responses.requests import ResponsesRequest
+from disagg.errors import DisaggError
+from disagg.text.answer_delta import CallDelta, joined
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
+    (answer,) = answers
+    items, status = [], _status(answer)
+    if answer.reasoning:
+        items.append(_reasoning(run.job, answer.reasoning, status))
+    if answer.text or not answer.calls:
+        items.append(_message(run.job, answer.text, status))
+    items += [_call(call, "completed") for call in joined(answer.calls)]
+    return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
+
+
+def _status(answer: ChoiceDelta) -> str:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _response(
+    job: Job, model_name: str, answer: ChoiceDelta | None, items: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Args: answer: None: it has just begun."""
+    asked, sampling = job.wanted.repeated, job.wanted.sampling
+    assert isinstance(asked, ResponsesRequest)
+    status = "in_progress" if answer is None else _status(answer)
+    is_cut = status == "incomplete"
+    text = asked.text.format if asked.text is not None else None
+    return {
+        "id": job.id,
+        "object": "response",
+        "created_at": job.created_unix_s,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "model": model_name,
+        "output": items,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"} if text is None else text},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "top_p": sampling.top_p,
+        "truncation": asked.truncation or "disabled",
+        "usage": None,
+        "user": asked.user,
+    }
+
+
+def _reasoning(job: Job, text: str, status: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {
+        "id": _item_id("rs_", job),
+        "type": "reasoning",
+        "status": status,
+        "summary": [],
+        "content": content,
+    }
+
+
+def _message(job: Job, text: str | None, status: str) -> dict[str, Any]:
+    """Args: text: None: the message has no part yet."""
+    content = [] if text is None else [_part(text)]
+    return {
+        "id": _item_id("msg_", job),
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": content,
+    }
+
+
+def _item_id(prefix: str, job: Job) -> str:
+    return prefix + job.id.removeprefix("resp_")
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: CallDelta, status: str) -> dict[str, Any]:
+    return {
+        "id": "fc_" + call.id.removeprefix("call_"),
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+
+
+def _usage(run: RunningJob) -> dict[str, Any]:
+    num_prompt, num_output = run.job.num_prompt_tokens, run.num_completion_tokens
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": run.num_cached_tokens},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": run.num_reasoning_tokens},
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+class ResponseFrames:
+    """Events of a streamed response."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model_name = job.model.name
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []  # that are done
+        self._kind: Literal["", "reasoning", "message", "call"] = ""  # of the item that grows
+        self._call = CallDelta(-1)  # the last that has begun
+        self._parts: list[str] = []  # of the item's text, or of its arguments
+        self._answer = ChoiceDelta(0)  # its last piece
+
+    def name_models(self, run: RunningJob) -> bool:
+        self._model_name = run.model_name
+        return all(run.decisions)
+
+    def opening(self) -> bytes:
+        response = _response(self._job, self._model_name, None, [])
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
+
+    def piece(self, piece: ChoiceDelta) -> bytes:
+        self._answer = piece
+        events = []
+        if piece.reasoning:
+            events += [self._begin("reasoning"), self._grow("reasoning_text", piece.reasoning)]
+        if piece.text:
+            events += [self._begin("message"), self._grow("output_text", piece.text)]
+        for call in piece.calls:
+            if call.number != self._call.number:
+                events.append(self._end_item())
+                self._call = call._replace(arguments="")
+            events.append(self._begin("call"))
+            if call.arguments:
+                events.append(self._grow("function_call_arguments", call.arguments))
+        return b"".join(events)
+
+    def closing(self, run: RunningJob) -> bytes:
+        says_nothing = not self._kind and not self._items
+        events = [self._begin("message")] if says_nothing else []
+        events.append(self._end_item())
+        response = _response(self._job, run.model_name, self._answer, self._items)
+        response["usage"] = _usage(run)
+        events.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(events)
+
+    def error(self, error: DisaggError) -> bytes:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _begin(self, kind: Literal["reasoning", "message", "call"]) -> bytes:
+        """Nothing where an item of this kind has begun."""
+        if self._kind == kind:
+            return b""
+        ended = self._end_item()
+        self._kind = kind
+        added = self._item_event("added", self._item("in_progress"))
+        part = self._part_event("added", "") if kind == "message" else b""
+        return ended + added + part
+
+    def _grow(self, what: str, text: str) -> bytes:
+        self._parts.append(text)
+        return self._event(f"response.{what}.delta", delta=text, **self._place())
+
+    def _end_item(self) -> bytes:
+        """Nothing where none has begun."""
+        text = "".join(self._parts)
+        match self._kind:
+            case "":
+                return b""
+            case "reasoning":
+                done = self._event("response.reasoning_text.done", text=text, **self._place())
+            case "message":
+                done = self._event("response.output_text.done", text=text, **self._place())
+                done += self._part_event("done", text)
+            case "call":
+                kind, name = "response.function_call_arguments.done", self._call.name
+                done = self._event(kind, name=name, arguments=text, **self._place())
+        item = self._item("completed" if self._kind == "call" else _status(self._answer))
+        done += self._item_event("done", item)
+        self._items.append(item)
+        self._kind = ""
+        self._parts.clear()
+        return done
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """What grows, as far as it has."""
+        text = "".join(self._parts)
+        if self._kind == "reasoning":
+            return _reasoning(self._job, text, status)
+        if self._kind == "call":
+            return _call(self._call._replace(arguments=text), status)
+        return _message(self._job, None if status == "in_progress" else text, status)
+
+    def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
+        place = {"output_index": len(self._items), "item": item}
+        return self._event(f"response.output_item.{what}", **place)
+
+    def _part_event(self, what: str, text: str) -> bytes:
+        return self._event(f"response.content_part.{what}", part=_part(text), **self._place())
+
+    def _place(self) -> dict[str, Any]:
+        """Of what an event tells, in the whole answer."""
+        place: dict[str, Any] = {"output_index": len(self._items)}
+        if self._kind == "call":
+            return place | {"item_id": _call(self._call, "")["id"]}
+        prefix = "rs_" if self._kind == "reasoning" else "msg_"
+        place |= {"item_id": _item_id(prefix, self._job), "content_index": 0}
+        return place | {"logprobs": []} if self._kind == "message" else place
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = _to_json({"type": kind, "sequence_number": self._num_events} | fields)
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

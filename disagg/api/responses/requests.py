@@ -1,0 +1,247 @@
+"""OpenAI's `/v1/responses`: its requests, read strictly and put as the chats that they are.
+
+Nothing is stored between requests: the client sends the whole conversation each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from disagg.api.json_body import read_struct
+from disagg.api.openai.reasoning import Effort
+from disagg.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    Count,
+    FunctionCall,
+    Label,
+    Metadata,
+    ToolCall,
+)
+from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
+from disagg.api.openai.tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+from disagg.api.openai.understand import understand_chat
+from disagg.api.refusals import missing_parameter, unsupported
+from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Wanted
+from disagg.errors import InvalidRequest
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class MessageItem(msgspec.Struct, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+
+class CallItem(msgspec.Struct, tag="function_call"):
+    call_id: Label
+    name: FunctionName
+    arguments: str
+
+
+class OutputItem(msgspec.Struct, tag="function_call_output"):
+    call_id: Label
+    output: str | list[Part]
+
+
+class ReasoningItem(msgspec.Struct, tag="reasoning"):
+    """What was thought before; the model is not shown it again."""
+
+
+Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
+
+
+class OfferedFunction(msgspec.Struct):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class WantedFunction(msgspec.Struct):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: Effort | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[OfferedFunction], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | WantedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    priority: int | None = None
+
+
+_KEEPS_NOTHING = "This server keeps nothing between requests: send the whole conversation as input."
+_UNSUPPORTED = {
+    "previous_response_id": _KEEPS_NOTHING,
+    "conversation": _KEEPS_NOTHING,
+    "background": "Answers are given while the client waits.",
+    "prompt": "Prompts are sent, not named.",
+    "top_logprobs": "Ask /v1/chat/completions for log-probabilities.",
+    "max_tool_calls": "Calls are the client's to make.",
+}
+
+
+def read_response_request(body: bytes) -> ResponsesRequest:
+    """Raises `InvalidRequest`."""
+    return read_struct(body, ResponsesRequest, _check)
+
+
+def _check(raw: dict[str, Any]) -> None:
+    for name, why in _UNSUPPORTED.items():
+        if raw.get(name):
+            raise unsupported(name, why)
+    items = raw.get("input")
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict):
+            item.setdefault("type", "message")
+    tools = raw.get("tools")
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported(
+                f"tools[{index}].type", f"There is no {kind[:64]!r} here, only functions."
+            )
+
+
+def understand_response_request(
+    request: ResponsesRequest, model: ServedModel, min_priority: int
+) -> Wanted:
+    """As `understand_chat`. What it refuses is named as in chats where both have a field."""
+    wanted = understand_chat(as_chat(request), model, min_priority)
+    return replace(wanted, repeated=request)
+
+
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """Raises `InvalidRequest`."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    return ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        stream=request.stream,
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format(request.text),
+        reasoning_effort=effort,
+        truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
+        priority=request.priority,
+    )
+
+
+def _tool(tool: OfferedFunction) -> Tool:
+    function = FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict)
+    return Tool("function", function)
+
+
+def _choice(request: ResponsesRequest) -> ToolChoice | None:
+    choice = request.tool_choice
+    if isinstance(choice, WantedFunction):
+        return NamedTool("function", NamedFunction(choice.name))
+    return choice
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    asked = None if text is None else text.format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat("json_object")
+    if asked.schema is None:
+        raise missing_parameter("text.format.schema")
+    schema = JsonSchemaFormat(asked.name or "answer", asked.schema, strict=asked.strict)
+    return ResponseFormat("json_schema", schema)
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if request.instructions:
+        messages.append(ChatMessage("system", request.instructions))
+    if isinstance(request.input, str):
+        return [*messages, ChatMessage("user", request.input)]
+    for index, item in enumerate(request.input):
+        path = f"input[{index}]"
+        match item:
+            case MessageItem():
+                content = _content(item.content, f"{path}.content")
+                messages.append(ChatMessage(item.role, content))
+            case OutputItem():
+                output = _content(item.output, f"{path}.output")
+                messages.append(ChatMessage("tool", output, tool_call_id=item.call_id))
+            case CallItem():
+                call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(ChatMessage("assistant"))
+                calls = messages[-1].tool_calls or []
+                calls.append(call)
+                messages[-1].tool_calls = calls
+    return messages
+
+
+def _content(content: str | Sequence[Part], path: str) -> str | list[ContentPart]:
+    """Parts of texts are called by who wrote them here, and by what they are in chats."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for number, part in enumerate(content):
+        if part.type not in _PART_TYPES:
+            raise InvalidRequest(
+                f"Invalid {path}[{number}].type: only text is supported, not {part.type[:64]!r}.",
+                code="unsupported_content",
+                param=f"{path}[{number}].type",
+            )
+        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+    return parts or ""
+
+
+_PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -1,0 +1,93 @@
+"""The SLOs that a request asks for itself, in headers or in its body, within what it may ask for.
+
+`x-slo-ttft-ms` and `x-slo-tpot-ms`, or `slo_ttft_ms` and `slo_tpot_ms` in the body, which come
+first. "none": it has no such SLO, as batch work; then it never goes before those that have one.
+Nothing: its model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+from msgspec import Meta
+
+from disagg.api.refusals import invalid_value
+
+NONE = "none"
+
+Milliseconds: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e9)] | Literal["none"]
+
+
+class Slo(NamedTuple):
+    """Seconds to the first token, and between tokens. 0: not said; inf: none."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """As metrics call it: whose SLO a request is held to."""
+        if self == Slo():
+            return "model"
+        return "none" if math.isinf(self.ttft_s) and math.isinf(self.tpot_s) else "request"
+
+
+def in_headers(headers: Mapping[bytes, bytes]) -> Slo:
+    """Raises `InvalidRequest`."""
+    ttft_s, tpot_s = (
+        _of_text(name, headers.get(name.encode(), b"").decode("latin-1").strip())
+        for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")
+    )
+    return Slo(ttft_s, tpot_s)
+
+
+def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> Slo:
+    return Slo(_seconds(ttft_ms), _seconds(tpot_ms))
+
+
+def agreed(body: Slo, headers: Slo, least: Slo) -> Slo:
+    """What a request is held to.
+
+    Args:
+        least: the shortest times that it may ask for; 0: any.
+
+    Raises:
+        InvalidRequest: it asks for less.
+    """
+    agreed_s = []
+    for name, said_s, header_s, least_s in zip(
+        ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, strict=True
+    ):
+        asked_s = said_s or header_s
+        if 0.0 < asked_s < least_s:
+            raise invalid_value(
+                name if said_s else f"x-{name.replace('_', '-')}",
+                f"{1e3 * asked_s:g} ms is less than {1e3 * least_s:g} ms, the least that you may"
+                " ask of this model.",
+            )
+        agreed_s.append(asked_s)
+    return Slo(*agreed_s)
+
+
+def _of_text(name: str, text: str) -> float:
+    if not text:
+        return 0.0
+    if text == NONE:
+        return math.inf
+    try:
+        seconds = float(text) / 1e3
+        if not 0.0 < seconds <= 1e6:
+            raise ValueError
+    except ValueError:
+        raise invalid_value(
+            name, f'{text[:64]!r} is neither "{NONE}" nor a number of milliseconds greater than 0.'
+        ) from None
+    return seconds
+
+
+def _seconds(said: float | str | None) -> float:
+    if said is None:
+        return 0.0
+    return math.inf if isinstance(said, str) else said / 1e3

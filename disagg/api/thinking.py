@@ -1,0 +1,63 @@
+"""What engines must know of reasoning: the marks around it, in tokens, and its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.api.refusals import unsupported
+from disagg.api.served_model import ServedModel
+from disagg.api.wanted import Wanted
+from disagg.messages import Grammar, Thinking
+from disagg.text.reasoning import ReasoningFormat, prompt_tail
+from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
+
+
+def thinking_of(
+    wanted: Wanted, grammar: Grammar | None, token_ids: Sequence[int]
+) -> Thinking | None:
+    """None: engines need not look for reasoning in the answer to the prompt `token_ids`.
+
+    Raises:
+        InvalidRequest: a budget, which cannot be kept because the marks are ordinary text.
+    """
+    reasoning = wanted.syntax.reasoning if wanted.syntax else None
+    budget = wanted.thinking_token_budget
+    if reasoning is None or (grammar is None and budget is None):
+        return None
+    model = wanted.model
+    if reasoning.is_harmony:
+        return Thinking(
+            starts=(_ids(model, ANALYSIS),),
+            end=_ids(model, reasoning.ends[0]),
+            forced_end=_ids(model, reasoning.forced_end),
+            then=_ids(model, FINAL_THEN),
+            is_framed=True,
+            budget=budget,
+        )
+    end = _ids(model, reasoning.ends[0])
+    if len(end) > 1:  # a model may write the same text in other tokens
+        if budget is None:
+            return None
+        raise unsupported(
+            "thinking_token_budget",
+            f"{model.name!r} ends its reasoning with ordinary text, not with a token of its own.",
+        )
+    tail = prompt_tail(model.tokenizer, token_ids)
+    if grammar is not None and reasoning.is_closed(tail):
+        return None  # it begins at once
+    return Thinking(
+        starts=_starts(reasoning, model),
+        end=end,
+        forced_end=end,
+        is_open=reasoning.is_open(tail),
+        budget=budget,
+    )
+
+
+def _starts(reasoning: ReasoningFormat, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Some models write a line break first."""
+    return tuple(_ids(model, before + mark) for mark in reasoning.starts for before in ("", "\n"))
+
+
+def _ids(model: ServedModel, text: str) -> tuple[int, ...]:
+    return tuple(model.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,129 @@
+"""Splits a streamed answer into reasoning, text and calls, in the format of its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.text.answer_delta import AnswerDelta, CallIdStyle, Sink
+from disagg.text.incoming import Incoming, Reading
+from disagg.text.reasoning import ReasoningFormat, read_reasoning
+from disagg.text.tool_parsers.format import Reader, ToolFormat, Tools, read_text
+from disagg.text.tool_parsers.harmony import read_harmony
+from disagg.text.tool_parsers.registry import HARMONY
+
+
+@dataclass(frozen=True)
+class AnswerSyntax:
+    """How the answers to a request are read.
+
+    Attributes:
+        reasoning: None: the model has none.
+        read_calls: reads what comes behind the reasoning; None: it is text.
+        tools: that are offered.
+        parallel: whether an answer may have several calls; otherwise it ends with the first.
+        marks: what may be control tokens and is needed to read an answer.
+    """
+
+    reasoning: ReasoningFormat | None = None
+    read_calls: Reader | None = None
+    tools: Tools = field(default_factory=dict)
+    call_id_style: CallIdStyle = "openai"
+    parallel: bool = True
+    marks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        reasoning: ReasoningFormat | None,
+        calls: ToolFormat | None,
+        tools: Tools,
+        *,
+        read_calls: Reader | None = None,
+        parallel: bool = True,
+    ) -> AnswerSyntax:
+        """Of a model that writes reasoning and calls in these formats.
+
+        Args:
+            read_calls: how calls are read if not in the format `calls`, as where a grammar says
+                what the answer looks like.
+        """
+        marks = (*(reasoning.marks if reasoning else ()), *(calls.marks if calls else ()))
+        if read_calls is None and calls is not None and tools:
+            read_calls = calls.read
+        if reasoning is not None and reasoning.is_harmony and read_calls is HARMONY.read:
+            read_calls = None  # calls are no part of what is said to the user
+        style = calls.call_id_style if calls else "openai"
+        return cls(reasoning, read_calls, tools, style, parallel, marks)
+
+
+class AnswerReader:
+    """
+    Args:
+        answer_id: makes the calls' ids, which must differ within a conversation.
+        prompt_tail: the last characters of the prompt.
+    """
+
+    def __init__(self, syntax: AnswerSyntax, answer_id: str, prompt_tail: str = "") -> None:
+        is_open = syntax.reasoning is not None and syntax.reasoning.is_open(prompt_tail)
+        self._text = Incoming()
+        self._sink = Sink(
+            answer_id,
+            call_id_style=syntax.call_id_style,
+            parallel=syntax.parallel,
+            is_reasoning=is_open,
+        )
+        self._reading = _read(self._text, self._sink, syntax, is_open)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._sink.is_reasoning
+
+    @property
+    def has_called(self) -> bool:
+        return self._sink.num_calls > 0
+
+    @property
+    def is_done(self) -> bool:
+        """The only call that is wanted is complete."""
+        return self._sink.is_full
+
+    def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerDelta:
+        """What `text`, the next of the answer, adds.
+
+        Args:
+            is_cut: the model did not end the answer itself.
+        """
+        self._text.push(text, is_end=is_end)
+        next(self._reading, None)
+        if is_end and not is_cut:
+            self._sink.end()
+        return self._sink.take()
+
+
+def read_arguments_of(function: str) -> Reader:
+    """For an answer that is the arguments of one function."""
+
+    def read(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
+        text.record()
+        is_call = (yield from text.spaces()) == "{"
+        before = text.recorded()
+        if is_call:
+            sink.begin_call(function)
+            if (yield from text.json_value(sink.arguments)):
+                sink.end_call()
+        yield from read_text(text, sink, "" if is_call else before)
+
+    return read
+
+
+def _read(text: Incoming, sink: Sink, syntax: AnswerSyntax, is_open: bool) -> Reading[None]:
+    reasoning, read_calls = syntax.reasoning, syntax.read_calls
+    if reasoning is not None and reasoning.is_harmony:
+        yield from read_harmony(text, sink, syntax.tools, read_calls)
+        return
+    if reasoning is not None:
+        yield from read_reasoning(text, sink, reasoning, is_open=is_open)
+    if read_calls is None:
+        yield from read_text(text, sink)
+    else:
+        yield from read_calls(text, sink, syntax.tools)

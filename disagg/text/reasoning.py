@@ -1,0 +1,135 @@
+"""Reasoning: what a model thinks before it answers, between marks of its format.
+
+A chat template may write the first mark itself, so that the answer begins inside, or both, so that
+the model does not think.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from disagg.text.answer_delta import Sink, Trimmed
+from disagg.text.incoming import Incoming, Marks, Reading
+from disagg.text.tool_parsers.harmony import FINAL, FORCE_FINAL
+from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
+
+if TYPE_CHECKING:
+    from disagg.text.tokenizer import Tokenizer
+
+TAIL_NUM_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """
+    Attributes:
+        names: what `--reasoning-parser` calls it; vLLM's names.
+        starts, ends: the marks; of several, models write one or the other.
+        shown_by: texts of which a chat template of such a model has at least one.
+        is_always_open: an answer begins inside, though the prompt does not show it.
+        forced_end: what ends reasoning that is over its budget; "": the first of `ends`.
+        marks: what may be control tokens.
+    """
+
+    names: tuple[str, ...]
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    shown_by: tuple[str, ...] = ()
+    is_always_open: bool = False
+    forced_end: str = ""
+    is_harmony: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return HARMONY_MARKS if self.is_harmony else (*self.starts, *self.ends)
+
+    def is_open(self, prompt_tail: str) -> bool:
+        """Whether an answer begins inside.
+
+        Args:
+            prompt_tail: the last characters of the prompt.
+        """
+        has_begun = prompt_tail.rstrip().endswith(self.starts)
+        return has_begun or (self.is_always_open and not self.is_closed(prompt_tail))
+
+    def is_closed(self, prompt_tail: str) -> bool:
+        """Whether the prompt has ended the reasoning, as templates do that turn it off."""
+        return prompt_tail.rstrip().endswith(self.ends)
+
+
+def prompt_tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The end of a prompt's text, long enough to show whether it has begun the reasoning."""
+    return tokenizer.decode(token_ids[-TAIL_NUM_TOKENS:], skip_special_tokens=False)
+
+
+HARMONY = ReasoningFormat(
+    ("openai_gptoss",), (), (FINAL,), ("<|channel|>",), forced_end=FORCE_FINAL,
+    is_always_open=True, is_harmony=True,
+)  # fmt: skip
+_THINK = (("<think>",), ("</think>",))
+FORMATS = (
+    HARMONY,
+    ReasoningFormat(("mistral",), ("[THINK]",), ("[/THINK]",), ("[THINK]",)),
+    ReasoningFormat(("seed_oss",), ("<seed:think>",), ("</seed:think>",), ("<seed:think>",)),
+    ReasoningFormat(
+        ("granite",),
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+        ("Here is my thought process", "Here's my thought process"),
+    ),
+    ReasoningFormat(
+        ("qwen3", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2", "ernie45", "holo2"),
+        *_THINK, ("<think>", "</think>"),
+    ),
+    ReasoningFormat(("deepseek_r1", "minimax_m2", "nemotron_v3", "step3"), *_THINK,
+                    is_always_open=True),
+)  # fmt: skip
+NAMES = ("none", *(name for each in FORMATS for name in each.names))
+
+
+@functools.lru_cache(maxsize=64)
+def reasoning_format_of(template_source: str, name: str = "") -> ReasoningFormat | None:
+    """How a model writes its reasoning; None: it has none, or in no way that is known here.
+
+    Args:
+        name: of a parser; "": as the chat template shows.
+    """
+    for each in FORMATS:
+        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
+            return each
+    return None
+
+
+def read_reasoning(
+    text: Incoming, sink: Sink, reasoning: ReasoningFormat, *, is_open: bool
+) -> Reading[None]:
+    """Reads on up to where the answer proper begins.
+
+    Args:
+        is_open: the answer begins inside.
+    """
+    text.record()
+    yield from text.spaces()
+    has_mark = False
+    for start in reasoning.starts:
+        has_mark = has_mark or (yield from text.skip(start))
+    before = text.recorded()
+    if not (is_open or has_mark):
+        text.give_back(before)
+        return
+    sink.is_reasoning = True
+    yield from text.spaces()
+    thought = Trimmed(sink.reasoning)
+    if (yield from text.until(_marks(reasoning.ends), thought)):
+        sink.is_reasoning = False
+        yield from text.word(_LINE_BREAK)
+    else:
+        thought.flush()
+
+
+_marks = functools.cache(lambda ends: Marks(*ends))
+_LINE_BREAK = re.compile(r"\n")

@@ -1,0 +1,74 @@
+"""What readers of calls have in common.
+
+A reader is a generator function that takes the rest of an answer, from where reasoning ended, and
+puts text and calls into a sink. A call is put there as it is generated. What turns out to be no
+call before its name is known stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from disagg.text.answer_delta import CallIdStyle, Sink, Trimmed
+from disagg.text.incoming import Incoming, Marks, Reading
+
+# Name of an offered function -> JSON schema of its parameters.
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+Reader: TypeAlias = Callable[[Incoming, Sink, Tools], Reading[None]]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """
+    Attributes:
+        names: what `--tool-call-parser` calls it; vLLM's names.
+        read: finds the calls in an answer.
+        shown_by: texts of which a chat template that shows such calls has at least one.
+        marks: what the reader looks for and tokenizers may hold as control tokens.
+        call_id_style: see `Sink`.
+    """
+
+    names: tuple[str, ...]
+    read: Reader
+    shown_by: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    call_id_style: CallIdStyle = "openai"
+
+
+def read_marked(
+    text: Incoming, sink: Sink, begin: Marks, read_calls: Callable[[str], Reading[bool]]
+) -> Reading[None]:
+    """Text with calls behind marks.
+
+    Args:
+        read_calls: given the mark, reads what follows; returns whether a call has begun. If not,
+            the mark and what was read is text.
+    """
+    said = Trimmed(sink.text)
+    while mark := (yield from text.until(begin, said)):
+        text.record()
+        is_call = yield from read_calls(mark)
+        read = text.recorded()
+        if is_call:
+            said.drop()
+        else:
+            said(mark + read)
+    if sink.num_calls:
+        said.drop()
+    said.flush()
+
+
+def read_text(text: Incoming, sink: Sink, before: str = "") -> Reading[None]:
+    """The rest is text; white space behind calls says nothing.
+
+    Args:
+        before: text that was read already.
+    """
+    said = Trimmed(sink.text) if sink.num_calls else sink.text
+    said(before)
+    yield from text.until(_NOTHING, said)
+
+
+_NOTHING = Marks()

@@ -1,0 +1,80 @@
+"""GPT-OSS's answers: messages, each with a channel, and calls as messages to a function.
+
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary
+to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; see the harmony guide at
+https://github.com/openai/harmony. The prompt ends with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from disagg.text.answer_delta import Sink
+from disagg.text.incoming import Incoming, Marks, Reading
+from disagg.text.tool_parsers.format import Reader, Tools
+
+MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
+         "<|constrain|>")  # fmt: skip
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final"  # in the header of what is said to the user
+FINAL_THEN = "<|message|>"
+FORCE_FINAL = "<|end|><|start|>assistant" + FINAL  # behind analysis that is not finished
+
+_HEADER_END = Marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_MESSAGE_END = Marks("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_HEADER_BEGINS = ("<|start|>", "<|channel|>", "to=")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+def read_harmony(
+    text: Incoming, sink: Sink, tools: Tools, read_final: Reader | None
+) -> Reading[None]:
+    """
+    Args:
+        read_final: reads what is said to the user; None: it is text.
+    """
+    sink.is_reasoning = False
+    mark = ""  # that the message before ended with
+    while (yield from text.more()):
+        header = mark if mark in _HEADER_BEGINS else ""
+        if not header:
+            yield from text.spaces()
+            header = yield from _skip_one(text, _HEADER_BEGINS)
+        if not header:  # a model that forgot it speaks to the user
+            mark = yield from text.until(_MESSAGE_END, sink.text)
+            continue
+        rest, mark = yield from text.collect(_HEADER_END)
+        if mark == "<|message|>":
+            mark = yield from _read_message(text, sink, header + rest, tools, read_final)
+
+
+def _skip_one(text: Incoming, marks: tuple[str, ...]) -> Reading[str]:
+    for mark in marks:
+        if (yield from text.skip(mark)):
+            return mark
+    return ""
+
+
+def _read_message(
+    text: Incoming, sink: Sink, header: str, tools: Tools, read_final: Reader | None
+) -> Reading[str]:
+    """Returns the mark that ends the message."""
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    to = recipient[1] if recipient else ""
+    name = to.removeprefix("functions.")
+    if to and (name != to or name in tools):
+        sink.begin_call(name)
+        mark = yield from text.until(_MESSAGE_END, sink.arguments)
+        if mark:
+            sink.end_call()
+        return mark
+    if not to and (channel is None or channel[1] in ("final", "commentary")):
+        if read_final is None or channel is None or channel[1] != "final":
+            return (yield from text.until(_MESSAGE_END, sink.text))
+        yield from read_final(text, sink, tools)
+        return ""
+    sink.is_reasoning = True
+    mark = yield from text.until(_MESSAGE_END, sink.reasoning)
+    sink.is_reasoning = False
+    return mark

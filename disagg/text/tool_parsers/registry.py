@@ -1,0 +1,67 @@
+"""All formats of calls: by vLLM's names for their parsers, and by what chat templates show."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+from disagg.text.tool_parsers.format import ToolFormat
+from disagg.text.tool_parsers.glm45 import read_glm45
+from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
+from disagg.text.tool_parsers.harmony import read_harmony
+from disagg.text.tool_parsers.json_calls import read_granite, read_hermes, read_llama3_json
+from disagg.text.tool_parsers.mistral import read_mistral
+from disagg.text.tool_parsers.pythonic import read_pythonic
+from disagg.text.tool_parsers.qwen3_coder import read_qwen3_coder
+from disagg.text.tool_parsers.sections import DEEPSEEK, KIMI_K2, read_deepseek, read_kimi_k2
+
+HARMONY = ToolFormat(
+    ("openai",), partial(read_harmony, read_final=None), ("<|channel|>",), HARMONY_MARKS
+)
+# Also what a grammar makes of any model's answer.
+LLAMA3_JSON = ToolFormat(
+    ("llama3_json", "llama4_json"), read_llama3_json, ('"parameters": ',), ("<|python_tag|>",)
+)
+
+# In the order in which templates are looked at: what several show comes after what only one shows.
+FORMATS = (
+    HARMONY,
+    ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK.call_begin,), DEEPSEEK),
+    ToolFormat(("kimi_k2",), read_kimi_k2, (KIMI_K2.call_begin,), KIMI_K2),
+    ToolFormat(
+        ("qwen3_coder", "qwen3_xml"), read_qwen3_coder, ("<function=",),
+        ("<tool_call>", "</tool_call>"),
+    ),
+    ToolFormat(
+        ("glm45", "glm47"), read_glm45, ("<arg_key>",),
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    ToolFormat(
+        ("granite", "phi4_mini_json"), read_granite, ("<|tool_call|>",),
+        ("<|tool_call|>", "<tool_call>", "</tool_call>", "<|/tool_call|>"),
+    ),
+    ToolFormat(("hermes",), read_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")),
+    ToolFormat(
+        ("mistral",), read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call_id_style="mistral",
+    ),
+    ToolFormat(
+        ("pythonic", "llama4_pythonic"), read_pythonic, ("[func_name1(",),
+        ("<|python_start|>", "<|python_end|>"),
+    ),
+    LLAMA3_JSON,
+)  # fmt: skip
+NAMES = ("none", *(name for each in FORMATS for name in each.names))
+
+
+@functools.lru_cache(maxsize=64)
+def tool_format_of(template_source: str, name: str = "") -> ToolFormat | None:
+    """How a model writes calls; None: in no way that is known here.
+
+    Args:
+        name: of a parser; "": as the chat template shows.
+    """
+    for each in FORMATS:
+        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
+            return each
+    return None

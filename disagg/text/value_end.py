@@ -1,0 +1,101 @@
+"""Where a value ends that comes piece by piece: by its brackets and strings, without reading it."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+_STRING_END = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+_JSON = re.compile(r'["{}\[\]]')
+_JSON_SCALAR_END = re.compile(r"[\s,;\]})<]")
+_PYTHON = re.compile(r"""["'(){}\[\],]""")
+
+
+class ValueEnd(Protocol):
+    def find(self, text: str, start: int) -> int | None:
+        """The end of the value in `text`, which continues it at `start`; None: it goes on."""
+
+
+class _Strings:
+    """Skips strings."""
+
+    def __init__(self) -> None:
+        self._quote = ""
+        self._is_escaped = False
+
+    def skip(self, text: str, at: int) -> int:
+        """The place behind the string that `at` is in, if it is in one."""
+        while self._quote and at < len(text):
+            if self._is_escaped:
+                at, self._is_escaped = at + 1, False
+                continue
+            found = _STRING_END[self._quote].search(text, at)
+            if found is None:
+                return len(text)
+            at = found.end()
+            if text[at - 1] == "\\":
+                self._is_escaped = True
+            else:
+                self._quote = ""
+        return at
+
+    def begin(self, quote: str) -> None:
+        self._quote = quote
+
+    @property
+    def is_inside(self) -> bool:
+        return bool(self._quote)
+
+
+class JsonEnd:
+    """Of one JSON value."""
+
+    def __init__(self) -> None:
+        self._strings = _Strings()
+        self._depth = 0
+        self._is_scalar: bool | None = None
+
+    def find(self, text: str, start: int) -> int | None:
+        if self._is_scalar is None:
+            self._is_scalar = text[start] not in '"{['
+        if self._is_scalar:
+            ends = _JSON_SCALAR_END.search(text, start)
+            return ends.start() if ends else None
+        at = self._strings.skip(text, start)
+        if at > start and not self._depth and not self._strings.is_inside:
+            return at
+        while found := _JSON.search(text, at):
+            at, char = found.end(), found.group()
+            if char == '"':
+                self._strings.begin(char)
+                at = self._strings.skip(text, at)
+            else:
+                self._depth += 1 if char in "{[" else -1
+            if not self._depth and not self._strings.is_inside:
+                return at
+            if self._strings.is_inside:
+                return None
+        return None
+
+
+class PythonEnd:
+    """Of a Python literal that is an argument: what follows it is a comma or a bracket's end."""
+
+    def __init__(self) -> None:
+        self._strings = _Strings()
+        self._depth = 0
+
+    def find(self, text: str, start: int) -> int | None:
+        at = self._strings.skip(text, start)
+        while not self._strings.is_inside and (found := _PYTHON.search(text, at)):
+            at, char = found.end(), found.group()
+            if char in "\"'":
+                self._strings.begin(char)
+                at = self._strings.skip(text, at)
+            elif char in "([{":
+                self._depth += 1
+            elif self._depth == 0:
+                return found.start()
+            elif char != ",":
+                self._depth -= 1
+        return None

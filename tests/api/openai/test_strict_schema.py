@@ -1,0 +1,74 @@
+"""What `strict` closes, and what it leaves as the client wrote it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from disagg.api.openai.strict_schema import LARGEST, strict
+from disagg.engine.sched.grammar import Grammars
+from disagg.messages import Grammar
+from tests.api.fakes import END, TOKENIZER
+from tests.api.openai.test_structured_output import form, sampling
+from tests.contract.contract import CHAT
+
+OPEN: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}}
+BOUNDS = {"minimum": -LARGEST, "maximum": LARGEST}
+CLOSED = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", **BOUNDS}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OPEN, CLOSED),
+        ({"$defs": {"a": OPEN}}, {"$defs": {"a": CLOSED}}),
+        ({"type": "array", "items": OPEN}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"type": ["integer", "null"]}, {"type": ["integer", "null"], **BOUNDS}),
+        ({"type": "object", "properties": {"enum": OPEN}},
+         {"type": "object", "properties": {"enum": CLOSED}, "additionalProperties": False}),
+    ],
+)  # fmt: skip
+def test_what_is_left_open_is_closed(schema: Any, expected: Any) -> None:
+    before = json.dumps(schema)
+    assert strict(schema) == expected
+    assert json.dumps(schema) == before, "the client's own is not changed"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},  # any object, which is what it says
+        OPEN | {"additionalProperties": {"type": "string"}, "properties": {}},
+        {"type": "object", "properties": {}, "patternProperties": {"^a": {"type": "string"}}},
+        {"type": "integer", "maximum": 7},
+        {"enum": [{"type": "integer"}]},
+        {"const": {"type": "object", "properties": {}}},
+        {"allOf": [{"type": "object", "properties": {}}]},
+        {"type": "string"},
+    ],
+)
+def test_what_says_it_itself_stays(schema: Any) -> None:
+    assert strict(schema) == schema
+
+
+def test_long_integers_can_be_written_and_endless_ones_cannot() -> None:
+    grammars = Grammars(TOKENIZER.core.to_str, [END])
+    compiled = grammars.compile(Grammar("json", json.dumps(strict(OPEN)))).result()
+    for number, fits in ((LARGEST, True), (-LARGEST, True), (LARGEST + 1, False), (10**30, False)):
+        token_ids = TOKENIZER.encode(f'{{"n":{number}}}', add_special_tokens=False)
+        matcher = compiled.matcher()
+        assert matcher.consume_tokens(token_ids) is fits, number
+
+
+async def test_schemas_are_closed_unless_clients_want_them_open() -> None:
+    for is_strict, expected in ((True, CLOSED), (None, CLOSED), (False, OPEN)):
+        (params,) = await sampling("/v1/chat/completions", CHAT, form(OPEN, strict=is_strict))
+        assert params.grammar is not None
+        assert json.loads(params.grammar.source) == expected

@@ -1,0 +1,241 @@
+"""Anthropic's `/v1/messages`: the shapes that its clients read, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from disagg.config import HttpConfig
+from tests.api.apps import http_client, make_app
+from tests.api.fakes import TOKENIZER, FakeGenerate, served_model
+from tests.api.openai.test_reasoning import OPEN, app
+from tests.api.openai.test_tools import HERMES
+from tests.api.test_responses_api import CALL
+
+TEXT = "the quick brown fox"
+URL = "/v1/messages"
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 99,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+LOOK = {
+    "name": "look",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+
+
+async def post(generate: FakeGenerate, template: str | None = None, **fields: Any) -> Any:
+    model = served_model() if template is None else served_model(template=template)
+    async with http_client(make_app(generate, model)) as client:
+        reply = await client.post(URL, json=ASKED | fields)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    events = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        fields = json.loads(data.removeprefix("data: "))
+        assert fields["type"] == name.removeprefix("event: ")
+        events.append((fields["type"], fields))
+    return events
+
+
+async def test_a_whole_message() -> None:
+    message = (await post(FakeGenerate(TEXT, num_cached_tokens=4), system="be brief")).json()
+    usage = message.pop("usage")
+    assert message == {
+        "id": "msg_id1",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": TEXT}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+    }
+    assert usage["cache_read_input_tokens"] == 4
+    assert usage["input_tokens"] > 0 and usage["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason", "stop"),
+    [
+        ({"max_tokens": 2}, "max_tokens", None),
+        ({"stop_sequences": ["brown"]}, "stop_sequence", "brown"),
+        ({}, "end_turn", None),
+    ],
+)
+async def test_why_it_stopped(
+    fields: dict[str, Any], reason: str, stop: str | None, stream: bool
+) -> None:
+    reply = await post(FakeGenerate(TEXT), stream=stream, **fields)
+    if stream:
+        (end,) = (
+            event["delta"] for kind, event in events_of(reply.text) if kind == "message_delta"
+        )
+    else:
+        end = reply.json()
+    assert (end["stop_reason"], end["stop_sequence"]) == (reason, stop)
+
+
+async def test_events_of_a_text() -> None:
+    events = events_of((await post(FakeGenerate(TEXT), stream=True)).text)
+    kinds = [kind for kind, _ in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    deltas = [event["delta"] for kind, event in events if kind == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == TEXT
+    message = events[0][1]["message"]
+    assert message["content"] == [] and message["usage"]["input_tokens"] > 0
+    assert events[-2][1]["usage"]["output_tokens"] > 0
+
+
+async def test_text_and_calls_are_blocks_one_after_the_other() -> None:
+    said = "see: " + CALL
+    whole = (await post(FakeGenerate(said), HERMES, tools=[LOOK])).json()
+    text, call = whole["content"]
+    assert text == {"type": "text", "text": "see:"}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "fox"})
+    assert whole["stop_reason"] == "tool_use"
+    events = events_of((await post(FakeGenerate(said), HERMES, tools=[LOOK], stream=True)).text)
+    places = [
+        (kind.removeprefix("content_block_"), event["index"])
+        for kind, event in events
+        if kind.startswith("content_block") and kind != "content_block_delta"
+    ]
+    assert places == [("start", 0), ("stop", 0), ("start", 1), ("stop", 1)]
+    parts = [
+        event["delta"]["partial_json"]
+        for kind, event in events
+        if kind == "content_block_delta" and event["index"] == 1
+    ]
+    assert json.loads("".join(parts)) == {"at": "fox"}
+
+
+async def test_a_call_that_is_cut_off_is_no_fault_of_the_server() -> None:
+    for max_tokens in range(8, 40):
+        message = (
+            await post(FakeGenerate(CALL), HERMES, tools=[LOOK], max_tokens=max_tokens)
+        ).json()
+        assert message["stop_reason"] in ("max_tokens", "tool_use")
+
+
+async def test_tokens_of_a_prompt_are_counted() -> None:
+    asked = {name: ASKED[name] for name in ("model", "messages")} | {"system": "be brief"}
+    usage = (await post(FakeGenerate(TEXT), **asked)).json()["usage"]
+    async with http_client(make_app()) as client:
+        reply = await client.post(URL + "/count_tokens", json=asked)
+        assert reply.json() == {"input_tokens": usage["input_tokens"]}
+        refused = await client.post(URL + "/count_tokens", json=asked | {"messages": []})
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_conversation_with_tools_becomes_a_chat() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.at }}]"
+        "{% endfor %}){% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "what is there?"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "text", "text": "wait"},
+            {"type": "tool_use", "id": "a", "name": "look", "input": {"at": "x"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": "fox"},
+            {"type": "text", "text": "so?"}]},
+    ]  # fmt: skip
+    generate = FakeGenerate()
+    system = [{"type": "text", "text": "look", "cache_control": {"type": "ephemeral"}}]
+    await post(generate, template, messages=messages, system=system)
+    said = served_model().tokenizer.decode(list(generate.requests[0].token_ids))
+    assert said == "system(look)user(what is there?)assistant(wait[look x])tool(fox)user(so?)"
+
+
+async def test_a_last_message_of_the_assistant_is_continued() -> None:
+    generate = FakeGenerate()
+    messages = [*ASKED["messages"], {"role": "assistant", "content": "one, two,"}]
+    await post(generate, messages=messages)
+    said = served_model().tokenizer.decode(list(generate.requests[0].token_ids))
+    assert said.endswith("one, two,")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
+        ({"messages": []}, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "invalid_request_error", "type"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+         "invalid_request_error", "messages[0].content[0]"),
+        ({"mcp_servers": [{"type": "url"}]}, "invalid_request_error", "mcp_servers"),
+        ({"tools": [LOOK]}, "invalid_request_error", "tools"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "invalid_request_error", "name"),
+        ({"temperature": 1.5}, "invalid_request_error", "temperature"),
+        ({"model": "nope"}, "not_found_error", "nope"),
+    ],
+)  # fmt: skip
+async def test_refusals_are_anthropics(fields: dict[str, Any], kind: str, words: str) -> None:
+    generate = FakeGenerate()
+    async with http_client(make_app(generate)) as client:
+        body = {name: value for name, value in (ASKED | fields).items() if value is not None}
+        reply = await client.post(URL, json=body)
+    error = reply.json()
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+    assert words in error["error"]["message"]
+    assert generate.requests == []
+
+
+async def test_a_failure_in_a_stream_is_its_last_event() -> None:
+    reply = await post(FakeGenerate(TEXT, fail_after=2), stream=True)
+    kind, event = events_of(reply.text)[-1]
+    assert (kind, event["error"]["type"]) == ("error", "api_error")
+
+
+async def test_the_key_is_where_anthropics_clients_put_it() -> None:
+    app = make_app(config=HttpConfig(api_key="secret-key-of-the-tests"))
+    async with http_client(app) as client:
+        for name, key, status in (
+            ("x-api-key", "secret-key-of-the-tests", 200),
+            ("x-api-key", "wrong", 401),
+            ("x-other", "secret-key-of-the-tests", 401),
+        ):
+            reply = await client.post(URL, json=ASKED, headers={name: key})
+            assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_is_a_block_before_the_text(stream: bool) -> None:
+    serving, _ = app("So, yes.\n</think>\n\nHi!", OPEN)
+    async with http_client(serving) as client:
+        reply = await client.post(URL, json=ASKED | {"stream": stream})
+    if not stream:
+        thinking, text = reply.json()["content"]
+        assert thinking == {"type": "thinking", "thinking": "So, yes.", "signature": ""}
+        assert text == {"type": "text", "text": "Hi!"}
+        return
+    said = {0: "", 1: ""}
+    for kind, event in events_of(reply.text):
+        if kind == "content_block_delta":
+            said[event["index"]] += event["delta"].get("thinking") or event["delta"].get("text")
+    assert said == {0: "So, yes.", 1: "Hi!"}
+
+
+async def test_thinking_that_is_turned_off_is_turned_off() -> None:
+    serving, generate = app(
+        "Hi!", OPEN.replace("{% if add_generation_prompt %}<think>", "{% if 0 %}")
+    )
+    async with http_client(serving) as client:
+        reply = await client.post(URL, json=ASKED | {"thinking": {"type": "disabled"}})
+    assert reply.status_code == 200, reply.text
+    prompt = TOKENIZER.decode(list(generate.requests[0].token_ids))
+    assert prompt.endswith("<think>\n\n</think>\n\n")

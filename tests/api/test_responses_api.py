@@ -1,0 +1,181 @@
+"""`/v1/responses` through the real OpenAI client, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.apps import http_client, make_app, openai_client
+from tests.api.fakes import FakeGenerate, served_model
+from tests.api.openai.test_reasoning import OPEN, app
+from tests.api.openai.test_tools import HERMES
+
+TEXT = "the quick brown fox"
+URL = "/v1/responses"
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
+
+
+async def test_an_answer_is_a_message() -> None:
+    async with openai_client(make_app(FakeGenerate(TEXT, num_cached_tokens=4))) as client:
+        answer = await client.responses.create(model="tiny", input="hi", instructions="be brief")
+    assert (answer.output_text, answer.status, answer.error) == (TEXT, "completed", None)
+    assert answer.id.startswith("resp_")
+    assert (answer.instructions, answer.model, answer.created_at) == ("be brief", "tiny", 1000)
+    assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens == 4
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert answer.to_dict()["store"] is False
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    async with openai_client(make_app(FakeGenerate(TEXT, finish=False))) as client:
+        answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("per_delta", [1, 100])
+async def test_events_are_numbered_and_add_up_to_the_answer(per_delta: int) -> None:
+    app = make_app(FakeGenerate(TEXT, per_delta=per_delta))
+    async with (
+        openai_client(app) as client,
+        client.responses.stream(model="tiny", input="hi") as stream,
+    ):
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert final.output_text == TEXT
+    assert final.usage is not None and final.usage.output_tokens > 1
+
+
+async def test_calls_are_items_of_their_own() -> None:
+    model = served_model(template=HERMES)
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [LOOK]}
+    async with openai_client(make_app(FakeGenerate("see: " + CALL), model)) as client:
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    for each in (answer, streamed):
+        items: list[Any] = list(each.output)
+        message, call = items
+        assert message.type == "message" and each.output_text == "see:"
+        assert call.type == "function_call" and call.name == "look"
+        assert json.loads(call.arguments) == {"at": "fox"}
+    parts = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert json.loads("".join(parts)) == {"at": "fox"}
+
+
+async def test_a_conversation_with_calls_becomes_a_chat() -> None:
+    """Calls that follow each other are of one message, as templates know them."""
+    template = (
+        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }}"
+        " {{ c.function.arguments.at }}]{% endfor %}){% endfor %}"
+    )
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "what is there?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "a", "name": "look", "arguments": '{"at": "x"}'},
+        {"type": "function_call", "call_id": "b", "name": "look", "arguments": '{"at": "y"}'},
+        {"type": "function_call_output", "call_id": "a", "output": "fox"},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "a fox", "annotations": []}]},
+    ]  # fmt: skip
+    model, generate = served_model(template=template), FakeGenerate()
+    async with http_client(make_app(generate, model)) as client:
+        reply = await client.post(URL, json={"input": items, "instructions": "look"})
+    assert reply.status_code == 200, reply.text
+    said = model.tokenizer.decode(list(generate.requests[0].token_ids))
+    calls = "assistant([a look x][b look y])"
+    assert said == f"system(look)user(what is there?){calls}tool(fox)assistant(a fox)"
+
+
+async def test_a_schema_is_followed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    generate = FakeGenerate()
+    async with http_client(make_app(generate)) as client:
+        reply = await client.post(URL, json={"input": "hi", "text": {"format": form}})
+    assert reply.json()["text"]["format"]["schema"] == schema
+    grammar = generate.requests[0].sampling.grammar
+    assert grammar is not None and grammar.kind == "json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "bogus", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [5]}, "input[0]"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [LOOK]}, "tools"),  # the model's template does not show them
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"temperature": 3}, "temperature"),
+        ({"model": "nope"}, "model"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    generate = FakeGenerate()
+    async with http_client(make_app(generate)) as client:
+        reply = await client.post(URL, json={"model": "tiny", "input": "hi"} | fields)
+    assert reply.status_code in (400, 404)
+    assert reply.json()["error"]["param"] == param
+    assert generate.requests == []
+
+
+async def test_a_failure_in_a_stream_is_its_last_event() -> None:
+    async with openai_client(make_app(FakeGenerate(TEXT, fail_after=2))) as client:
+        stream = await client.responses.create(model="tiny", input="hi", stream=True)
+        events: list[Any] = [event async for event in stream]
+    assert (events[-1].type, events[-1].message) == ("error", "planted")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize("per_delta", [1, 5, 1000])
+async def test_reasoning_is_an_item_before_the_message(per_delta: int) -> None:
+    serving, _ = app("So, yes.\n</think>\n\nHi!", OPEN, per_delta)
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "reasoning": {"effort": "medium"}}
+    async with openai_client(serving) as client:
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    for each in (whole, streamed):
+        items: list[Any] = list(each.output)
+        reasoning, message = items
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "So, yes.")
+        assert (message.type, each.output_text) == ("message", "Hi!")
+        assert each.usage is not None and each.usage.output_tokens_details.reasoning_tokens > 0
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "So, yes."
+    assert [event.sequence_number for event in events] == list(range(len(events)))

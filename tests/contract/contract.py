@@ -1,0 +1,131 @@
+"""Requests that are refused, as data, and the table of error codes in docs/api.md that follows.
+
+    python -m tests.contract.contract       # brings the table up to date
+
+chat.yaml and completions.yaml have changes to a good request, bodies.yaml bodies, heads.yaml
+places, methods, keys and headers. `!repeat [x, n]` is x so many times, for texts and for lists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
+CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT_URL, TEXT_URL, "/tokenize", "/detokenize")
+KEY = "key-of-a-test"
+
+BEGIN, END = "<!-- codes: python -m tests.contract.contract -->\n", "<!-- end of codes -->\n"
+_HERE = Path(__file__).parent
+_API_PAGE = _HERE.parents[1] / "docs" / "api.md"
+
+
+class Row(NamedTuple):
+    """A request, and how it is refused.
+
+    Attributes:
+        fields: of a JSON body, where it is one that any client could send; else None.
+    """
+
+    name: str
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    status: int
+    code: str
+    param: str | None
+    fields: dict[str, Any] | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """With `!repeat`."""
+
+
+def _repeat(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
+    unit, times = loader.construct_sequence(node, deep=True)
+    return unit * times
+
+
+_Loader.add_constructor("!repeat", _repeat)
+
+
+def _load(name: str) -> Any:
+    return yaml.load((_HERE / f"{name}.yaml").read_text(), _Loader)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    return (
+        *_changed("chat", CHAT_URL, CHAT),
+        *_changed("completions", TEXT_URL, TEXT),
+        *_bodies(),
+        *_heads(),
+    )
+
+
+@cache
+def codes() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = _load("codes")
+    return found
+
+
+def headers(**others: str) -> dict[str, str]:
+    own = {"host": "test", "content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    return own | others
+
+
+def _changed(name: str, url: str, base: dict[str, Any]) -> Iterator[Row]:
+    for each in _load(name):
+        without = each.get("without", ())
+        change = each.get("change", {})
+        fields = {key: value for key, value in (base | change).items() if key not in without}
+        words = f"{name}: {change or ''} {'without ' + without[0] if without else ''}"
+        status = each.get("status", 400)
+        body = json.dumps(fields).encode()
+        param = each.get("param")
+        yield Row(words[:60], "POST", url, headers(), body, status, each["code"], param, fields)
+
+
+def _bodies() -> Iterator[Row]:
+    for each in _load("bodies"):
+        body = each["body"]
+        if isinstance(body, list):
+            body = "".join(text * times for text, times in body)
+        raw = body.encode() if isinstance(body, str) else body
+        for url in URLS:
+            name = f"{url}: {raw[:30]!r}"
+            yield Row(name, "POST", url, headers(), raw, 400, each["code"], each.get("param"))
+
+
+def _heads() -> Iterator[Row]:
+    for each in _load("heads"):
+        method, path = each.get("method", "POST"), each.get("path", CHAT_URL)
+        own = {name: str(value) for name, value in each.get("headers", {}).items()}
+        body = json.dumps(CHAT).encode() if each.get("body", True) else b""
+        name = f"{method} {path} {own or ''}"[:60]
+        status, code, param = each["status"], each["code"], each.get("param")
+        yield Row(name, method, path, headers(**own), body, status, code, param)
+
+
+def table() -> str:
+    """Markdown: a line for each code."""
+    lines = ["| status | `code` | what is wrong |", "|---|---|---|"]
+    lines += [f"| {of['status']} | `{code}` | {of['means']} |" for code, of in codes().items()]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    _API_PAGE.write_text(with_table(_API_PAGE.read_text()))

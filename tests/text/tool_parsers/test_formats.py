@@ -1,0 +1,215 @@
+"""Every format of calls, wherever an answer is cut into deltas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.text.tool_parsers.registry import tool_format_of
+from tests.text.answers import Found, cut, read, syntax_of
+
+ARGUMENTS = '{"where": "</tool", "n": [1, 2.5]}'
+ONE = f'{{"name": "look", "arguments": {ARGUMENTS}}}'
+OTHER = '{"name": "rest", "parameters": {"a": "ü \\"}"}}'
+LOOK = ("look", ARGUMENTS)
+REST = ("rest", '{"a": "ü \\"}"}')
+BOTH = (LOOK, REST)
+
+
+def called(**arguments: Any) -> tuple[str, str]:
+    return ("look", json.dumps(arguments, ensure_ascii=False))
+
+
+HERMES = [
+    (f"<tool_call>\n{ONE}\n</tool_call>", Found(calls=(LOOK,))),
+    (f"Let me see.\n<tool_call>{ONE}</tool_call>\n", Found(text="Let me see.", calls=(LOOK,))),
+    (f"<tool_call>{ONE}</tool_call>\n<tool_call>{OTHER}</tool_call>", Found(calls=BOTH)),
+    (f"<tool_call>[{ONE}, {OTHER}]</tool_call>", Found(calls=BOTH)),
+    (f"<tool_call>{ONE}</tool_call> Wait.", Found(text=" Wait.", calls=(LOOK,))),
+    (f"<tool_call>{ONE}", Found(calls=(LOOK,))),  # models forget the mark at the end
+    (f"<tool_call>{ONE}\n<tool_call>{OTHER}", Found(calls=BOTH)),
+    ('<tool_call>{"arguments": {"a": 1}, "id": "x", "name": "look"}</tool_call>',
+     Found(calls=(("look", '{"a": 1}'),))),
+    ('<tool_call>{"name": "look", "arguments": "{\\"a\\": 1}"}</tool_call>',
+     Found(calls=(("look", '{"a": 1}'),))),  # JSON in JSON
+    ('<tool_call>{"name": "rest"}</tool_call>', Found(calls=(("rest", "{}"),))),
+    ('<tool_call>{"name": "rest", "arguments": null}</tool_call>', Found(calls=(("rest", "{}"),))),
+    ('<tool_call>{"name": "look", "arguments": {"a": "</tool_call>"}}</tool_call>',
+     Found(calls=(("look", '{"a": "</tool_call>"}'),))),
+    # The answer is cut off: what there is of the call was sent already.
+    ('<tool_call>{"name": "look", "arguments": {"a": ', Found(calls=(("look", '{"a": '),))),
+    ('<tool_call>{"name": "look"', Found(text='<tool_call>{"name": "look"')),
+    ("a <tool b </tool_call> c ", Found(text="a <tool b </tool_call> c ")),
+    ("a <tool_call>no</tool_call> b", Found(text="a <tool_call>no</tool_call> b")),
+    (f"<tool_call>no</tool_call><tool_call>{ONE}</tool_call>",
+     Found(text="<tool_call>no</tool_call>", calls=(LOOK,))),
+    (f"<tool_call><tool_call>{ONE}</tool_call>", Found(text="<tool_call>", calls=(LOOK,))),
+    ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+     Found(text='<tool_call>{"name": "f", "arguments": [1]}</tool_call>')),
+    ('<tool_call>{"name": 5}</tool_call>', Found(text='<tool_call>{"name": 5}</tool_call>')),
+    (ONE, Found(text=ONE)),
+]  # fmt: skip
+LLAMA3_JSON = [
+    (OTHER, Found(calls=(REST,))),
+    (f"<|python_tag|>{ONE}; {OTHER}", Found(calls=BOTH)),
+    (f" [{ONE},{OTHER}] ", Found(calls=BOTH)),
+    (f"I say {ONE}", Found(text=f"I say {ONE}")),
+    ("<|python", Found(text="<|python")),
+    ('{"a": 1}', Found(text='{"a": 1}')),
+    ('{"name": "Bob", "age": 5}', Found(text='{"name": "Bob", "age": 5}')),  # not a function's
+    (f"{ONE} and so on", Found(text="and so on", calls=(LOOK,))),
+    ('{"name": "rest"}', Found(calls=(("rest", "{}"),))),
+    ('{"name": "rest", "arguments": [1]}', Found(text='{"name": "rest", "arguments": [1]}')),
+    ("", Found()),
+    (" \n", Found(text=" \n")),
+    ("[" * 2000, Found(text="[" * 2000)),
+]
+MISTRAL = [
+    (f"[TOOL_CALLS] [{ONE}, {OTHER}]", Found(calls=BOTH)),
+    (f"Well[TOOL_CALLS]{ONE}", Found(text="Well", calls=(LOOK,))),
+    (f"[TOOL_CALLS]look[ARGS]{ARGUMENTS}[TOOL_CALLS]rest[ARGS]{{}}",
+     Found(calls=(LOOK, ("rest", "{}")))),
+    (f"[TOOL_CALLS]look{ARGUMENTS}", Found(calls=(LOOK,))),
+    (f"[TOOL_CALLS]look[CALL_ID]abc123XYZ[ARGS]{ARGUMENTS}", Found(calls=(LOOK,))),
+    ("[TOOL_CALLS]look at this", Found(text="[TOOL_CALLS]look at this")),
+    ("[TOOL_CALL", Found(text="[TOOL_CALL")),
+]  # fmt: skip
+GRANITE = [
+    (f"<|tool_call|>[{ONE}, {OTHER}]", Found(calls=BOTH)),
+    (f"<tool_call>[{ONE}]", Found(calls=(LOOK,))),
+    (f"Well <|tool_call|> [{ONE}]<|/tool_call|>", Found(text="Well", calls=(LOOK,))),
+    ("<|tool_call|>[]", Found(text="<|tool_call|>[]")),
+]
+SEP = "<｜tool▁sep｜>"
+DEEPSEEK = [
+    (f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}look\n```json\n{ARGUMENTS}\n```"
+     f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function{SEP}rest\n```json\n{{}}\n```"
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", Found(calls=(LOOK, ("rest", "{}")))),
+    (f"Well.\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look{SEP}{ARGUMENTS}<｜tool▁call▁end｜>"
+     f"<｜tool▁call▁begin｜>rest{SEP}{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     Found(text="Well.", calls=(LOOK, ("rest", "{}")))),
+    (f"<｜tool▁call▁begin｜>look{SEP}{ARGUMENTS}", Found(calls=(LOOK,))),
+    (f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look{SEP}" '{"a": "b',
+     Found(calls=(("look", '{"a": "b'),))),
+    ("<｜tool▁calls▁begin｜> no", Found(text="<｜tool▁calls▁begin｜> no")),
+    ("<｜tool▁call▁begin｜>no<｜", Found(text="<｜tool▁call▁begin｜>no<｜")),
+]  # fmt: skip
+KIMI_K2 = [
+    ("Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+     f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.rest:1"
+     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+     Found(text="Well.", calls=(LOOK, ("rest", "{}")))),
+]  # fmt: skip
+CODE = 'if a < b:\n    print("ü\\n")\n'
+QWEN3_CODER = [
+    ("I look.\n<tool_call>\n<function=look>\n<parameter=where>\nParis\n</parameter>\n"
+     "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+     Found(text="I look.", calls=(called(where="Paris", n=3),))),
+    ("<tool_call>\n<function=look>\n<parameter=deep>\nTrue\n</parameter>\n<parameter=tags>\n"
+     "['a', \"b\"]\n</parameter>\n<parameter=place>\n{\"x\": 1}\n</parameter>\n</function>\n"
+     "</tool_call>\n<tool_call>\n<function=rest>\n</function>\n</tool_call>",
+     Found(calls=(called(deep=True, tags=["a", "b"], place={"x": 1}), ("rest", "{}")))),
+    (f"<tool_call>\n<function=look>\n<parameter=where>\n{CODE}\n</parameter>\n</function>\n"
+     "</tool_call>", Found(calls=(called(where=CODE),))),
+    ("<function=look>\n<parameter=note>\nnull\n</parameter>\n</function>",
+     Found(calls=(called(note=None),))),
+    ("<function=look><parameter=note>3</parameter></function>", Found(calls=(called(note="3"),))),
+    ("<function=look>\n<parameter=where>\na\n<parameter=n>\n4\n</function>",
+     Found(calls=(called(where="a", n=4),))),  # marks that were forgotten
+    ("<tool_call>\n<function=look>\n<parameter=where>\nPar", Found(calls=(
+        ("look", '{"where": "Par'),))),
+    ("<tool_call>\n<function=look>\n<parameter=n>\nsome\n</parameter>\n</function>",
+     Found(calls=(called(n="some"),))),  # not of its type: the function will say so
+    ("a <tool_call> b", Found(text="a <tool_call> b")),
+    ("<function=", Found(text="<function=")),
+]  # fmt: skip
+GLM45 = [
+    ("I look.\n<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>Paris</arg_value>\n"
+     "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+     Found(text="I look.", calls=(called(where="Paris", n=3),))),
+    ("<tool_call>look<arg_key>where</arg_key><arg_value>a <b> c</arg_value></tool_call>"
+     "<tool_call>rest</tool_call>", Found(calls=(called(where="a <b> c"), ("rest", "{}")))),
+    ("<tool_call>rest\n</tool_call>", Found(calls=(("rest", "{}"),))),
+    ("<tool_call>look\n<arg_key>unknown</arg_key>\n<arg_value>[1, {}]</arg_value>\n</tool_call>",
+     Found(calls=(called(unknown=[1, {}]),))),
+    ("<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>Par",
+     Found(calls=(("look", '{"where": "Par'),))),
+    ("<tool_call>look around</tool_call>", Found(text="<tool_call>look around</tool_call>")),
+]  # fmt: skip
+PYTHONIC = [
+    ("[look(where=\"Paris\", n=2), rest()]", Found(calls=(called(where="Paris", n=2),
+                                                          ("rest", "{}")))),
+    ("<|python_start|>[look(where='it\\'s, (there)', tags=['a', \"b]\"], place={'x': (1, -2.5)}, "
+     "deep=True, note=None)]<|python_end|>",
+     Found(calls=(called(where="it's, (there)", tags=["a", "b]"], place={"x": [1, -2.5]},
+                         deep=True, note=None),))),
+    ("[look( where = 'a' ,)]", Found(calls=(called(where="a"),))),
+    ("[look(where='\\d+\\n\\1')]", Found(calls=(called(where="\\d+\n\\1"),))),
+    ("[look(where=here)]", Found(calls=(called(where="here"),))),  # no literal: as it was written
+    ("[look(where='Par", Found(calls=(("look", '{"where": '),))),
+    ("[1, 2]", Found(text="[1, 2]")),
+    ("[look('a')]", Found(text="[look('a')]")),
+    ("[walk(where='a')]", Found(text="[walk(where='a')]")),  # nobody offered it
+    ("[look(where=\"a\")] Done.", Found(text=" Done.", calls=(called(where="a"),))),
+]  # fmt: skip
+CASES = [
+    (name, *case)
+    for name, cases in {
+        "hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL, "granite": GRANITE,
+        "deepseek_v3": DEEPSEEK, "kimi_k2": KIMI_K2, "qwen3_coder": QWEN3_CODER, "glm45": GLM45,
+        "pythonic": PYTHONIC,
+    }.items()
+    for case in cases
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answer", "found"), CASES)
+@settings(max_examples=10)
+@given(places=st.lists(st.integers(0, 400), max_size=8))
+def test_calls_are_found_wherever_an_answer_is_cut(
+    name: str, answer: str, found: Found, places: list[int]
+) -> None:
+    syntax = syntax_of(name)
+    assert read(syntax, cut(answer, places)) == found
+    assert read(syntax, [*answer[:500], answer[500:]]) == found
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral"])
+@given(answer=st.lists(st.sampled_from([
+    "<tool_call>", "</tool_call>", "<function=", "look", ">", "<parameter=", "</parameter>", "\n",
+    "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "look"', ",",
+    '"arguments": {', "}", "[", "]", '"', "\\", " ", "<｜tool▁call▁begin｜>", SEP, "{}",
+    "<｜tool▁calls▁end｜>", "[TOOL_CALLS]", "[ARGS]", "é",
+]), max_size=30), places=st.lists(st.integers(0, 400), max_size=8))  # fmt: skip
+def test_nonsense_reads_the_same_however_it_is_cut(
+    name: str, answer: list[str], places: list[int]
+) -> None:
+    whole = "".join(answer)
+    syntax = syntax_of(name)
+    found = read(syntax, [whole])
+    assert read(syntax, cut(whole, places)) == found
+    assert read(syntax, [*whole, ""]) == found
+    if not found.calls:
+        assert found.text == whole
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{{ tools }}<tool_call>\\n{{ call | tojson }}\\n</tool_call>", "hermes"),
+        ("{{ '[TOOL_CALLS] [' }}{{ tools }}", "mistral"),
+        ("""{{ '{"name": "' + call.name + '", "parameters": ' }}{{ tools }}""", "llama3_json"),
+        ("<tool_call>\\n<function={{ call.name }}>", "qwen3_coder"),
+        ("<tool_call>{{ call.name }}\\n<arg_key>{{ k }}</arg_key>", "glm45"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3"),
+        ("<|start|>assistant<|channel|>", "openai"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_the_template_says_how_calls_are_written(source: str, name: str) -> None:
+    form = tool_format_of(source)
+    assert (form.names[0] if form else "") == name
