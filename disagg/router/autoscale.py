@@ -217,7 +217,7 @@ def _goal(
     alone: bool,
     slo_fraction: float,
 ) -> _Goal:
-    ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_slo_s, slo_fraction * tier.tpot_slo_s
+    ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_slo_s, slo_fraction * tier.tpot_goal_s
     is_asked = any(each.asked.num_requests for each in slices)
     is_asked |= state.num_queued_tokens + state.num_decoding > 0
     times = state.times or StepTimeModel()
@@ -286,7 +286,7 @@ def _lacks_ttft(
 def lacks_tpot(tier: TierConfig, times: StepTimeModel, slo_fraction: float = 1.0) -> str:
     """Why no number of workers gives tokens in time; "" where some do."""
     alone_s = times.decode_step_s(1.0, 0.0)
-    goal_s = slo_fraction * tier.tpot_slo_s
+    goal_s = slo_fraction * tier.tpot_goal_s
     if alone_s <= goal_s:
         return ""
     return (

@@ -5,9 +5,11 @@ Computed once per report, not once per request, because every routing decision l
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from disagg.time_model import CHUNK_TOKENS, StepTimeModel
+from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_within
 
 
 class Backlog(msgspec.Struct, frozen=True, gc=False):
@@ -33,16 +35,22 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
         num_queued: int,
         num_decoding: int,
         num_context_tokens: int,
+        tpot_slo_s: float = math.inf,
     ) -> Backlog:
         """Of `num_queued` tokens in `num_waiting` prompts, on a worker with so many that decode.
 
         Args:
             num_context_tokens: of those that decode, in all.
+            tpot_slo_s: of those that decode, by which the worker limits prompts beside them.
         """
         step_s, _, _, per_sequence_s, per_context_s = times.coefficients
         if num_decoding:
             step_s += per_sequence_s * num_decoding + per_context_s * num_context_tokens
         num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
+        if num_decoding and tpot_slo_s != math.inf:
+            step_slo_s = TPOT_SHARE * tpot_slo_s
+            num_within = prompt_tokens_within(times, step_slo_s, num_decoding, num_context_tokens)
+            num_at_once = min(num_at_once, num_within)
         if not num_queued:
             return cls(num_waiting, step_s, num_at_once, step_s if num_decoding else 0.0, 0, 0.0)
         queued_s = times.prompts_s(num_queued, 0, num_waiting)

@@ -23,7 +23,9 @@ Pick = Callable[[Sequence[WorkerView], Mapping[str, int], random.Random], Worker
 
 def new_policy(name: str) -> ChooseRoute:
     """A policy of `POLICIES`, with a state of its own. Raises `KeyError`."""
-    return choose_route if name == OURS else _picking(name, *_PICKS[name]())
+    if name in (OURS, FIXED_ROLES):
+        return choose_route
+    return _picking(name, *_PICKS[name]())
 
 
 def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
@@ -83,6 +85,7 @@ def _most_held(
 
 
 OURS = "predicted-seconds"
+FIXED_ROLES = "fixed-roles"  # ours, of requests that come without SLOs
 _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "round-robin": lambda: (_turns(), _turns()),
     "random": lambda: (_any, _any),
@@ -90,4 +93,4 @@ _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "least-loaded": lambda: (_least_loaded, _least_loaded),
     "prefix-only": lambda: (_most_held, _least_loaded),
 }
-POLICIES = (OURS, *_PICKS)
+POLICIES = (OURS, FIXED_ROLES, *_PICKS)

@@ -15,6 +15,7 @@ count requests, so they need no tuning for another model or machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -22,12 +23,17 @@ import msgspec
 from disagg.messages import HostCounts
 from disagg.router.fleet import WorkerView
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
+from disagg.router.slack import AddedStream, added_stream
 from disagg.time_model import CHUNK_TOKENS
 
 # A prompt on a decode worker is charged for delaying at least one stream, even if none runs there:
 # one may arrive meanwhile. So an idle fleet still prefills long prompts on prefill workers, and
 # only short uncached suffixes on decode workers.
 NUM_STREAMS_EXPECTED = 1
+
+# Where requests have a TPOT SLO, a stream on a prefill worker is charged for delaying one prompt
+# more than wait there. So roles are kept unless SLOs gain from the other way.
+NUM_PROMPTS_EXPECTED = 1
 
 # A prompt also delays the requests that arrive while the queue drains: as many as wait now arrive
 # while those are served, and as many again behind them.
@@ -63,6 +69,7 @@ class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     num_held_tokens: int  # tokens whose KV is cached there
     place_s: float  # until there is a place in the batch and blocks for the KV
     decode_s: float  # the steps of its own answer, and the delay of the others in the batch
+    added: AddedStream | None = None  # on workers whose requests have a TPOT SLO
 
 
 def prefill_cost(
@@ -107,10 +114,14 @@ def prefill_cost(
         queue_s = wait_s
     else:
         own_s += wait_s
-    num_delayed = worker.num_decoding
-    if not num_delayed and worker.record.role == "decode":
-        num_delayed = NUM_STREAMS_EXPECTED
-    if num_delayed and spares_decodes:
+    if worker.tpot_slo_s != math.inf:
+        alone_s = work_s + num_own * backlog.step_s
+        if worker.record.role == "decode":
+            harm_s = NUM_STREAMS_EXPECTED * work_s
+    elif spares_decodes:
+        num_delayed = worker.num_decoding
+        if not num_delayed and worker.record.role == "decode":
+            num_delayed = NUM_STREAMS_EXPECTED
         harm_s = num_delayed * work_s
     harm_s += num_behind * alone_s
     num_shared, num_held_anywhere = num_held_once
@@ -199,13 +210,23 @@ def decode_cost(
     per_step_s, _, _, per_sequence_s, per_context_s = worker.times.coefficients
     added_s = per_sequence_s + per_context_s * (num_tokens + 0.5 * num_output_tokens)
     batch_s = per_step_s + per_sequence_s * (num_decoding or 1) + per_context_s * num_context
-    decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
+    added = None
+    if worker.tpot_slo_s == math.inf:
+        decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
+    else:
+        added = added_stream(worker, num_tokens, num_output_tokens)
+        lost_s = added.lost_s
+        if worker.record.role == "prefill":
+            lost_s *= 1.0 + NUM_PROMPTS_EXPECTED
+        # Seconds that the SLO leaves to a stream anyway are no gain.
+        used = min(1.0, added.step_s / worker.tpot_slo_s)
+        decode_s = num_output_tokens * used * added.step_s + lost_s
     place_s = 0.0
     if num_decoding:
         num_ends = _ends_before_place(worker, num_tokens - num_held_tokens, usual_output_tokens)
         if num_ends > 0.0:
             place_s = num_ends * usual_output_tokens * batch_s / num_decoding
-    return DecodeCost(worker, num_held_tokens, place_s, decode_s)
+    return DecodeCost(worker, num_held_tokens, place_s, decode_s, added)
 
 
 def _ends_before_place(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -28,6 +29,7 @@ from disagg.messages import (
 from disagg.router.backlog import Backlog
 from disagg.router.output_length import LatenessFactors, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
+from disagg.router.probes import Probes
 from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
@@ -62,6 +64,9 @@ class WorkerView(msgspec.Struct, frozen=True):
     transfers: tuple[TransferFigure, ...]  # what pulling from each source took
     host: HostCounts | None = None  # what loading from its host memory takes; None: it has none
     began_s: float = math.inf  # of the step under way, on the fleet's clock; inf: not known
+    tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
+    num_streams: int = 0  # sequences that decode now; `num_decoding` counts running prompts too
+    num_to_decode: int = 0  # these, and those whose prompts are computed or come here first
 
     @classmethod
     def of(
@@ -71,12 +76,16 @@ class WorkerView(msgspec.Struct, frozen=True):
         coming: RequestLoad,
         times: StepTimeModel,
         began_s: float = math.inf,
+        tpot_slo_s: float = math.inf,
     ) -> WorkerView:
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
         num_waiting = status.num_waiting + (coming.num_uncomputed_tokens > 0)
         num_uncomputed = status.num_uncomputed_tokens + coming.num_uncomputed_tokens
         num_decoding = status.num_running + coming.num_sequences
         num_context = status.num_context_tokens + coming.num_context_tokens
+        num_streams = status.num_running - status.num_prefilling
+        # What runs before it decodes delays others as if it did, where nobody has a TPOT SLO.
+        num_beside = num_decoding if tpot_slo_s == math.inf else num_streams
         return cls(
             record.worker_id,
             record,
@@ -86,11 +95,14 @@ class WorkerView(msgspec.Struct, frozen=True):
             num_decoding,
             num_context,
             status.num_free_blocks - blocks_coming,
-            Backlog.of(times, num_waiting, num_uncomputed, num_decoding, num_context),
+            Backlog.of(times, num_waiting, num_uncomputed, num_beside, num_context, tpot_slo_s),
             status.accepting,
             status.transfers,
             status.host,
             began_s,
+            tpot_slo_s,
+            num_streams,
+            num_decoding - status.num_leaving,
         )
 
 
@@ -220,17 +232,23 @@ class Fleet:
     """Keeps the view and the prefix index current. The observer of an ingress's links.
 
     Args:
-        now: the clock of who decides; without it nobody knows how far a step under way is.
+        now: the router's clock; without it the progress of a running step is not known.
+        tpot_slo_s: of requests by model; models without one have none.
     """
 
     def __init__(
-        self, index: PrefixIndex | None = None, now: Callable[[], float] = lambda: math.inf
+        self,
+        index: PrefixIndex | None = None,
+        now: Callable[[], float] = lambda: math.inf,
+        tpot_slo_s: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        self._tpot_slo_s = tpot_slo_s
         self.index = index if index is not None else PrefixIndex()
         self._now = now
         self._began_s: dict[str, float] = {}  # the step under way, as far as can be known
         self._ledger = Reservations()
         self._times = PoolTimes()
+        self._probes = Probes()
         self._records: dict[str, WorkerRecord] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
@@ -244,6 +262,9 @@ class Fleet:
 
     def view(self) -> FleetView:
         """The fleet now."""
+        probed = self._probes.next(self._views, self._now())
+        if probed is not None:
+            self._look_at(probed)
         if self._has_changed:
             self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
             self._has_changed = False
@@ -259,6 +280,7 @@ class Fleet:
         is_idle = not status.num_running and not status.num_uncomputed_tokens
         if is_idle and self._ledger.coming_to(worker_id) is _NOTHING:
             self._began_s[worker_id] = self._now()  # with this request
+        self._probes.reserved()
         reservation = self._ledger.reserve(worker_id, load)
         self._look_at(worker_id)
         return reservation
@@ -282,6 +304,7 @@ class Fleet:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
+        self._probes.heard(record.worker_id, status.step_costs, self._now())
         for name in (record.worker_id, *self._times.heard(record, status.step_costs)):
             self._look_at(name)
         self.index.snapshot(record.worker_id, block_hashes)
@@ -300,6 +323,7 @@ class Fleet:
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it speaks between two steps
         self._ledger.heard(worker_id)
+        self._probes.heard(worker_id, status.step_costs, self._now())
         for name in (worker_id, *self._times.heard(record, status.step_costs)):
             self._look_at(name)
         if kv_events:
@@ -316,6 +340,7 @@ class Fleet:
         del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
         self._times.drop(worker_id)
+        self._probes.drop(worker_id)
         self._has_changed = True
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
@@ -328,8 +353,10 @@ class Fleet:
     def _look_at(self, worker_id: str) -> None:
         """Something of the worker has changed."""
         record, status = self._records[worker_id], self._statuses[worker_id]
-        times = self._times.of(record, status.step_costs)
+        times = self._probes.trusted.get(worker_id) or self._times.of(record, status.step_costs)
         coming = self._ledger.coming_to(worker_id)
         began_s = self._began_s[worker_id]
-        self._views[worker_id] = WorkerView.of(record, status, coming, times, began_s)
+        tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
+        view = WorkerView.of(record, status, coming, times, began_s, tpot_slo_s)
+        self._views[worker_id] = view
         self._has_changed = True

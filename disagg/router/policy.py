@@ -16,52 +16,31 @@ import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
 from disagg.router.admission import in_time, lateness_s
-from disagg.router.costs import (
-    UNMEASURED_S_PER_BYTE,
-    DecodeCost,
-    PrefillCost,
-    decode_cost,
-    prefill_cost,
-    requests_behind,
-    transfer_s,
-    with_loan,
+from disagg.router.candidates import (
+    ComputingPool,
+    Prompt,
+    Slos,
+    in_host,
+    local_route,
+    local_routes,
+    prefill_costs,
+    remote_routes,
 )
-from disagg.router.fleet import FleetView, WorkerView, host_id
+from disagg.router.costs import decode_cost, prefill_cost, requests_behind, transfer_s
+from disagg.router.fleet import FleetView, WorkerView
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
 
-NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
-NUM_BORROWERS = 2  # cheapest workers that are looked at with a loan, of those that want one
 CAUSE_SHARE = 0.25  # of what a way gains, which is called its cause
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
 _total_s = attrgetter("total_s")
-
-
-class _Prompt(NamedTuple):
-    """What costs depend on. num_lent: leading tokens that `lender` has."""
-
-    num_tokens: int
-    held: Mapping[str, int]
-    lender: WorkerView | None
-    num_lent: int
-    now: float
-
-
-class _Pool(NamedTuple):
-    """Workers that may compute a prompt. From `num_behind` on: as in `costs.prefill_cost`."""
-
-    workers: Sequence[WorkerView]
-    num_held: Sequence[int]  # leading tokens of the prompt, by worker
-    num_behind: float
-    num_held_once: tuple[int, int]
-    spares_decodes: bool
 
 
 class ChooseRoute(Protocol):
@@ -102,30 +81,36 @@ def choose_route(
         DeadlineExceeded: the request's deadline has passed.
     """
     prefills, decodes = eligible(request, fleet, now, exclude)
-    prefills = _rotated(prefills, rng)
     decodes = _rotated(decodes, rng)
+    shared = _have_tpot_slo(decodes)  # then everybody may do both
+    prefills = decodes if shared else _rotated(prefills, rng)
     held = held_tokens(index, request, decodes)
     by_prefill = [held.get(worker.worker_id, 0) for worker in prefills]
     by_decode = [held.get(worker.worker_id, 0) for worker in decodes]
     num_tokens = len(request.token_ids)
     lender = _lender([*prefills, *decodes], [*by_prefill, *by_decode], num_tokens)
-    prompt = _Prompt(num_tokens, held, *lender, now)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
+    slos = _slos(request, decodes[0].tpot_slo_s, num_output)
+    prompt = Prompt(num_tokens, held, *lender, now, slos)
     goals = [
         decode_cost(worker, num_tokens, num_held, num_output, usual)
         for worker, num_held in zip(decodes, by_decode, strict=True)
     ]
-    num_queued = fleet.queued.get(request.model, 0) / (len(prefills) + len(decodes))
+    num_workers = len(decodes) if shared else len(prefills) + len(decodes)
+    num_queued = fleet.queued.get(request.model, 0) / num_workers
     behind = requests_behind(decodes, num_queued)
     # Where others prefill, decode workers hold what they decode, copies or not.
-    once = (0, 0) if prefills else _held_once(by_decode)
-    pool = _Pool(decodes, by_decode, behind, once, bool(prefills))
-    candidates = _local_ways(goals, prompt, pool)
+    once = _held_once(by_decode) if shared or not prefills else (0, 0)
+    pool = ComputingPool(decodes, by_decode, behind, once, bool(prefills))
+    costs = prefill_costs(pool, prompt)
+    candidates = local_routes(goals, prompt, pool, costs)
     if prefills:
-        behind = requests_behind(prefills, num_queued)
-        pool = _Pool(prefills, by_prefill, behind, _held_once(by_prefill), True)
-        candidates += _remote_ways(goals, prompt, pool)
+        if not shared:
+            behind = requests_behind(prefills, num_queued)
+            pool = ComputingPool(prefills, by_prefill, behind, _held_once(by_prefill), True)
+            costs = prefill_costs(pool, prompt)
+        candidates += remote_routes(goals, prompt, costs)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
     delay = fleet.delays.factor(request.model)
@@ -154,17 +139,19 @@ def choose_decode(
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
+    slos = _slos(request, decodes[0].tpot_slo_s, num_output)._replace(ttft_s=math.inf)
+    prompt = Prompt(num_tokens, held, None, 0, now, slos)
     candidates = []
     for worker in decodes:
         num_held = held.get(worker.worker_id, 0)
         goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
-        in_host = _in_host(worker, held)
-        own = prefill_cost(worker, num_tokens, num_held, num_in_host=in_host, now=now)
-        local = _local(own, goal)
+        num_in_host = in_host(worker, held)
+        own = prefill_cost(worker, num_tokens, num_held, num_in_host=num_in_host, now=now)
+        local = local_route(prompt, own, goal)
         if source is not None and num_kv_tokens > num_held:
             rest = prefill_cost(worker, num_tokens, num_kv_tokens, now=now)
             pull_s = transfer_s(source, worker, num_kv_tokens - num_held)
-            pulled = _local(rest, goal, pull_s)
+            pulled = local_route(prompt, rest, goal, pull_s)
             local = min(local, pulled, key=_total_s)
         candidates.append(local)
     candidates.sort(key=_total_s)
@@ -184,6 +171,9 @@ def eligible(
         if record.model != request.model or not worker.accepting or worker.worker_id in exclude:
             continue
         (decodes if record.role == "decode" else prefills).append(worker)
+    if _have_tpot_slo([*prefills, *decodes]):
+        both = [*prefills, *decodes]
+        return both, both
     if decodes:
         return prefills, decodes
     if prefills:
@@ -191,6 +181,21 @@ def eligible(
     raise Unavailable(
         f"No worker of model {request.model!r} takes requests at the moment; try again shortly."
     )
+
+
+def _have_tpot_slo(workers: Sequence[WorkerView]) -> bool:
+    """Whether the requests of these workers, all of one model, have a TPOT SLO."""
+    return bool(workers) and workers[0].tpot_slo_s != math.inf
+
+
+def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: int) -> Slos:
+    ttft_slo_s = request.ttft_slo_s or math.inf
+    tpot_slo_s = request.tpot_slo_s or usual_tpot_slo_s
+    # Where the model has none, roles are fixed and streams are not priced by it.
+    has_tpot_slo = math.inf not in (tpot_slo_s, usual_tpot_slo_s)
+    first_s = ttft_slo_s if ttft_slo_s != math.inf else 0.0
+    each_s = tpot_slo_s if has_tpot_slo else usual_tpot_slo_s
+    return Slos(ttft_slo_s, has_tpot_slo, first_s + num_output_tokens * each_s)
 
 
 def _lender(
@@ -203,52 +208,6 @@ def _lender(
     block_size = lender.record.block_size
     num_lent = min(most, (num_tokens - 1) // block_size * block_size)
     return (lender, num_lent) if num_lent else (None, 0)
-
-
-def _prefill_costs(pool: _Pool, prompt: _Prompt) -> list[PrefillCost]:
-    workers, by_worker, num_behind, num_held_once, spares_decodes = pool
-    num_tokens, held, now = prompt.num_tokens, prompt.held, prompt.now
-    return [
-        prefill_cost(
-            worker,
-            num_tokens,
-            num_held,
-            num_behind,
-            num_held_once,
-            spares_decodes,
-            _in_host(worker, held) if worker.host is not None else 0,
-            now,
-        )
-        for worker, num_held in zip(workers, by_worker, strict=True)
-    ]
-
-
-def _local_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
-    costs = _prefill_costs(pool, prompt)
-    ways = [_local(cost, goal) for cost, goal in zip(costs, goals, strict=True)]
-    if prompt.lender is None:
-        return ways
-    wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
-    for number in sorted(wanting, key=lambda n: ways[n].total_s)[:NUM_BORROWERS]:
-        lent = with_loan(
-            costs[number],
-            prompt.lender,
-            prompt.num_tokens,
-            prompt.num_lent,
-            pool.num_behind,
-            pool.spares_decodes,
-            prompt.now,
-        )
-        if lent.total_s < costs[number].total_s:
-            ways.append(_local(lent, goals[number]))
-    return ways
-
-
-def _remote_ways(goals: Sequence[DecodeCost], prompt: _Prompt, pool: _Pool) -> list[Candidate]:
-    sources = sorted(_prefill_costs(pool, prompt), key=_total_s)[:NUM_PER_SIDE]
-    best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
-    pairs = (_remote(source, goal, prompt.num_tokens) for source in sources for goal in best_goals)
-    return [pair for pair in pairs if math.isfinite(pair.total_s)]
 
 
 def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
@@ -264,16 +223,13 @@ def held_tokens(
 
     What lies in the host memory behind a worker's cache is under its `host_id`.
     """
+    if request.scores_prompt:
+        return {}  # or none that helps
     block_size = workers[0].record.block_size  # one per model
     return {
         worker_id: num_blocks * block_size
         for worker_id, num_blocks in index.match(request.block_hashes).items()
     }
-
-
-def _in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
-    """Leading tokens in the host memory behind a worker's cache."""
-    return held.get(host_id(worker.worker_id), 0) if worker.host is not None else 0
 
 
 def _held_once(num_held: Sequence[int]) -> tuple[int, int]:
@@ -286,44 +242,6 @@ def expected_output(request: GenerateRequest, usual: float) -> int:
     """How many tokens it will probably generate, where answers usually have `usual`."""
     num_generated = len(request.token_ids) - request.num_prompt_tokens
     return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
-
-
-def _arrival_s(goal: DecodeCost) -> float:
-    """For comparing decode workers before it is known where their KV comes from."""
-    record = goal.worker.record
-    held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
-    return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
-
-
-def _local(source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0) -> Candidate:
-    """One engine does both: while it computes what is queued, those who decode end later."""
-    own_s = source.own_s + pull_s
-    wait_s = source.queue_s + goal.place_s
-    return Candidate(
-        None,
-        goal.worker.worker_id,
-        own_s,
-        wait_s,
-        own_s + wait_s,
-        own_s + wait_s + source.harm_s + goal.decode_s,
-        source.num_cached_tokens,
-        source.lender,
-    )
-
-
-def _remote(source: PrefillCost, goal: DecodeCost, num_tokens: int) -> Candidate:
-    """The place is waited for while the prompt is computed and moved."""
-    move_s = transfer_s(source.worker, goal.worker, max(0, num_tokens - goal.num_held_tokens))
-    first_token_s = source.own_s + source.queue_s
-    return Candidate(
-        source.worker.worker_id,
-        goal.worker.worker_id,
-        source.own_s,
-        max(source.queue_s, goal.place_s),
-        first_token_s,
-        max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s,
-        source.num_cached_tokens,
-    )
 
 
 def _choose(candidates: list[Candidate], rng: random.Random) -> Route:

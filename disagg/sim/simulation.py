@@ -6,8 +6,9 @@ Decides when requests arrive. Everything else is decided by the same code as in 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -29,7 +30,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.autoscale import pools
-from disagg.router.baselines import new_policy
+from disagg.router.baselines import OURS, new_policy
 from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView, Pool
 from disagg.sim import virtual_time
@@ -57,9 +58,9 @@ def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
 class _WatchedFleet(Fleet):
     """What the router knows, made current before each look."""
 
-    def __init__(self) -> None:
+    def __init__(self, tpot_slo_s: Mapping[str, float]) -> None:
         self.loop = asyncio.get_running_loop()
-        super().__init__(now=self.loop.time)
+        super().__init__(now=self.loop.time, tpot_slo_s=tpot_slo_s)
         self.workers: dict[str, SimulatedWorker] = {}
         self._looked_s = -1.0
 
@@ -77,7 +78,12 @@ class _Simulation:
         self._config = config
         self._trace = trace
         self._loop = loop = asyncio.get_running_loop()
-        self._fleet = _WatchedFleet()
+        tiers = config.tiers
+        ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
+        self._slo_s = (ttft_slo_s, config.tpot_slo_s)
+        if config.policy != OURS:  # others do not know of it
+            self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
+        self._fleet = _WatchedFleet({tier.name: self._slo_s[1] for tier in tiers})
         times = TransferTimeModel(config.latency_s, config.bytes_per_s)
         self._network = SimulatedNetwork(loop, times)
         self._workers = self._fleet.workers
@@ -86,7 +92,6 @@ class _Simulation:
         unsure = {tier.name: tier.unsure for tier in config.smaller}
         self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
         self._nums_started: dict[Pool, int] = {}
-        tiers = config.tiers
         self._start_all(tiers)
         slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
         allowed_s = slo_s if config.fair_queue else {}
@@ -179,7 +184,7 @@ class _Simulation:
 
     async def _ask(self, number: int, each: TraceRequest) -> None:
         """One client, from question to answer."""
-        request = request_of(number, each, self._config.block_size)
+        request = request_of(number, each, self._config.block_size, *self._slo_s)
         arrival_s = self._loop.time()
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
@@ -275,7 +280,13 @@ class _Simulation:
         ]
 
 
-def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequest:
+def request_of(
+    number: int,
+    each: TraceRequest,
+    block_size: int,
+    ttft_slo_s: float = 0.0,
+    tpot_slo_s: float = 0.0,
+) -> GenerateRequest:
     """A trace's request as a `GenerateRequest`; all its tokens are one id that no other has."""
     num_full = each.num_prompt_tokens // block_size
     per_name = TRACE_BLOCK_TOKENS // block_size
@@ -293,6 +304,8 @@ def request_of(number: int, each: TraceRequest, block_size: int) -> GenerateRequ
         sampling=SamplingParams(max_tokens=each.num_output_tokens),
         deadline_unix_s=NEVER_S,
         tenant=each.tenant,
+        ttft_slo_s=ttft_slo_s,
+        tpot_slo_s=tpot_slo_s,
     )
 
 

@@ -1,0 +1,101 @@
+"""`disagg sim --grid`: goodput of every split of six workers, by load and TPOT SLO."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from disagg.sim import grid
+from disagg.sim.config import SimConfig
+from disagg.sim.trace import TraceRequest
+
+TITLE = (
+    "Requests within both SLOs, in percent, by split into prefill + decode workers. fixed: the best"
+    " split whose workers keep to their roles; collocated: 6 of which each prefills and decodes"
+    " for itself; worst: the least of the splits, as a share of the best of all. Simulated."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a grid of splits")
+    group.add_argument(
+        "--grid",
+        action="store_true",
+        help="play a window of the trace on 6 workers, split in every way, at several loads and"
+        " TPOT SLOs, and print how many percent of the requests meet both SLOs",
+    )
+    group.add_argument(
+        "--grid-tpot-slo-ms",
+        type=_positive,
+        nargs="+",
+        default=[1e3 * each for each in grid.TPOT_SLOS_S],
+        metavar="MS",
+    )
+    group.add_argument(
+        "--grid-load",
+        type=_positive,
+        nargs="+",
+        default=grid.LOADS,
+        metavar="SHARE",
+        help="of saturation, the most that the workers could compute",
+    )
+    group.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="that play at the same time"
+    )
+
+
+def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceRequest]) -> int:
+    """`trace`: whose first requests are simulated."""
+    window = trace[: args.num_requests or grid.NUM_REQUESTS]
+    if math.isinf(config.ttft_slo_s):
+        ttft_slo_s = grid.usual_ttft_slo_s(config, window)
+        config = msgspec.structs.replace(config, ttft_slo_s=ttft_slo_s)
+    tpot_slos_s = [each / 1e3 for each in args.grid_tpot_slo_ms]
+    cells = list(grid.cells(tpot_slos_s, args.grid_load))
+    play = partial(grid.play, config=config, window=window)
+    if args.processes > 1:
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            percents = pool.map(play, cells, chunksize=1)
+    else:
+        percents = list(map(play, cells))
+    rows = grid.rows(config, window, list(zip(cells, percents, strict=True)))
+    _print(rows, config.ttft_slo_s)
+    line = {"simulated": True, "num_requests": len(window), "ttft_slo_s": config.ttft_slo_s}
+    print(json.dumps(line | {"splits": grid.SPLITS, "rows": msgspec.to_builtins(rows)}))
+    return 0
+
+
+def _print(rows: Sequence[grid.Row], ttft_slo_s: float) -> None:
+    table = Table(title=f"{TITLE} TTFT SLO {ttft_slo_s:.2f} s.", title_justify="left")
+    splits = (f"{num_prefill}+{num_decode}" for num_prefill, num_decode in grid.SPLITS)
+    for column in ("TPOT ms", "load", "req/s", *splits, "best", "fixed", "collocated", "worst"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        percents = (*row.by_split, row.best, row.fixed, row.collocated)
+        table.add_row(
+            f"{1e3 * row.tpot_slo_s:g}",
+            f"{row.load:g}",
+            f"{row.requests_per_s:.1f}",
+            *(f"{percent:.1f}" for percent in percents),
+            f"{row.worst_share:.3f}",
+        )
+    Console(width=160).print(table)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+        if not 0.0 < number < math.inf:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0") from None
+    return number

@@ -1,0 +1,179 @@
+"""The possible routes of a request as candidates with their costs.
+
+A route is local (one worker computes the prompt and decodes), perhaps with a prefix that it borrows
+from another, or remote (KV moves from the worker that computes the prompt to the one that decodes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from disagg.router.costs import (
+    UNMEASURED_S_PER_BYTE,
+    DecodeCost,
+    PrefillCost,
+    prefill_cost,
+    transfer_s,
+    with_loan,
+)
+from disagg.router.fleet import WorkerView, host_id
+from disagg.router.route import Candidate
+
+NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
+NUM_BORROWERS = 2  # cheapest workers that are looked at with a loan, of those that want one
+NUM_STEPS_JOINING = 1.5  # a stream waits for one to end, and its KV comes during another
+
+_total_s = attrgetter("total_s")
+
+
+class Slos(NamedTuple):
+    """What a request has to hold.
+
+    ttft_s: inf: it has none.
+    has_tpot: whether it has one of its own or its model's.
+    miss_s: the price of a missed SLO: the seconds that a request is allowed, with the model's TPOT
+        SLO where it has none itself.
+    """
+
+    ttft_s: float
+    has_tpot: bool
+    miss_s: float
+
+
+class Prompt(NamedTuple):
+    """What costs depend on. num_lent: leading tokens that `lender` has."""
+
+    num_tokens: int
+    held: Mapping[str, int]
+    lender: WorkerView | None
+    num_lent: int
+    now: float
+    slos: Slos
+
+
+class ComputingPool(NamedTuple):
+    """Workers that may compute a prompt. From `num_behind` on: as in `costs.prefill_cost`."""
+
+    workers: Sequence[WorkerView]
+    num_held: Sequence[int]  # leading tokens of the prompt, by worker
+    num_behind: float
+    num_held_once: tuple[int, int]
+    spares_decodes: bool
+
+
+def prefill_costs(pool: ComputingPool, prompt: Prompt) -> list[PrefillCost]:
+    workers, by_worker, num_behind, num_held_once, spares_decodes = pool
+    num_tokens, held, now = prompt.num_tokens, prompt.held, prompt.now
+    return [
+        prefill_cost(
+            worker,
+            num_tokens,
+            num_held,
+            num_behind,
+            num_held_once,
+            spares_decodes,
+            in_host(worker, held) if worker.host is not None else 0,
+            now,
+        )
+        for worker, num_held in zip(workers, by_worker, strict=True)
+    ]
+
+
+def local_routes(
+    goals: Sequence[DecodeCost], prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
+) -> list[Candidate]:
+    ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
+    if prompt.lender is None:
+        return ways
+    wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
+    for number in sorted(wanting, key=lambda n: ways[n].total_s)[:NUM_BORROWERS]:
+        lent = with_loan(
+            costs[number],
+            prompt.lender,
+            prompt.num_tokens,
+            prompt.num_lent,
+            pool.num_behind,
+            pool.spares_decodes,
+            prompt.now,
+        )
+        if lent.total_s < costs[number].total_s:
+            ways.append(local_route(prompt, lent, goals[number]))
+    return ways
+
+
+def remote_routes(
+    goals: Sequence[DecodeCost], prompt: Prompt, costs: Sequence[PrefillCost]
+) -> list[Candidate]:
+    sources = sorted(costs, key=_total_s)[:NUM_PER_SIDE]
+    best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
+    pairs = (
+        _remote(prompt, source, goal)
+        for source in sources
+        for goal in best_goals
+        if source.worker is not goal.worker
+    )
+    return [pair for pair in pairs if math.isfinite(pair.total_s)]
+
+
+def in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
+    """Leading tokens in the host memory behind a worker's cache."""
+    return held.get(host_id(worker.worker_id), 0) if worker.host is not None else 0
+
+
+def _arrival_s(goal: DecodeCost) -> float:
+    """For comparing decode workers before it is known where their KV comes from."""
+    record = goal.worker.record
+    held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
+    return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
+
+
+def local_route(
+    prompt: Prompt, source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0
+) -> Candidate:
+    """One engine does both: while it computes what is queued, those who decode end later."""
+    own_s = source.own_s + pull_s
+    wait_s = source.queue_s + goal.place_s
+    late_s = _missed_s(prompt, goal, own_s + wait_s, 0.0)
+    return Candidate(
+        None,
+        goal.worker.worker_id,
+        own_s,
+        wait_s,
+        own_s + wait_s,
+        own_s + wait_s + source.harm_s + goal.decode_s + late_s,
+        source.num_cached_tokens,
+        source.lender,
+    )
+
+
+def _missed_s(prompt: Prompt, goal: DecodeCost, first_token_s: float, gap_s: float) -> float:
+    """The price of the SLOs that would be missed; and the time that a gap after the first token
+    takes from prompts where the SLO is tight, because steps have to make up for it."""
+    if goal.added is None:
+        return 0.0
+    num_missed = goal.added.num_others_missed + (first_token_s > prompt.slos.ttft_s)
+    num_missed += prompt.slos.has_tpot and goal.added.is_missed(gap_s)
+    lost_s = gap_s if goal.added.is_tight else 0.0
+    return lost_s + num_missed * prompt.slos.miss_s
+
+
+def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
+    """The place is waited for while the prompt is computed and moved."""
+    num_moved = max(0, prompt.num_tokens - goal.num_held_tokens)
+    move_s = transfer_s(source.worker, goal.worker, num_moved)
+    first_token_s = source.own_s + source.queue_s
+    # It waits for a step to end before its KV is pulled, and for another before it is part of one.
+    gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
+    late_s = _missed_s(prompt, goal, first_token_s, gap_s)
+    return Candidate(
+        source.worker.worker_id,
+        goal.worker.worker_id,
+        source.own_s,
+        max(source.queue_s, goal.place_s),
+        first_token_s,
+        max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s + late_s,
+        source.num_cached_tokens,
+    )

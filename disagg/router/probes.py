@@ -1,0 +1,70 @@
+"""Probes: a worker that was slow gets a request now and then, to notice when it recovers.
+
+Of a worker that gets no requests nothing new is learned, however long it has been well again. So
+once in so many reservations the one that has been silent for longest is taken to be as fast as the
+fastest of its pool, until its next step says what it is. Pure; time is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from disagg.messages import StepCosts
+from disagg.time_model import CHUNK_TOKENS, StepTimeModel
+
+if TYPE_CHECKING:
+    from disagg.router.fleet import WorkerView
+
+NUM_PER_PROBE = 50  # reservations: so few requests are slower if it is still slow
+SILENT_S = 4.0  # what was learned since then is believed
+
+
+class Probes:
+    """Whose fit is to be believed.
+
+    Attributes:
+        trusted: the step times that workers are given credit for, by id.
+    """
+
+    def __init__(self) -> None:
+        self.trusted: dict[str, StepTimeModel] = {}
+        self._num_observed: dict[str, int] = {}
+        self._learned_s: dict[str, float] = {}
+        self._num_reserved = 0
+
+    def heard(self, worker_id: str, costs: StepCosts | None, now: float) -> None:
+        num_observed = costs.num_observed if costs is not None else 0
+        if self._num_observed.get(worker_id) != num_observed:
+            self._num_observed[worker_id] = num_observed
+            self._learned_s[worker_id] = now
+            self.trusted.pop(worker_id, None)
+
+    def drop(self, worker_id: str) -> None:
+        for each in (self.trusted, self._num_observed, self._learned_s):
+            each.pop(worker_id, None)
+
+    def reserved(self) -> None:
+        self._num_reserved += 1
+
+    def next(self, workers: Mapping[str, WorkerView], now: float) -> str | None:
+        """The worker that is to be given credit from now on, if it is time for one."""
+        if self._num_reserved < NUM_PER_PROBE:
+            return None
+        self._num_reserved = 0
+        silent = [each for each in workers.values() if self._is_silent(each, now)]
+        if not silent:
+            return None
+        chosen = min(silent, key=lambda each: self._learned_s[each.worker_id])
+        pool = (chosen.record.model, chosen.record.role)
+        alike = (each for each in workers.values() if (each.record.model, each.record.role) == pool)
+        self.trusted[chosen.worker_id] = min((each.times for each in alike), key=_chunk_s)
+        return chosen.worker_id
+
+    def _is_silent(self, worker: WorkerView, now: float) -> bool:
+        learned_s = self._learned_s.get(worker.worker_id, now)
+        return worker.accepting and now - learned_s >= SILENT_S
+
+
+def _chunk_s(times: StepTimeModel) -> float:
+    return times.prefill_s(CHUNK_TOKENS)

@@ -1,0 +1,145 @@
+"""A grid of simulations: which split of a few workers serves how much within both SLOs, by load.
+
+A row is one load and one TPOT SLO; its columns are splits of the same workers into prefill and
+decode workers, all of them with the policy as it is, and `collocated`: workers of which each
+prefills and decodes for itself, and whose prompts take no account of who decodes there.
+
+Arrivals are a Poisson process, since a load that is named should be steady; lengths and shared
+prefixes are those of a window of a trace. Saturation is the rate at which all workers would compute
+all the time, if no prefix were computed twice and batches were full.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import msgspec
+
+from disagg.router.baselines import FIXED_ROLES, OURS
+from disagg.sim.config import SimConfig
+from disagg.sim.simulation import simulate
+from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
+
+NUM_WORKERS = 6
+SPLITS = ((1, 5), (2, 4), (3, 3), (4, 2), (5, 1), (6, 0))
+TPOT_SLOS_S = (0.01, 0.0125, 0.015, 0.02, 0.03, 0.05)
+LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
+NUM_REQUESTS = 600  # of a window
+TTFT_PER_PREFILL = 10.0  # the TTFT SLO, in times that a mean prompt takes by itself
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One simulation: a split of the workers under one load and one TPOT SLO."""
+
+    split: tuple[int, int]
+    policy: str
+    tpot_slo_s: float
+    load: float  # as a fraction of saturation
+
+
+class Row(msgspec.Struct, frozen=True):
+    """The goodput of one load and TPOT SLO: percent of the requests that met both SLOs.
+
+    by_split: in the order of `SPLITS`. fixed: the best of the splits whose workers keep to their
+        roles. collocated: of workers that do both, each for itself.
+    """
+
+    tpot_slo_s: float
+    load: float
+    requests_per_s: float
+    by_split: tuple[float, ...]
+    fixed: float
+    collocated: float
+
+    @property
+    def best(self) -> float:
+        return max(self.by_split)
+
+    @property
+    def worst_share(self) -> float:
+        """The goodput of the worst split as a fraction of the best of all, fixed ones too."""
+        most = max(self.best, self.fixed, self.collocated)
+        return min(self.by_split) / most if most else 1.0
+
+
+def cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterator[Cell]:
+    """All simulations of a grid, row by row."""
+    for tpot_slo_s, load in product(tpot_slos_s, loads):
+        for policy, split in product((OURS, FIXED_ROLES), SPLITS):
+            yield Cell(split, policy, tpot_slo_s, load)
+
+
+def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float:
+    """The goodput of one cell, in percent. `config`: everything but split, policy and load."""
+    num_prefill, num_decode = cell.split
+    config = msgspec.structs.replace(
+        config,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        policy=cell.policy,
+        tpot_slo_s=cell.tpot_slo_s,
+        fair_queue=True,
+    )
+    rate = cell.load * saturation(config, window)
+    return simulate(config, at_rate(window, rate, config.seed)).in_time_percent
+
+
+def rows(
+    config: SimConfig,
+    window: Sequence[TraceRequest],
+    played: Sequence[tuple[Cell, float]],
+) -> list[Row]:
+    """`played`: all cells of a grid with their goodput, in the order of `cells`."""
+    found: list[Row] = []
+    num_splits = len(SPLITS)
+    for begin in range(0, len(played), 2 * num_splits):
+        ours = played[begin : begin + num_splits]
+        fixed = played[begin + num_splits : begin + 2 * num_splits]
+        cell = ours[0][0]
+        found.append(
+            Row(
+                cell.tpot_slo_s,
+                cell.load,
+                cell.load * saturation(config, window),
+                tuple(percent for _, percent in ours),
+                max(percent for each, percent in fixed if each.split[1]),
+                next(percent for each, percent in fixed if not each.split[1]),
+            )
+        )
+    return found
+
+
+def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) -> list[TraceRequest]:
+    """The requests of a window in their order, as a Poisson process."""
+    rng = random.Random(seed)
+    now = 0.0
+    requests = []
+    for each in window:
+        requests.append(msgspec.structs.replace(each, arrival_s=now))
+        now += rng.expovariate(requests_per_s)
+    return requests
+
+
+def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
+    """Requests a second that `NUM_WORKERS` workers could compute at most."""
+    per_step_s, _, _, per_sequence_s, per_context_s = config.times.coefficients
+    known: set[int] = set()
+    work_s = 0.0
+    for each in window:
+        num_cached = TRACE_BLOCK_TOKENS * sum(name in known for name in each.block_names)
+        known.update(each.block_names)
+        num_new = max(1, each.num_prompt_tokens - num_cached)
+        work_s += config.times.prefill_s(num_new, num_cached)
+        num_steps = each.num_output_tokens - 1
+        num_context = each.num_prompt_tokens + 0.5 * num_steps
+        share_s = per_step_s / config.max_num_seqs
+        work_s += num_steps * (share_s + per_sequence_s + per_context_s * num_context)
+    return NUM_WORKERS * len(window) / work_s
+
+
+def usual_ttft_slo_s(config: SimConfig, window: Sequence[TraceRequest]) -> float:
+    """The TTFT SLO where none is given."""
+    mean_s = sum(config.times.prefill_s(each.num_prompt_tokens) for each in window) / len(window)
+    return TTFT_PER_PREFILL * mean_s

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from disagg.messages import StepCosts
+from disagg.router.fleet import Fleet, RequestLoad
+from disagg.router.probes import NUM_PER_PROBE, SILENT_S
+from tests.router.fakes import COSTS, make_record, make_status
+
+SLOW = tuple(3 * each for each in COSTS.coefficients)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fleet_of(clock: Clock) -> Fleet:
+    """p0 is slow; p1, p2 and d0 are not."""
+    fleet = Fleet(now=clock)
+    for name in ("p0", "p1", "p2", "d0"):
+        costs = StepCosts(SLOW, 100, 0.0) if name == "p0" else COSTS
+        fleet.worker_synced(make_record(name), [], make_status(step_costs=costs))
+    return fleet
+
+
+def believed(fleet: Fleet, worker_id: str) -> tuple[float, ...]:
+    return fleet.view().workers[worker_id].times.coefficients
+
+
+def reserve(fleet: Fleet, number: int) -> None:
+    for _ in range(number):
+        fleet.release(fleet.reserve("p1", RequestLoad(10)))
+
+
+def speak(fleet: Fleet, num_observed: int, *names: str) -> None:
+    for name in names:
+        costs = StepCosts(SLOW if name == "p0" else COSTS.coefficients, num_observed, 0.0)
+        fleet.worker_stepped(name, (), make_status(step_costs=costs))
+
+
+def test_who_was_silent_for_long_is_believed_to_be_fast_until_it_speaks() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    clock.now_s += SILENT_S
+    speak(fleet, 101, "p1", "p2", "d0")
+    reserve(fleet, NUM_PER_PROBE - 1)
+    assert believed(fleet, "p0") == SLOW
+    reserve(fleet, 1)
+    assert believed(fleet, "p0") == COSTS.coefficients
+    fleet.worker_stepped("p0", (), make_status(step_costs=StepCosts(SLOW, 100, 0.0)))
+    assert believed(fleet, "p0") == COSTS.coefficients, "it said nothing new"
+    speak(fleet, 101, "p0")
+    assert believed(fleet, "p0") == SLOW
+    reserve(fleet, 2 * NUM_PER_PROBE)
+    assert believed(fleet, "p0") == SLOW, "that is what it said a moment ago"
+    clock.now_s += SILENT_S
+    speak(fleet, 102, "p1", "p2", "d0")
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p0") == COSTS.coefficients
+
+
+def test_time_alone_makes_no_probe() -> None:
+    """A fleet that serves one request a minute would send it to a slow worker each time."""
+    clock = Clock()
+    fleet = fleet_of(clock)
+    clock.now_s += 1000 * SILENT_S
+    reserve(fleet, NUM_PER_PROBE - 1)
+    assert believed(fleet, "p0") == SLOW
+
+
+def test_a_worker_that_has_left_is_forgotten() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    fleet.worker_lost("p0")
+    clock.now_s += SILENT_S
+    reserve(fleet, NUM_PER_PROBE)
+    assert "p0" not in fleet.view().workers
+    speak(fleet, 5, "p0")  # late news
+    assert "p0" not in fleet.view().workers

@@ -1,0 +1,148 @@
+"""Where requests have a TPOT SLO, roles give way when SLOs gain from it, and not before."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from disagg.router.fleet import Fleet
+from disagg.router.policy import choose_route
+from disagg.router.route import Route
+from disagg.router.slack import added_stream
+from tests.router.fakes import COSTS, make_record, make_request, make_status
+
+TIGHT_S, LOOSE_S = 0.0125, 0.2  # a step without prompts takes 10 ms
+
+
+def make_fleet(tpot_slo_s: float, *names: str) -> Fleet:
+    fleet = Fleet(tpot_slo_s={"toy": tpot_slo_s})
+    for name in names:
+        fleet.worker_synced(make_record(name, max_num_seqs=256), [], make_status())
+    return fleet
+
+
+def streams(fleet: Fleet, worker_id: str, number: int, **status: Any) -> None:
+    fleet.worker_stepped(
+        worker_id,
+        (),
+        make_status(num_running=number, num_context_tokens=1000 * number, **status),
+    )
+
+
+def queued(fleet: Fleet, worker_id: str, num_tokens: int, **status: Any) -> None:
+    """Prompts that go to other workers when they are computed."""
+    fleet.worker_stepped(
+        worker_id,
+        (),
+        make_status(
+            num_running=1,
+            num_prefilling=1,
+            num_leaving=1,
+            num_waiting=3,
+            num_uncomputed_tokens=num_tokens,
+            **status,
+        ),
+    )
+
+
+def choose(fleet: Fleet, tpot_slo_s: float, num_tokens: int = 2000, **request: Any) -> Route:
+    asked = make_request(num_tokens, tpot_slo_s=tpot_slo_s, ttft_slo_s=2.0, **request)
+    return choose_route(asked, fleet.view(), fleet.index, 0.0, random.Random(0))
+
+
+def both(route: Route) -> tuple[str | None, str]:
+    return route.prefill, route.decode
+
+
+@pytest.mark.parametrize("tpot_slo_s", [TIGHT_S, LOOSE_S])
+def test_an_idle_fleet_keeps_to_its_roles(tpot_slo_s: float) -> None:
+    fleet = make_fleet(tpot_slo_s, "p0", "p1", "d0")
+    route = choose(fleet, tpot_slo_s)
+    assert route.decode == "d0" and route.prefill in ("p0", "p1")
+
+
+def test_a_prefill_worker_decodes_when_decode_workers_would_miss_their_slo() -> None:
+    fleet = make_fleet(TIGHT_S, "p0", "p1", "d0")
+    streams(fleet, "d0", 24)  # 12.6 ms a step
+    assert choose(fleet, TIGHT_S).decode in ("p0", "p1")
+    streams(fleet, "d0", 12)
+    assert choose(fleet, TIGHT_S).decode == "d0"
+
+
+def test_a_decode_worker_prefills_when_streams_have_slack_and_prefill_workers_are_busy() -> None:
+    fleet = make_fleet(LOOSE_S, "p0", "d0")
+    streams(fleet, "d0", 8)
+    assert both(choose(fleet, LOOSE_S)) == ("p0", "d0")
+    queued(fleet, "p0", 8000)
+    assert both(choose(fleet, LOOSE_S)) == (None, "d0")
+
+
+def test_it_does_not_where_they_have_none() -> None:
+    """There a step has room for so few prompt tokens that waiting for the other is faster."""
+    fleet = make_fleet(TIGHT_S, "p0", "d0")
+    streams(fleet, "d0", 8)
+    queued(fleet, "p0", 8000)
+    assert choose(fleet, TIGHT_S).prefill == "p0"
+
+
+def test_streams_belong_together_where_the_slo_is_tight_and_not_where_it_is_loose() -> None:
+    """The first stream of a worker takes most of its prompt tokens out of each step, or nearly
+    none."""
+    lost_s = {}
+    for tpot_slo_s in (TIGHT_S, LOOSE_S):
+        fleet = make_fleet(tpot_slo_s, "d0", "d1")
+        streams(fleet, "d1", 4)
+        view = fleet.view().workers
+        lost_s[tpot_slo_s] = [added_stream(view[name], 1000, 64).lost_s for name in ("d0", "d1")]
+    alone_s, together_s = lost_s[TIGHT_S]
+    assert alone_s > 20 * together_s
+    alone_s, together_s = lost_s[LOOSE_S]
+    assert alone_s == pytest.approx(together_s, rel=0.5) and alone_s < 0.1 * lost_s[TIGHT_S][0]
+
+
+def test_without_a_slo_no_prefill_worker_decodes() -> None:
+    fleet = make_fleet(float("inf"), "p0", "d0")
+    streams(fleet, "d0", 200)
+    assert choose(fleet, 0.0).decode == "d0"
+
+
+def most_streams() -> int:
+    """Of 1,000 tokens each, beside whom one more is in time."""
+    per_step_s, _, _, per_stream_s, per_context_s = COSTS.coefficients
+    return int((0.98 * TIGHT_S - per_step_s) / (per_stream_s + 1000 * per_context_s)) - 1
+
+
+def test_who_misses_what_because_of_one_more_stream() -> None:
+    fleet = make_fleet(TIGHT_S, "d0")
+    most = most_streams()
+    for number, num_others in ((most, 0), (most + 1, most + 1), (most + 3, 0)):
+        streams(fleet, "d0", number)
+        added = added_stream(fleet.view().workers["d0"], 1000, 64)
+        assert added.num_others_missed == num_others, "who is late already misses nothing more"
+        assert added.is_missed(0.0) == (number > most)
+    streams(fleet, "d0", most)
+    added = added_stream(fleet.view().workers["d0"], 1000, 64)
+    assert added.is_missed(64 * 0.002), "a gap takes time from every token after it"
+
+
+def test_batch_work_goes_where_it_makes_nobody_miss_an_slo() -> None:
+    """It has none itself, and so could go anywhere."""
+    fleet = make_fleet(TIGHT_S, "p0", "d0")
+    for num_streams, decode in ((8, "d0"), (most_streams() + 1, "p0")):
+        streams(fleet, "d0", num_streams)
+        request = make_request(1000, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
+        route = choose_route(request, fleet.view(), fleet.index, 0.0, random.Random(0))
+        assert route.decode == decode
+
+
+def test_prompts_that_will_leave_are_no_streams() -> None:
+    fleet = make_fleet(TIGHT_S, "p0")
+    queued(fleet, "p0", 4000)
+    view = fleet.view().workers["p0"]
+    assert (view.num_streams, view.num_to_decode) == (0, 0)
+    fleet.worker_stepped("p0", (), make_status(num_running=3, num_prefilling=1))
+    view = fleet.view().workers["p0"]
+    assert (view.num_streams, view.num_to_decode) == (2, 3)
