@@ -15,6 +15,7 @@ from msgspec import Meta
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import ModelError, StartupError
 from disagg.models.fetched import FETCHED, cached_file
+from disagg.models.hub import is_repository, snapshot_of
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -28,6 +29,7 @@ SCALED_KV_BITS = {"fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
 Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 MAX_PRIORITY = 1000
+DEFAULT_TPOT_GOAL_S = 0.2
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
@@ -92,14 +94,24 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model with its own prefill and decode pools."""
 
-    model: str  # a directory, a GGUF file, or a name: of a bundled model or of `FETCHED`
+    # A directory, a GGUF file, or a name: of a bundled model, of `FETCHED`, or on a hub.
+    model: str
+    revision: str | None = None  # of a model on a hub: a branch, a tag or a commit
     served_model_name: str | None = None  # the name of the directory or the file
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     chat_template: str | None = None  # a path; the model's own when absent
+    tool_call_parser: str = ""  # how it writes calls; "": as its chat template shows
+    reasoning_parser: str = ""  # and its reasoning
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # requests that would wait longer are refused
-    tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.2  # between tokens; what decode pools are sized by
+    # Between tokens. None: requests have none, unless they ask for one; roles are then fixed.
+    tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
+
+    @property
+    def tpot_goal_s(self) -> float:
+        """What decode pools are sized by and goodput is counted by: the SLO, if there is one."""
+        return self.tpot_slo_s or DEFAULT_TPOT_GOAL_S
 
     @property
     def name(self) -> str:
@@ -132,11 +144,27 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 " machine that needs it.",
                 param="model",
             )
+        if is_repository(self.model):
+            directory = snapshot_of(self.model, self.revision)
+            if directory is not None:
+                return directory
+            raise ModelError(
+                f"{self.model} is neither a directory here, nor whole in this machine's cache of"
+                f" Hugging Face: `disagg serve {self.model}` fetches it, on each machine that needs"
+                " it.",
+                param="model",
+            )
+        if "://" in self.model:
+            raise ModelError(
+                f"{self.model}: models are not read from {self.model.partition('://')[0]} stores;"
+                " mount the store or copy the directory, and give its path.",
+                param="model",
+            )
         bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
         raise ModelError(
             f"There is no model directory {self.model!r}, and the bundled models are {bundled}."
-            f" Fetched by name: {', '.join(FETCHED)}. Else give the path of a Hugging Face model"
-            " directory or of a GGUF file.",
+            f" Fetched by name: {', '.join(FETCHED)}, and models of Hugging Face as"
+            " organisation/name. Else give the path of a model directory or of a GGUF file.",
             param="model",
         )
 
@@ -197,6 +225,8 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         weight: its share while requests wait: 2 gets twice the service of 1.
         max_num_requests: in flight at once.
         min_priority: the lowest (most urgent) priority that its requests may ask for.
+        min_ttft_slo_s, min_tpot_slo_s: the tightest SLOs that its requests may ask for; None: those
+            of their model.
     """
 
     weight: Annotated[float, Meta(gt=0)] = 1.0
@@ -204,6 +234,8 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None  # of prompts and answers
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    min_ttft_slo_s: Annotated[float, Meta(gt=0)] | None = None
+    min_tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
 
     @property
     def is_limited(self) -> bool:

@@ -47,6 +47,27 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     source: str
 
 
+class Thinking(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How an answer's reasoning is marked, in token ids: for who must know where it ends.
+
+    starts: an answer that begins with one of these begins with reasoning.
+    end: what ends it.
+    forced_end: what is written to end it; ends with `end`.
+    then: what follows the end before a grammar begins.
+    is_open: the prompt has begun the reasoning.
+    is_framed: nothing is answered before `end`, reasoning or not.
+    budget: so many tokens of reasoning, then it is ended; None: no limit.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    end: tuple[int, ...]
+    forced_end: tuple[int, ...]
+    then: tuple[int, ...] = ()
+    is_open: bool = False
+    is_framed: bool = False
+    budget: int | None = None
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -63,9 +84,14 @@ class SamplingParams(
     frequency_penalty: float = 0.0  # over output
     seed: int = 0  # 64 bits; randomness is a function of (seed, position) only
     logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones'
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
     logprobs_until: int | None = None  # of the answer's first so many tokens only; None: of all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all are
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # no part of the answer is one of these
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
     grammar: Grammar | None = None
+    thinking: Thinking | None = None  # if it has a budget, or a grammar begins behind it
 
 
 class GenerateRequest(
@@ -92,7 +118,16 @@ class GenerateRequest(
     traceparent: str = ""
     draft_token_ids: tuple[int, ...] = ()
     priority: int = 0  # lower is earlier, as vLLM has it
+    ttft_slo_s: float = 0.0  # 0: its model's, where there is one; inf: none
+    tpot_slo_s: float = 0.0
     cache_salt: str = ""  # with the tenant it keeps blocks apart; `hash_root` has both in it
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it is to be told log-probabilities of its prompt, for which all of the prompt is
+        computed, cached or not. They come with the first token: not again if it moves later."""
+        is_new = len(self.token_ids) == self.num_prompt_tokens
+        return is_new and self.sampling.prompt_logprobs is not None
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -111,10 +146,11 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the chosen token's, and the most likely ones'."""
+    """Log-probabilities at one position: the token's that is there, and the most likely ones'."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    rank: int = 0  # of the token, from 1; 0: not known, as in answers
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -148,6 +184,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: WireError | None = None
     early_ticket: KVTicket | None = None  # full blocks of a prompt whose rest is being computed
     times: StageTimes | None = None  # in the first delta with tokens of each worker
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the answer's first, if asked for
 
     @property
     def is_last(self) -> bool:

@@ -175,3 +175,5 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     ] = 0
     holds: HoldCounts | None = None
     pulls: tuple[PullCounts, ...] = ()  # one for each lane
+    num_prefilling: int = 0  # of those that run, with prompt tokens to compute
+    num_leaving: int = 0  # of these, to decode on another worker

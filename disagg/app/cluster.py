@@ -46,6 +46,7 @@ class Cluster:
         self._has_left = False
         self._is_serving = False
         self._url = ""
+        self._host = ""
         files = scratch / "h"  # of HAProxy, if it is ours
         self._haproxy = files if address is None and files.exists() else None
 
@@ -62,7 +63,7 @@ class Cluster:
 
     def start(self, http: HttpConfig) -> None:
         """Start Ray Serve. Raises `StartupError` when it does not come up."""
-        self._url = url_of(http)
+        self._url, self._host = url_of(http), http.host
         self._is_serving = True
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         host = http.host if self._haproxy is None else HOST_FOR_SERVE
@@ -165,7 +166,9 @@ class Cluster:
         """Look after all that serves, from now on."""
         if self._address is not None:
             return Watch(None, None, self._url, say, stop)
-        haproxy = HAProxyWatch(self._haproxy, say) if self._haproxy is not None else None
+        haproxy = (
+            HAProxyWatch(self._haproxy, self._host, say) if self._haproxy is not None else None
+        )
         return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
 
     def drain(self, timeout_s: float) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from typing import ClassVar
@@ -48,6 +49,7 @@ class WorkerReplica:
             build=functools.partial(self.build_parts, progress=tell),
         )
         tell(StartStep("ready"))
+        gc.freeze()  # what is here now stays: collections that look at all of it delay a step
 
     def record_replica_metadata(self) -> dict[str, str]:
         return membership.to_metadata(self._worker.record)

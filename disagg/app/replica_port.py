@@ -1,4 +1,4 @@
-"""Where the gRPC server of a Serve replica listens."""
+"""Where the servers of a Serve replica listen: HTTP of an ingress, and gRPC of all."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ import ray
 
 log = logging.getLogger(__name__)
 
+_ALL_INTERFACES = ("0.0.0.0", "::", "")
+
 
 def bind_to_node() -> None:
-    """Have the gRPC server of this replica listen on the address of its node in Ray only.
+    """Have the servers of this replica listen on the address of its node in Ray only.
 
-    Serve starts it on all interfaces when the replica is constructed, and it unpickles what it
-    receives: whoever reaches it runs code here. Peers use the node's address alone. Serve has no
-    setting for it (Ray 2.60, `serve/_private/replica.py`). The replica's `__init__` calls this.
+    Serve starts them when the replica is constructed: gRPC, which unpickles what it receives, on
+    all interfaces, and HTTP where HAProxy listens for clients, though only HAProxy uses it. Peers
+    use the node's address alone. Serve has no setting for either (Ray 2.60,
+    `serve/_private/replica.py`). The replica's `__init__` calls this.
     """
     from ray.serve._private import replica
 
-    try:
-        add_port = replica.add_port_to_grpc_server
-    except AttributeError:
-        log.warning(
-            "This Ray starts the gRPC server of replicas in another way than Ray 2.60: see"
-            " docs/security.md for who can reach it."
-        )
-        return
-    if not isinstance(add_port, functools.partial):
-        replica.add_port_to_grpc_server = functools.partial(_add_port, add_port)
+    for name, bound in (
+        ("add_port_to_grpc_server", _add_port),
+        ("start_asgi_http_server", _start_http),
+    ):
+        serves = getattr(replica, name, None)
+        if serves is None:
+            log.warning(
+                "This Ray starts the servers of replicas in another way than Ray 2.60 (it has no"
+                " %s): see docs/security.md for who can reach them.",
+                name,
+            )
+        elif not isinstance(serves, functools.partial):
+            setattr(replica, name, functools.partial(bound, serves))
 
 
 def _add_port(add_port: Any, server: Any, address: str) -> int:
@@ -37,3 +43,9 @@ def _add_port(add_port: Any, server: Any, address: str) -> int:
     netloc = f"[{host}]" if ":" in host else host
     port: int = add_port(server, address.replace("[::]", netloc))
     return port
+
+
+async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
+    if options.host in _ALL_INTERFACES:
+        options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
+    return await start(app, options, **others)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.message is not None:
         question = sys.stdin.read() if args.message == "-" else args.message
-        for text in conversation.ask(question):
-            print(text, end="", flush=True)
+        for piece in conversation.ask(question):
+            print("" if piece.is_reasoning else piece.text, end="", flush=True)
         print()
         return 0
     return _talk(conversation, Console(highlight=False))
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # what other servers call it
 
 
 class _Choice(msgspec.Struct):
@@ -195,6 +197,13 @@ def _decode(raw: bytes, kind: type[Answer]) -> Answer:
         raise Unavailable(f"The server does not speak OpenAI's protocol: {error}.") from error
 
 
+class Piece(NamedTuple):
+    """More of an answer, or of what the model thinks before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 @dataclass
 class ChatSession:
     """Turns so far, and the question under way."""
@@ -206,7 +215,7 @@ class ChatSession:
     turns: list[dict[str, str]] = field(default_factory=list)
     num_tokens: int = 0  # of the last answer
 
-    def ask(self, question: str) -> Generator[str, None, None]:
+    def ask(self, question: str) -> Generator[Piece, None, None]:
         """The answer in pieces. It is remembered as far as it came; a failed question is not."""
         asked = {"role": "user", "content": question}
         instructions = [{"role": "system", "content": self.system}] if self.system else []
@@ -225,9 +234,11 @@ class ChatSession:
                     if chunk.usage is not None:
                         self.num_tokens = chunk.usage.completion_tokens
                     for choice in chunk.choices[:1]:
-                        text = choice.delta.content or ""
-                        answer += text
-                        yield text
+                        delta = choice.delta
+                        if thought := delta.reasoning_content or delta.reasoning:
+                            yield Piece(thought, is_reasoning=True)
+                        answer += delta.content or ""
+                        yield Piece(delta.content or "")
         finally:
             if answer:
                 self.turns += [asked, {"role": "assistant", "content": answer}]
@@ -259,11 +270,16 @@ def _show_answer(conversation: ChatSession, question: str, console: Console) -> 
     first_s: float | None = None
     pieces = conversation.ask(question)
     try:
-        for text in pieces:
+        was_reasoning = False
+        for text, is_reasoning in pieces:
             if text and first_s is None:
                 first_s = time.monotonic() - started_s
+            if text and was_reasoning and not is_reasoning:
+                console.print("\n")
+            was_reasoning = is_reasoning or (was_reasoning and not text)
             # Without escapes: a model must not steer the terminal.
-            console.print(Text(text.replace("\x1b", "")), end="", soft_wrap=True)
+            style = "dim" if is_reasoning else ""
+            console.print(Text(text.replace("\x1b", ""), style), end="", soft_wrap=True)
     except KeyboardInterrupt:
         pieces.close()  # hangs up
         console.print(Text(" (stopped)", style="dim"), end="")

@@ -43,7 +43,10 @@ DEFAULT_TPOT_S = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"a directory with a config.json, or {', '.join(SHAPES)}")
+    parser.add_argument(
+        "model",
+        help=f"a directory with a config.json, a model of Hugging Face, or {', '.join(SHAPES)}",
+    )
     parser.add_argument(
         "--gpu",
         action="append",

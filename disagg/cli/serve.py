@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from disagg.cli import process_tree
@@ -19,7 +20,8 @@ from disagg.cli.supervisor import Signals, Supervisor
 from disagg.config import AUTO, ServeConfig, url_of
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
-from disagg.models.fetched import FETCHED, fetch
+from disagg.models.fetched import FETCHED, Say, fetch
+from disagg.models.hub import fetch_repository, is_repository
 
 NUM_KEPT_LOGS = 10  # runs, where no directory was named
 
@@ -42,11 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"Ended {len(ended)} processes of a run that was killed: {', '.join(names)}.",
             )
         lines.say("logs", f"logs: {logs}", directory=str(logs))
-        for name in dict.fromkeys(tier.model for tier in config.tiers):
-            if name not in FETCHED or Path(name).exists():
-                continue
-            if not fetch(name, lines.say, lambda: signals.num > 0):
-                return 0
+        if not _fetch_models(config, lines.say, lambda: signals.num > 0):
+            return 0
         directory, alive = new_run()
         try:
             order = Order(
@@ -63,6 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             os.close(alive)
+
+
+def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:
+    """Fetch what is named and not here; False: it was stopped. Raises `StartupError`."""
+    for tier in config.tiers:
+        if tier.model in FETCHED and not Path(tier.model).exists():
+            if not fetch(tier.model, say, is_stopped):
+                return False
+        elif is_repository(tier.model) and not fetch_repository(
+            tier.model, tier.revision, say, is_stopped
+        ):
+            return False
+    return True
 
 
 def new_run() -> tuple[Path, int]:

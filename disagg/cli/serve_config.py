@@ -77,6 +77,12 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{len(models)} models but {len(names)} served names were given; give one per model.",
             param="served_model_name",
         )
+    revisions = arguments.revision
+    if revisions and len(revisions) != len(models):
+        raise StartupError(
+            f"{len(models)} models but {len(revisions)} revisions were given; give one per model.",
+            param="revision",
+        )
     if arguments.num_threads is None and arguments.ray_address is None:
         # All workers are on this machine; more threads than cores cost several times their work.
         sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
@@ -90,15 +96,20 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
     tiers = [
         {
             "model": model,
+            "revision": revision,
             "served_model_name": name,
             "prefill": _pool(arguments.prefill, arguments.num_gpus_per_worker),
             "decode": _pool(arguments.decode, arguments.num_gpus_per_worker),
             "engine": engine,
             "chat_template": arguments.chat_template,
+            "tool_call_parser": arguments.tool_call_parser,
+            "reasoning_parser": arguments.reasoning_parser,
             "ttft_slo_s": arguments.ttft_slo_s,
             "tpot_slo_s": arguments.tpot_slo_s,
         }
-        for model, name in zip(models, names or [None] * len(models), strict=True)
+        for model, name, revision in zip(
+            models, names or [None] * len(models), revisions or [None] * len(models), strict=True
+        )
     ]
     api_keys, tenants = _tenants(arguments.tenants)
     return {

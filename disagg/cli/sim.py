@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from disagg.cli import sim_grid
 from disagg.cli.chart import Chart, check_path, write_svg
 from disagg.cli.serve_arguments import PoolSize, pool_size
 from disagg.config import AutoscalingConfig, CascadeConfig
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_scaling_arguments(parser)
     _add_cascade_arguments(parser)
+    sim_grid.add_arguments(parser)
     parser.add_argument("--num-blocks", type=int, default=default.num_blocks, help="of each worker")
     parser.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
@@ -217,6 +219,8 @@ def run(args: argparse.Namespace) -> int:
         max_shift=args.max_shift,
         seed=args.seed,
     )
+    if args.grid:
+        return sim_grid.run(args, config, trace)
     reports = [
         simulate(msgspec.structs.replace(config, policy=policy, speed=speed), trace)
         for speed in args.speed or [1.0]

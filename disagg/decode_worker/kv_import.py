@@ -44,7 +44,7 @@ PrefillTimes = Callable[[int, int], float]  # (new tokens, tokens before them) -
 
 @dataclass(slots=True, eq=False)
 class _Import:
-    sequence: Sequence | None  # None: nobody waits for it, or nobody does any more
+    sequence: Sequence | None  # None: no sequence waits for it, or none does any more
     source: KVSource | None  # None: no tier was asked yet
     tiers: tuple[KVTier, ...]  # to ask after this source
     until_s: float  # Unix seconds; from then on its sequence goes on without it
@@ -125,7 +125,7 @@ class KVImport:
         """
         self._engine.scheduler.number(sequence)
         source = None if ticket is None else self._source_of(ticket, sequence, traceparent)
-        tiers = self._tiers if ticket is None else ()
+        tiers = self._tiers if ticket is None and sequence.prompt_logprobs is None else ()
         if source is None and self._engine.is_ready(sequence):
             self._next(sequence, tiers, now)
         else:
@@ -216,6 +216,7 @@ class KVImport:
         """None: the ticket cannot be, and is given back."""
         pool, num_blocks = self._engine.pool, len(ticket.block_ids)
         is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
+        is_sound &= sequence.prompt_logprobs is None  # for which all is computed here
         if not is_sound or not 0 < ticket.num_tokens < len(sequence.tokens):
             self._transport.release(ticket)
             return None
@@ -235,7 +236,7 @@ class KVImport:
             self._pass_on(each, now)
             return True
         if self._is_full:
-            return False  # who is behind somebody else waits with him
+            return False  # an import that has to wait holds back all later ones
         if sequence is not None:
             is_ready = enter_or_end(engine, sequence, engine.is_ready)
             if not is_ready:
@@ -264,7 +265,7 @@ class KVImport:
         reserved = self._engine.reserve(num_missing, place)
         if reserved is None:
             pool.release(found)
-            # A ticket's source is the buffer meanwhile; others wait if somebody may make room.
+            # A ticket's source is the buffer meanwhile; others wait if blocks may be freed.
             waits = each.has_ticket or self._engine.scheduler.running or self._is_awaited
             if sequence is not None and waits:
                 self._is_full = True
@@ -280,7 +281,7 @@ class KVImport:
         each.until_s = min(deadline_s, now + source.patience_s(len(each.reserved)))
         try:
             move = source.begin(len(each.held), each.reserved)
-        except Exception as error:  # whatever a ticket says harms nobody else
+        except Exception as error:  # a bad ticket must not affect other requests
             if not isinstance(error, TransferFailed):
                 log.exception("KV could not begin to move.")
             if isinstance(source, TicketSource):

@@ -16,6 +16,8 @@ from pathlib import Path
 import msgspec
 
 from disagg.doctor.findings import Finding, Status
+from disagg.kernels.cpu_library import Found, find_library
+from disagg.kernels.cpu_sampling import find_sampling
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 1024  # a connection for each client, and Ray's own
@@ -54,6 +56,7 @@ def check_machine() -> list[Finding]:
     """Everything here but ports, which belong to the machine where HTTP listens."""
     return [
         _processor(),
+        cpu_kernels(find_library(), find_sampling() is not None),
         memory(*read_memory()),
         shared_memory(os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks)
         if os.path.isdir("/dev/shm")
@@ -65,6 +68,16 @@ def check_machine() -> list[Finding]:
         _network(),
         _versions(),
     ]
+
+
+def cpu_kernels(found: Found, has_sampling: bool) -> Finding:
+    """What computes decode steps and samples tokens here, where no GPU does."""
+    sampling = "compiled" if has_sampling else "torch"
+    sentence = f"decode steps: {found.sentence}; sampling: {sampling}"
+    if found.library is not None or not found.may_be_built:
+        return Finding("CPU kernels", sentence)
+    advice = "install a C++ compiler (g++), then disagg once more: decode steps on a CPU are slower"
+    return Finding("CPU kernels", sentence, "warn", advice)
 
 
 def memory(total_nbytes: int, available_nbytes: int) -> Finding:

@@ -1,7 +1,7 @@
 """The queue of an ingress: requests wait here, fair between tenants, while the workers are busy.
 
 Workers serve in order of arrival and know no tenants, so one tenant with a thousand requests on
-them would delay everybody. Therefore a worker gets only enough requests to stay busy. The others
+them would delay all others. Therefore a worker gets only enough requests to stay busy. The others
 wait here, ordered by `router/fair_queue.py`, within a bound on bytes. A request that is predicted
 to miss its TTFT SLO or its deadline is refused on arrival; one that becomes too late while it waits
 is refused as soon as that is certain. Both get a `Retry-After` with the predicted seconds.
@@ -22,6 +22,7 @@ import msgspec
 
 from disagg import telemetry
 from disagg.errors import Overloaded, Unavailable
+from disagg.ingress.waiting import ModelQueue, Queued, WaitingRequest
 from disagg.messages import GenerateRequest
 from disagg.router.admission import allowed_s, lateness_s
 from disagg.router.fair_queue import FairQueue, Waiter
@@ -40,10 +41,6 @@ TOKEN_NBYTES = 40  # of a request that waits: an integer, its place, its share o
 REQUEST_NBYTES = 1024
 DEFAULT_MAX_NBYTES = 64 << 20
 
-# How fast a queue moves is learned from so many turns. The prior counts as a few.
-PACE_MEMORY = 64.0
-PACE_PRIOR = 4.0
-
 
 class Charge(msgspec.Struct, frozen=True):
     """What a request's tenant was charged: its prompt, and an answer of the usual length."""
@@ -53,81 +50,6 @@ class Charge(msgspec.Struct, frozen=True):
     cost_s: float
     token_s: float  # of each token of the answer
     num_expected: int
-
-
-class Queued(msgspec.Struct, frozen=True):
-    """What one request met, for traces and `GET /debug/requests/{id}`."""
-
-    tenant: str
-    priority: int
-    num_before: int  # that waited when it came
-    predicted_s: float
-    waited_s: float
-
-
-class _ModelQueue:
-    """The waiting requests of one model, and the learned speed at which they leave."""
-
-    def __init__(self, weight: Callable[[str], float]) -> None:
-        self.queue: FairQueue[_WaitingRequest] = FairQueue(weight)
-        self._seconds = 0.0
-        self._cost_s = 0.0
-        self._since: float | None = None  # the last turn, while somebody has waited ever since
-
-    def expect(self, pace: float, cost_s: float) -> None:
-        """A request starts to wait. The first one ever begins with the prior `pace` (seconds of
-        waiting per second of work)."""
-        if not self.queue:
-            self._since = None
-        if not self._cost_s:
-            self._cost_s = PACE_PRIOR * cost_s
-            self._seconds = pace * self._cost_s
-
-    def moved(self, cost_s: float, now: float) -> None:
-        if self._since is not None:
-            keep = 1.0 - 1.0 / PACE_MEMORY
-            self._seconds = keep * self._seconds + (now - self._since)
-            self._cost_s = keep * self._cost_s + cost_s
-        self._since = now if self.queue else None
-
-    def seconds(self, cost_s: float) -> float:
-        """Predicted time until `cost_s` of waiting work has gone to the workers."""
-        return cost_s * self._seconds / self._cost_s if self._cost_s else 0.0
-
-
-class _WaitingRequest:
-    """began_s: when it arrived. set_out: sends it to a worker; False if none has room.
-    num_uncomputed_tokens: prompt tokens not cached anywhere, as predicted on arrival."""
-
-    __slots__ = (
-        "began_s",
-        "num_before",
-        "num_uncomputed_tokens",
-        "predicted_s",
-        "request",
-        "set_out",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        set_out: Callable[[Queued], bool],
-        began_s: float,
-        num_before: int,
-        num_uncomputed_tokens: int,
-    ) -> None:
-        self.request = request
-        self.set_out = set_out
-        self.began_s = began_s
-        self.num_before = num_before
-        self.num_uncomputed_tokens = num_uncomputed_tokens
-        self.predicted_s = 0.0
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def queued(self, now: float) -> Queued:
-        request, waited_s = self.request, now - self.began_s
-        return Queued(request.tenant, request.priority, self.num_before, self.predicted_s, waited_s)
 
 
 class AdmissionQueue:
@@ -157,24 +79,24 @@ class AdmissionQueue:
         self._weight = weight
         self._max_nbytes = max_nbytes
         self._waited = waited
-        self._lines: dict[str, _ModelQueue] = {}  # by model
+        self._queues: dict[str, ModelQueue] = {}  # by model
         self._num = 0  # requests that have ever waited
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(line.queue.nbytes for line in self._lines.values())
+        return sum(line.queue.nbytes for line in self._queues.values())
 
     def num_by_tenant(self) -> dict[str, int]:
         numbers: dict[str, int] = {}
-        for line in self._lines.values():
+        for line in self._queues.values():
             for tenant, number in line.queue.num_by_tenant().items():
                 numbers[tenant] = numbers.get(tenant, 0) + number
         return numbers
 
     def num_uncomputed_tokens(self, model: str) -> int:
         """Uncached tokens of the prompts that wait for workers of `model`."""
-        line = self._lines.get(model)
+        line = self._queues.get(model)
         return sum(each.item.num_uncomputed_tokens for each in line.queue) if line else 0
 
     def with_room(self, model: str, route: Route) -> Route | None:
@@ -213,7 +135,7 @@ class AdmissionQueue:
     def goes_at_once(self, request: GenerateRequest, route: Route) -> bool:
         """Whether `request` need not wait: no other request of its model waits, and a worker has
         room."""
-        line = self._lines.get(request.model)
+        line = self._queues.get(request.model)
         return (line is None or not line.queue) and self.with_room(request.model, route) is route
 
     def charge(self, request: GenerateRequest, route: Route) -> Charge:
@@ -256,7 +178,7 @@ class AdmissionQueue:
         line = self._line(request.model)
         queue = line.queue
         num_uncomputed_tokens = len(request.token_ids) - way.num_cached_tokens
-        item = _WaitingRequest(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
+        item = WaitingRequest(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
         waiter = self._waiter(request, charge, item)
         line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
         item.predicted_s = line.seconds(queue.ahead_s(waiter))
@@ -279,7 +201,7 @@ class AdmissionQueue:
     ) -> float | None:
         """Seconds that the request may wait; None: no bound. Raises `Overloaded`: already late."""
         delay = self._fleet.delays.factor(request.model)
-        slo_s = self._ttft_slo_s.get(request.model, math.inf)
+        slo_s = request.ttft_slo_s or self._ttft_slo_s.get(request.model, math.inf)
         left_s = request.deadline_unix_s - self._now()
         waiting = msgspec.structs.replace(way, wait_s=way.wait_s + predicted_s)
         late_s = lateness_s(waiting, slo_s, left_s, delay)
@@ -296,7 +218,7 @@ class AdmissionQueue:
         return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
 
     def _make_room(
-        self, queue: FairQueue[_WaitingRequest], waiter: Waiter[_WaitingRequest], wait_s: float
+        self, queue: FairQueue[WaitingRequest], waiter: Waiter[WaitingRequest], wait_s: float
     ) -> None:
         """If the bytes are used up, refuse the last request of the tenant that uses most for its
         weight, over all models: a flood on one model must not push out other tenants.
@@ -309,25 +231,25 @@ class AdmissionQueue:
             mine = queue.room_taken(waiter.tenant, waiter.nbytes)
             if last is None or taken <= mine:
                 raise _full(self._max_nbytes, wait_s)
-            line = self._lines[model]
+            line = self._queues[model]
             gone_s = line.seconds(line.queue.ahead_s(last))
             line.queue.remove(last)
             self._count(model, line.queue)
             if not last.item.turn.done():
                 last.item.turn.set_exception(_full(self._max_nbytes, gone_s))
 
-    def _largest(self) -> tuple[str, Waiter[_WaitingRequest] | None, float]:
+    def _largest(self) -> tuple[str, Waiter[WaitingRequest] | None, float]:
         """Of the tenant with the most bytes for its weight in one model's queue: that model, the
         tenant's last request there, and these bytes."""
         model, largest, most = "", None, 0.0
-        for name, line in self._lines.items():
+        for name, line in self._queues.items():
             last = line.queue.longest()
             taken = 0.0 if last is None else line.queue.room_taken(last.tenant, 0)
             if taken > most:
                 model, largest, most = name, last, taken
         return model, largest, most
 
-    def _too_late(self, line: _ModelQueue, waiter: Waiter[_WaitingRequest]) -> Overloaded:
+    def _too_late(self, line: ModelQueue, waiter: Waiter[WaitingRequest]) -> Overloaded:
         wait_s = line.seconds(line.queue.ahead_s(waiter))
         return Overloaded(
             "All workers were busy for as long as this request could wait for its first token."
@@ -337,8 +259,8 @@ class AdmissionQueue:
         )
 
     def _waiter(
-        self, request: GenerateRequest, charge: Charge, item: _WaitingRequest
-    ) -> Waiter[_WaitingRequest]:
+        self, request: GenerateRequest, charge: Charge, item: WaitingRequest
+    ) -> Waiter[WaitingRequest]:
         self._num += 1
         return Waiter(
             request.tenant,
@@ -354,13 +276,13 @@ class AdmissionQueue:
         workers = self._fleet.view().workers.values()
         return max(1, sum(each.accepting and each.record.model == model for each in workers))
 
-    def _line(self, model: str) -> _ModelQueue:
-        line = self._lines.get(model)
+    def _line(self, model: str) -> ModelQueue:
+        line = self._queues.get(model)
         if line is None:
-            line = self._lines[model] = _ModelQueue(self._weight)
+            line = self._queues[model] = ModelQueue(self._weight)
         return line
 
-    def _count(self, model: str, queue: FairQueue[_WaitingRequest]) -> None:
+    def _count(self, model: str, queue: FairQueue[WaitingRequest]) -> None:
         self._fleet.queued[model] = len(queue)
 
     def _look_again(self) -> None:
@@ -370,13 +292,13 @@ class AdmissionQueue:
     def _look(self) -> None:
         """Send first requests to workers as long as there is room."""
         self._timer = None
-        for model, line in self._lines.items():
+        for model, line in self._queues.items():
             while self._let_go(line):
                 self._count(model, line.queue)
-        if any(line.queue for line in self._lines.values()):
+        if any(line.queue for line in self._queues.values()):
             self._look_again()
 
-    def _let_go(self, line: _ModelQueue) -> bool:
+    def _let_go(self, line: ModelQueue) -> bool:
         """Try to send the first request. True: it left the queue, sent or refused."""
         waiter = line.queue.first()
         if waiter is None:
@@ -401,7 +323,7 @@ class AdmissionQueue:
         self._tell(waiter.item, queued)
         return True
 
-    def _tell(self, item: _WaitingRequest, queued: Queued) -> None:
+    def _tell(self, item: WaitingRequest, queued: Queued) -> None:
         self._waited(queued.tenant, queued.waited_s)
         if telemetry.enabled():
             attributes = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ from disagg.store.redis_store import RedisBoard
 # Until a worker says what it uses; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
 READY_POLL_S = 0.02
+PRIORITY_WITHOUT_SLO = 1  # after those that ask for no priority
 
 
 class Transfer(msgspec.Struct):
@@ -74,6 +76,8 @@ class IngressCore:
         ingress_id: shown to workers; unique among ingresses.
         now: Unix seconds.
         board: for tenants' limits, shared with other ingresses; None: in Redis, if there is one.
+        beside: more of `/metrics`; see `HttpApp`.
+        names_replies: see `HttpApp`.
 
     Raises:
         ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
@@ -86,6 +90,8 @@ class IngressCore:
         *,
         now: Callable[[], float] = time.time,
         board: LimitBoard | None = None,
+        beside: Callable[[], bytes] = bytes,
+        names_replies: bool = True,
     ) -> None:
         self._config = config
         self._ingress_id = ingress_id
@@ -94,7 +100,11 @@ class IngressCore:
         self._is_starting = True  # not all pools have been there yet
         self._models = served_models(config)
         rng = random.Random(ingress_id)
-        self.fleet = Fleet(now=now)
+        self._slo_s = {
+            tier.name: (tier.ttft_slo_s, tier.tpot_slo_s or 0.0) for tier in config.tiers
+        }
+        tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
+        self.fleet = Fleet(now=now, tpot_slo_s=tpot_slo_s)
         standby = Standby(self.fleet, _num_serving(config))
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
@@ -103,9 +113,7 @@ class IngressCore:
             rng=rng,
         )
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
-        metrics = self._metrics = ApiMetrics(
-            slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_slo_s) for tier in config.tiers}
-        )
+        metrics = self._metrics = ApiMetrics(slo_s=self._slo_s)
         metrics.registry.register(
             FleetMetrics(
                 self.fleet.reports,
@@ -137,7 +145,7 @@ class IngressCore:
             self._escalation = Escalation(
                 config.cascade,
                 ttft_slo_s,
-                generate=self.dispatcher.generate,
+                generate=self._dispatch,
                 rename=lambda request, model: named(request, self._models[model]),
                 fleet=self.fleet.view,
                 now=now,
@@ -160,7 +168,9 @@ class IngressCore:
             metrics=metrics,
             explain=self._explanation,
             refresh=self._refresh_queue,
+            beside=beside,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
+            names_replies=names_replies,
         )
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
@@ -282,7 +292,21 @@ class IngressCore:
     def _generate(self, request: GenerateRequest) -> Deltas:
         if self._escalation is not None and request.model == AUTO:
             return self._escalation.generate(request)
-        return self.dispatcher.generate(request)
+        return self._dispatch(request)
+
+    def _dispatch(self, request: GenerateRequest) -> Deltas:
+        """On the workers of its model, within the SLOs of the request or else of the model."""
+        ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
+        priority = request.priority
+        if request.ttft_slo_s == math.inf:  # it can wait for those that cannot
+            priority = max(priority, PRIORITY_WITHOUT_SLO)
+        within = msgspec.structs.replace(
+            request,
+            ttft_slo_s=request.ttft_slo_s or ttft_slo_s,
+            tpot_slo_s=request.tpot_slo_s or tpot_slo_s,
+            priority=priority,
+        )
+        return self.dispatcher.generate(within)
 
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)
@@ -336,14 +360,17 @@ def _num_serving(config: ServeConfig) -> dict[Pool, int]:
 
 
 def _served_model(tier: TierConfig) -> ServedModel:
-    return ServedModel.of(
+    model = ServedModel.of(
         describe_model(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
         max_model_len=tier.engine.max_model_len,
         chat_template=tier.chat_template,
+        tool_call_parser=tier.tool_call_parser,
+        reasoning_parser=tier.reasoning_parser,
         created_unix_s=int(time.time()),
     )
+    return dataclasses.replace(model, slo_s=(tier.ttft_slo_s, tier.tpot_goal_s))
 
 
 def _differs(model: ServedModel, record: WorkerRecord) -> bool:

@@ -9,7 +9,8 @@ If a worker dies, or fails with an error that another worker may not have, the r
 again with the tokens so far. The client sees one stream without gaps or repeated tokens, and
 exactly one end: a delta with a `finish_reason`, or a `DisaggError`.
 
-Reaches workers only through the protocol `Workers`; time and randomness are arguments.
+Reaches workers only through the protocol `Workers` (`ingress/workers.py`); time and randomness
+are arguments.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from types import MappingProxyType
-from typing import Protocol
 
 import msgspec
 
 from disagg import telemetry
 from disagg.api.http.metrics import Stage
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
-from disagg.ingress.admission_queue import AdmissionQueue, Queued
+from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.awaiting import AwaitingWorkers
+from disagg.ingress.recent_requests import RecentRequests
 from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.request_state import RequestState, Visit
+from disagg.ingress.waiting import Queued
+from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, RequestLoad, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
@@ -41,35 +43,6 @@ from disagg.router.route import Candidate, Route, describe
 
 PAUSE_S = 0.05  # before workers that refused a request are asked again
 LOAN_PATIENCE_S = 1.0  # how long to wait for a lender's ticket; then the prefix is computed
-
-
-class Workers(Protocol):
-    """The workers of all pools, by id. Implemented by `links.fleet_links.FleetLinks`."""
-
-    def stream(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Run the request there; closing the iterator cancels it.
-
-        Raises, here or while iterating:
-            WorkerLost: the link ended; everything that arrived before was yielded.
-            DeadlineExceeded: `timeout_s` passed before the last delta.
-        """
-        ...
-
-    def release(self, ticket: KVTicket) -> None:
-        """Tell the ticket's source that it can free the blocks: nobody will use the ticket."""
-        ...
-
-    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        """Have the worker pull the finished blocks of a prompt that will be sent to it later."""
-        ...
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -126,18 +99,17 @@ class Dispatcher:
         self._rng = rng
         self._max_moves = max_moves
         self._patience_s = patience_s
-        self._max_num_decisions = max_num_decisions
         self._ttft_slo_s = ttft_slo_s
         self._metrics = metrics or RequestMetrics()
         self._choose_route = choose
         self._admission_queue = admission_queue
         self._wakes = wakes
         self._awaiting = AwaitingWorkers(fleet)
-        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._decisions: RecentRequests[tuple[Decision, ...]] = RecentRequests(max_num_decisions)
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
         """The routing decisions of a recent request, oldest first; empty when forgotten."""
-        return tuple(self._decisions.get(request_id, ()))
+        return self._decisions.get(request_id) or ()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the answer. Closing the iterator cancels the request on its workers.
@@ -339,9 +311,9 @@ class Dispatcher:
         request = state.request(self._block_size(state))
         # A request that was admitted once is not refused when it is rerouted.
         is_new = not state.worker_id
-        ttft_slo_s = self._ttft_slo_s.get(state.model, math.inf) if is_new else None
+        ttft_slo_s = request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
         with telemetry.span("route", request.traceparent) as span:
-            route = self._decide(state, request, view, now, ttft_slo_s)
+            route = self._decide(state, request, view, now, ttft_slo_s if is_new else None)
             if telemetry.enabled():
                 describe(route, state.because, span)
         return route
@@ -356,7 +328,8 @@ class Dispatcher:
             state.awaited = self._awaited(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
         decision = Decision(now, route, state.num_tokens, state.because, state.tenant, queued)
-        self._remember(state.request_id, decision)
+        earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may repeat an id
+        self._decisions.put(state.request_id, (*earlier, decision))
         state.lender = route.lender
         if state.ticket is None:  # else the prompt is computed already
             self._metrics.routed(
@@ -390,19 +363,17 @@ class Dispatcher:
         now: float,
         ttft_slo_s: float | None,
     ) -> Route:
-        index, rng, excluded = self._fleet.index, self._rng, state.excluded
+        told = view, self._fleet.index, now, self._rng, state.excluded
         ticket = state.ticket
         if ticket is not None:
-            is_loan = (
-                ticket.num_tokens < state.num_tokens - 1
-            )  # a borrowed prefix, no finished prefill
+            is_loan = ticket.num_tokens < state.num_tokens - 1  # else of a finished prefill
             if not is_loan and _is_alive(ticket, view):
-                return choose_decode(
-                    request, ticket.source_id, ticket.num_tokens, view, index, now, rng, excluded
-                )
+                route = choose_decode(request, ticket.source_id, ticket.num_tokens, *told)
+                if route.decode != ticket.source_id:  # else it goes on with what it has cached
+                    return route
             self._workers.release(ticket)
             state.ticket = None
-        return self._choose_route(request, view, index, now, rng, excluded, ttft_slo_s)
+        return self._choose_route(request, *told, ttft_slo_s)
 
     def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
         """Count the request on its workers, in the order in which it visits them."""
@@ -422,14 +393,6 @@ class Dispatcher:
         model = state.model
         workers = self._fleet.view().workers.values()
         return next((w.record.block_size for w in workers if w.record.model == model), None)
-
-    def _remember(self, request_id: str, decision: Decision) -> None:
-        decisions = self._decisions.setdefault(request_id, [])
-        decisions.append(decision)
-        del decisions[: -self._max_moves - 1]  # ids come from clients, who may repeat them
-        self._decisions.move_to_end(request_id)
-        while len(self._decisions) > self._max_num_decisions:
-            self._decisions.popitem(last=False)
 
 
 def _is_alive(ticket: KVTicket, view: FleetView) -> bool:

@@ -12,7 +12,6 @@ tokens are held back until they are judged (`router/cascade.py`):
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from msgspec.structs import replace
 from disagg import telemetry
 from disagg.config import CascadeConfig
 from disagg.errors import DisaggError, WorkerLost
+from disagg.ingress.recent_requests import RecentRequests
 from disagg.messages import GenerateRequest, TokenDelta, TokenLogprobs
 from disagg.router.cascade import (
     NUM_TOP,
@@ -86,7 +86,7 @@ class Escalation:
         self._fleet = fleet
         self._now = now
         self._decided = decided
-        self._decisions: OrderedDict[str, CascadeDecision] = OrderedDict()
+        self._decisions: RecentRequests[CascadeDecision] = RecentRequests(MAX_NUM_DECISIONS)
 
     def decision(self, request_id: str) -> CascadeDecision | None:
         """Of a recent request; it is there when the first delta is."""
@@ -211,9 +211,7 @@ class Escalation:
     def _decide(self, state: _EscalationState) -> None:
         state.is_released = True
         decision = CascadeDecision(self._config.signal, tuple(state.attempts))
-        self._decisions[state.request.request_id] = decision
-        while len(self._decisions) > MAX_NUM_DECISIONS:
-            self._decisions.popitem(last=False)
+        self._decisions.put(state.request.request_id, decision)
         self._decided(decision)
         if telemetry.enabled():
             attributes = {

@@ -121,6 +121,7 @@ class RequestState:
             delta.finish_reason,
             delta.logprobs,
             num_cached_tokens,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     def may_move(self, error: DisaggError) -> bool:

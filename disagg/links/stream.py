@@ -61,6 +61,7 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
     logprobs = None
     if any(delta.logprobs is not None for delta in deltas):
         logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
+    scored = (delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None)
     return TokenDelta(
         stream_id=first.stream_id,
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
@@ -71,4 +72,5 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         error=last.error,
         early_ticket=last.early_ticket,
         times=next((delta.times for delta in deltas if delta.times is not None), None),
+        prompt_logprobs=next(scored, None),
     )

@@ -47,6 +47,7 @@ class WorkerCore:
         self._max_requests_nbytes = parts.max_requests_nbytes
         self._transport = parts.transport
         self._step_times = StepTimeFit(parts.first_times)
+        parts.engine.scheduler.step_budget.times = lambda: self._step_times.model
         prior = parts.transfer_prior
         self._transfer_times = (
             TransferTimeModel(prior.latency_s, prior.bytes_per_s, is_measured=True)
@@ -75,6 +76,8 @@ class WorkerCore:
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Start a request. A refusal is the only delta of its stream."""
         sequence = self._streams.open(link_id, start, now)
+        if sequence.num_output_tokens:  # its client waits for the next token already
+            sequence.stream_since = now, sequence.num_tokens
         with self._ending(sequence):
             if not self.accepting:
                 raise refusal()
@@ -139,6 +142,7 @@ class WorkerCore:
 
     def advance(self, now: float) -> bool:
         """Between two steps: advance imports, exports and the drain. True: call again soon."""
+        self._engine.scheduler.step_budget.now_s = now
         for event in self._transport.poll():
             match event:
                 case PullDone():

@@ -48,7 +48,8 @@ class Draining:
         left_s = self._leave_by_s - now
         step_s = self._step_s()
         for sequence in [*scheduler.running, *scheduler.arrived]:
-            sequence.hand_over |= _num_steps(sequence) * step_s > left_s
+            if not sequence.hand_over and _num_steps(sequence) * step_s > left_s:
+                scheduler.hand_over(sequence)
 
     def _step_s(self) -> float:
         running = self._engine.scheduler.running

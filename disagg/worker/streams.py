@@ -163,11 +163,12 @@ class Streams:
 def _delta(
     event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None, now: float
 ) -> TokenDelta:
-    num_cached_tokens, times = 0, None
+    num_cached_tokens, times, prompt_logprobs = 0, None, None
     if stream.is_first_delta:
         stream.is_first_delta = False
         num_cached_tokens = event.sequence.num_cached_tokens
         times = stream.phases.times(now) if event.token_ids else None
+        prompt_logprobs = event.sequence.take_prompt_logprobs()
     return TokenDelta(
         stream.stream_id,
         event.token_ids,
@@ -177,4 +178,5 @@ def _delta(
         ticket,
         None if event.error is None else WireError.of(event.error),
         times=times,
+        prompt_logprobs=prompt_logprobs,
     )

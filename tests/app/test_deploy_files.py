@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import importlib
+import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from disagg.config import ServeConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 KUBERAY = DEPLOY / "kuberay" / "rayservice.yaml"
+DOCKERFILE = DEPLOY / "kuberay" / "Dockerfile"
 SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
 
 
@@ -91,6 +96,40 @@ def test_serve_reads_the_same_settings_on_nodes_and_on_pods() -> None:
             assert f"{name}={value}" in start
 
 
+def test_every_cluster_wants_a_token_and_has_our_haproxy() -> None:
+    nodes, pods = _load(DEPLOY / "ray" / "cluster.yaml"), _load(KUBERAY)
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        start = nodes[commands][-1]
+        assert "RAY_AUTH_MODE=token" in start
+        assert 'RAY_SERVE_HAPROXY_BINARY_PATH="$(command -v disagg-haproxy)"' in start
+    assert "/home/ubuntu/.ray/auth_token" in nodes["file_mounts"]
+    assert nodes["auth"]["ssh_user"] == "ubuntu"
+    assert pods["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    assert "BINARY_PATH=/home/ray/anaconda3/bin/disagg-haproxy" in DOCKERFILE.read_text()
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["disagg-haproxy"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_hashes_are_of_the_versions_that_are_tested() -> None:
+    """requirements.txt begins with the command that makes it anew."""
+    text = (ROOT / "requirements.txt").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+    assert len(re.findall(r"^[\w.-]+==\S+.*\\\n    --hash=sha256:", text, re.MULTILINE)) == len(
+        locked
+    )
+    tested = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    tested = {name.lower().replace("_", "-"): version for name, version in tested.items()}
+    assert {name: tested.get(name, version) for name, version in locked.items()} == locked
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {
+        re.split(r"[\[<>=;]", each)[0].strip().replace("_", "-") for each in project["dependencies"]
+    }
+    assert named <= set(locked)
+
+
 def test_the_cluster_file_is_valid() -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -149,3 +188,9 @@ def test_the_service_of_systemd() -> None:
     assert verb == "serve"
     assert parser.parse_args(words).drain_s < float(service["TimeoutStopSec"])
     assert service["KillMode"] == "mixed"
+
+
+@pytest.mark.parametrize("key", ["short", "change-me-at-the-first-start"])
+def test_a_weak_secret_is_refused_where_serve_builds(key: str) -> None:
+    with pytest.raises(StartupError, match=r"openssl rand -hex 32"):
+        build({"tiers": [{"model": "demo-small"}], "cluster_key": key})

@@ -15,46 +15,46 @@ from pathlib import Path
 
 import pytest
 
-from disagg.app import haproxy_launcher
-from disagg.app.haproxy import as_stand_in, find_haproxy, haproxy_environment
+from disagg.app import haproxy_launcher, haproxy_metrics
+from disagg.app.haproxy import HAProxyWatch, as_stand_in, find_haproxy, haproxy_environment
 from disagg.app.haproxy_launcher import mended
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
 
-# The lines of Serve's template (ray/serve/_private/haproxy_templates.py) that are mended.
-SERVE = """\
-global
-    stats socket {0}/admin.sock mode 666 level admin expose-fd listeners
-    maxconn 4096
-    server-state-base {0}
-    server-state-file {0}/server-state
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 3600s
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
 
-    timeout http-keep-alive 90s
-    timeout server 60s
-    option abortonclose
-    errorfile 502 {0}/500.http
-    errorfile 503 {0}/500.http
-    errorfile 504 {0}/500.http
-    load-server-state-from-file global
-frontend prometheus
-    bind :{1}
-    mode http
-frontend http_frontend
-    bind 127.0.0.1:{2}
-{3}    default_backend default_backend
-backend default_backend
-    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
-backend ours
-    server it 127.0.0.1:{4}
-listen stats
-  bind *:{5}
-  stats enable
-"""
 LIMIT_S = 1  # for a head, and for a client's silence, instead of 10 and 60
+
+
+def serve_config(
+    directory: Path, port: int, backend_port: int | None = None, metrics_port: int = 18001
+) -> str:
+    """What Serve itself writes for HAProxy, with an application on `backend_port` or with none."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+
+    options = HAProxyConfig(
+        socket_path=str(directory / "admin.sock"),
+        server_state_base=str(directory),
+        server_state_file=str(directory / "server-state"),
+        enable_hap_optimization=True,
+        metrics_port=metrics_port,
+        stats_port=free_port(),
+        metrics_socket_path=str(directory / "metrics.sock"),
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        has_received_routes=True,
+        is_head=True,
+    )
+    backends = {}
+    if backend_port is not None:
+        server = ServerConfig(name="it", host="127.0.0.1", port=backend_port)
+        backends["ours"] = BackendConfig(
+            name="ours", path_prefix="/", app_name="ours", servers=[server]
+        )
+    (directory / "server-state").touch()
+    file = directory / "of-serve.cfg"
+    HAProxyApi(options, backends, str(file))._generate_config_file_internal()
+    return file.read_text()
 
 
 class Backend(socketserver.BaseRequestHandler):
@@ -97,10 +97,10 @@ class Proxy:
         self.server = Server(("127.0.0.1", 0), Backend)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.port = free_port()
-        routes = "    use_backend ours\n" if has_routes else ""
-        ports = (free_port(), self.port, routes, self.server.server_address[1], free_port())
-        (directory / "server-state").touch()
-        text = mended(SERVE.format(directory, *ports), "127.0.0.1", certificate, num_connections)
+        self.metrics_port = free_port()
+        backend_port = self.server.server_address[1] if has_routes else None
+        of_serve = serve_config(directory, self.port, backend_port, self.metrics_port)
+        text = mended(of_serve, "127.0.0.1", certificate, num_connections)
         file = directory / "haproxy.cfg"
         file.write_text(text)
         self.process = subprocess.Popen(
@@ -153,10 +153,12 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_it_listens_where_the_user_said_and_to_nobody_else(tmp_path: Path, host: str) -> None:
-    text = mended(SERVE.format(tmp_path, 18001, 18000, "", 18002, 18003), host, "", 400)
+    text = mended(serve_config(tmp_path, 18000), host, "", 400)
     option = " v4v6" if host == "::" else ""
-    binds = [line.strip() for line in text.splitlines() if line.strip().startswith("bind ")]
-    assert binds == ["bind 127.0.0.1:18001", f"bind {host}:18000{option}", "bind 127.0.0.1:18003"]
+    binds = [line.split() for line in text.splitlines() if line.strip().startswith("bind ")]
+    addresses = [address.rpartition(":")[0] for _, address, *_ in binds]
+    assert addresses == ["127.0.0.1", host, "127.0.0.1"]
+    assert f"bind {host}:18000{option}\n" in text
     assert "mode 666" not in text
     assert mended(text, host, "", 400) == text, "a successor is started with the same file"
     stand_in = as_stand_in(text, f"{tmp_path}/other.sock")
@@ -168,6 +170,44 @@ def test_it_listens_where_the_user_said_and_to_nobody_else(tmp_path: Path, host:
             [find_haproxy(), "-c", "-f", str(file)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+
+
+def events_of(directory: Path, text: str) -> list[str]:
+    """What is said about a configuration of Serve's, however often it is looked at."""
+    (directory / "node").mkdir(exist_ok=True)
+    (directory / "node" / "haproxy.cfg").write_text(text)
+    events: list[str] = []
+    say = lambda event, sentence: events.append(f"{event}: {sentence}")  # noqa: E731
+    watch = HAProxyWatch(directory, "127.0.0.1", say)
+    watch.look()
+    watch.look()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("    errorfile", "error files"),
+        ("    http-request return status 404", "the answer without routes"),
+        ("    stats socket", "the admin socket"),
+        ("frontend prometheus", "the metrics port"),
+        ("listen stats", "the statistics port"),
+        ("    maxconn", "the number of connections"),
+        ("    timeout client", "timeouts"),
+        ("defaults", "defaults"),
+        ("frontend http_frontend", "the port of HTTP"),
+    ],
+)
+def test_what_another_version_of_serve_lacks_is_said(
+    tmp_path: Path, line: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_serve = serve_config(tmp_path, 18000, 18004)
+    of_another = of_serve.replace("timeout http-keep-alive", "timeout client")
+    of_another = of_another.replace(f"\n{line}", "\n    # another version")
+    monkeypatch.setattr(HAProxyWatch, "_start", lambda watch: None)
+    assert not events_of(tmp_path, mended(of_serve, "127.0.0.1", "", 400))
+    (event,) = events_of(tmp_path, mended(of_another, "127.0.0.1", "", 400))
+    assert event.startswith("haproxy_unknown: ") and f" {part} could not be set" in event
 
 
 def test_without_routes_it_says_try_again(tmp_path: Path) -> None:
@@ -199,6 +239,7 @@ def test_headers_that_serve_would_obey_are_taken_away(proxy: Proxy) -> None:
         (b"x-request-id: trace-1.2:3\r\n", True),
         (b"x-request-id: a\xff\r\n", False),
         (b"x-request-id: a b\r\n", False),
+        (b"x-request-id: tcp://evil:1\r\n", False),
         (b"x-request-id: " + b"a" * 129 + b"\r\n", False),
         (b"x-request-id: one\r\nx-request-id: two\r\n", False),
     ],
@@ -217,6 +258,30 @@ def test_a_head_that_does_not_end_is_given_up(proxy: Proxy) -> None:
     assert talk(proxy.connect(), b"") == b""
 
 
+def counts(proxy: Proxy) -> dict[str, float]:
+    lines = haproxy_metrics.read().decode().splitlines()
+    named = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.replace('proxy="http_frontend"', ""): float(value) for name, value in named}
+
+
+def test_what_it_refuses_is_counted(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_METRICS_PORT", str(proxy.metrics_port))
+    assert haproxy_metrics.read() == b"", "there is no HAProxy"
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    proxy.ask()
+    before = counts(proxy)
+    assert before["haproxy_frontend_limit_sessions{}"] == 400
+    assert talk(proxy.connect(), b"GET / HTTP/1.1\r\nHost").startswith(b"HTTP/1.1 408")
+    after = counts(proxy)
+    for name in ("request_errors_total{}", 'http_responses_total{,code="4xx"}'):
+        name = f"haproxy_frontend_{name}"
+        assert after[name] == before[name] + 1
+    assert "prometheus" not in haproxy_metrics.read().decode()
+    proxy.process.kill()
+    proxy.process.wait()
+    assert haproxy_metrics.read() == b""
+
+
 def test_one_address_cannot_hold_all_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +289,8 @@ def test_one_address_cannot_hold_all_connections(
     patient = haproxy_launcher.timeouts(head_s=600)
     monkeypatch.setattr(haproxy_launcher, "timeouts", lambda: patient)
     proxy = Proxy(tmp_path, num_connections=40)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_METRICS_PORT", str(proxy.metrics_port))
     num_held, num_refused = 0, 0
     with contextlib.ExitStack() as held:
         while num_refused < 5:
@@ -237,6 +304,7 @@ def test_one_address_cannot_hold_all_connections(
             except ConnectionError:
                 num_refused += 1
         assert num_held in (30, 31)
+    assert counts(proxy)["haproxy_frontend_denied_connections_total{}"] == num_refused
     proxy.close()
 
 

@@ -17,7 +17,7 @@ from disagg.cli import chat
 from disagg.config import HttpConfig
 from disagg.errors import DisaggError, EngineFailed, StartupError, Unavailable
 from tests.api.apps import make_app
-from tests.api.fakes import TOKENIZER, FakeGenerate
+from tests.api.fakes import CHATML, TOKENIZER, FakeGenerate, served_model
 
 TEXT = "the quick brown fox"
 
@@ -110,7 +110,7 @@ def test_an_interrupt_hangs_up_and_keeps_what_came(monkeypatch: pytest.MonkeyPat
     with served(make_app(generate)) as url:
         conversation = chat.ChatSession(chat.Server(url), "tiny", {"max_tokens": 480})
         pieces = conversation.ask("hi")
-        assert next(text for text in pieces if text) == "the"
+        assert next(piece.text for piece in pieces if piece.text) == "the"
         pieces.close()
         while generate.num_open:  # the server notices that its client is gone
             threading.Event().wait(0.002)
@@ -162,3 +162,18 @@ def test_a_stream_that_breaks_off_is_not_an_answer() -> None:
         with pytest.raises(Unavailable, match="hung up"):
             list(conversation.ask("hi"))
     assert conversation.turns == []
+
+
+def test_reasoning_is_shown_but_is_no_part_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = FakeGenerate("<think>So, yes.</think>Hi!")
+    thinker = served_model(template=CHATML + "{# <think> #}")
+    with served(make_app(generate, thinker)) as url:
+        assert chat.run(arguments("--url", url, "--message", "hi")) == 0
+        assert capsys.readouterr().out == "Hi!\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/exit\n"))
+        assert chat.run(arguments("--url", url)) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("So, yes.") < shown.index("Hi!")
+    assert "Hi!" in prompt_of(generate) and "So, yes." not in prompt_of(generate)

@@ -170,7 +170,7 @@ def test_a_broken_trace_is_refused_with_its_line(
     [
         (
             ["gpt-5"],
-            "gpt-5 is neither a model directory, nor a GGUF file, nor one of the known models",
+            "gpt-5 is neither a model directory, nor a GGUF file, nor a model of Hugging Face",
         ),
         (["llama-3-8b", "--gpu", "h300"], "'h300' is not a known GPU; known are h100, h100-pcie"),
         (["llama-3.1-405b"], "8 x h100 offer 576 GB. It would fit on 8 GPUs of 113 GB each"),

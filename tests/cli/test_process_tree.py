@@ -36,6 +36,11 @@ def run_with(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, **environment})
 
 
+def has_mark(process: psutil.Process) -> bool:
+    """As its parent has; until it has begun its own program, a child is a copy of it."""
+    return process_tree.MARK in process.environ()
+
+
 def test_a_dead_run_is_ended_and_a_living_one_is_not(
     left_behind: list[subprocess.Popen[bytes]],
 ) -> None:
@@ -72,11 +77,11 @@ def test_a_process_that_has_overwritten_its_environment_ends_with_its_parent(
         [sys.executable, "-c", program], env={**os.environ, process_tree.MARK: str(dead)}
     )
     left_behind.append(parent)
-    while not (children := psutil.Process(parent.pid).children()):
+    while not (children := psutil.Process(parent.pid).children()) or has_mark(children[0]):
         assert parent.poll() is None
     ended = {each.pid for each in process_tree.end_dead_runs()}
     assert ended == {parent.pid, children[0].pid}
-    assert not children[0].is_running()
+    assert not process_tree._lives(children[0]), "it may be a zombie until somebody reaps it"
 
 
 def test_a_run_lives_while_any_of_its_processes_does() -> None:
@@ -94,6 +99,13 @@ def test_directories_of_others_are_left_alone(temporary: Path) -> None:
     (temporary / "disagg-of-somebody").mkdir()
     process_tree.end_dead_runs()
     assert (temporary / "disagg-of-somebody").exists()
+
+
+def test_runs_of_another_user_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, lock = process_tree.new_run()
+    os.close(lock)
+    monkeypatch.setattr(os, "getuid", lambda: dead.stat().st_uid + 1)
+    assert process_tree.end_dead_runs() == [] and dead.exists()
 
 
 def test_a_whole_family_is_ended() -> None:

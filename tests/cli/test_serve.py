@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli import serve, serve_config
+from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
 from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
@@ -156,3 +157,18 @@ def test_a_key_of_the_environment_guards_a_deployment_of_a_file(
     assert config_of("--config", str(file)).http.api_key == "of-the-environment"
     file.write_text("tiers: [{model: demo-small}]\nhttp: {api_key: of-the-file}\n")
     assert config_of("--config", str(file)).http.api_key == "of-the-file"
+
+
+def test_a_model_by_name_is_fetched_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def is_fetched(name: str, say: object, is_stopped: object) -> bool:
+        asked.append(name)
+        return False  # a signal came meanwhile
+
+    monkeypatch.setattr(serve, "fetch", is_fetched)
+    monkeypatch.setattr(serve, "Supervisor", None)
+    assert main(["serve", "smollm2", "--log-dir", str(tmp_path)]) == 0
+    assert asked == ["smollm2"]

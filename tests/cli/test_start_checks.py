@@ -5,13 +5,15 @@ from __future__ import annotations
 import resource
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from disagg.cli import start_checks
 from disagg.cli.ports import free_port
+from disagg.cli.reports import Order
 from disagg.config import HttpConfig
+from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 
 
@@ -61,3 +63,27 @@ def test_two_starts_at_once_on_one_address() -> None:
             start_checks.hold_port(http)
         start_checks.hold_port(HttpConfig(host="::1", port=http.port)).close()
     start_checks.hold_port(http).close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cluster_key": "short"}, "can be guessed"),
+        ({"http": {"host": "0.0.0.0"}}, "Everybody who reaches 0.0.0.0"),
+    ],
+)
+@pytest.mark.parametrize("ray_address", [None, "127.0.0.1:1"])
+def test_weak_secrets_are_refused_before_anything_is_started(
+    fields: dict[str, Any], words: str, ray_address: str | None
+) -> None:
+    raw = {"tiers": [{"model": "demo-small"}], "cluster_key": 64 * "k", **fields}
+    order = Order(
+        config=parse_config(raw),
+        raw_config=raw,
+        directory="/tmp",
+        log_directory="/tmp",
+        ray_address=ray_address,
+        haproxy=True,
+    )
+    with pytest.raises(StartupError, match=words):
+        start_checks.check_before_ray(order)

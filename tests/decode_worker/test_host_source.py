@@ -10,7 +10,6 @@ import pytest
 from disagg.decode_worker.kv_import import KVImport
 from disagg.decode_worker.store_source import HostLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.errors import ContextLengthExceeded
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.worker.offload import KVOffload
@@ -144,6 +143,17 @@ def test_two_that_want_the_same_load_it_once() -> None:
     assert door.tier.counts().num_loaded == 4
 
 
+def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
+    door = Door(num_slots=6)
+    warm(door)
+    door.tier.save([(0, b"newer than the prompt's")])
+    door.tier.poll()
+    sequence = door.admit()
+    door.tier.save([(1, b"the newest"), (2, b"of all")])
+    door.tier.poll()
+    assert door.tier.match(sequence.block_hashes) == 4
+
+
 def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
     door = Door(token_s=1e-9)
     warm(door)
@@ -222,23 +232,6 @@ def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
     door.engine.pool.release(taken)
     door.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-
-
-def test_a_refusal_behind_it_is_raised_at_once_or_reported_later() -> None:
-    door = Door(token_s=1e-9)
-    door.engine.scheduler.max_model_len = 10
-    with pytest.raises(ContextLengthExceeded):
-        door.admit()
-    door = Door()
-    warm(door)
-    door.engine.scheduler.max_model_len = 10
-    door.admit()
-    assert door.kv_import.num_arriving == 1
-    door.kv_import.advance(door.now)
-    door.kv_import.advance(door.now)
-    (event,) = door.engine.step()
-    assert isinstance(event.error, ContextLengthExceeded)
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
 
 
 def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:

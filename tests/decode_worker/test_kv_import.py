@@ -148,6 +148,16 @@ def test_what_was_pulled_is_not_computed() -> None:
     assert sequence.num_cached_tokens == 14, "the prompt was not computed here"
 
 
+def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
+    door = Door()
+    output = tuple(expected_tokens(PROMPT, 4))
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, 5, output=output, stop_ids=frozenset())
+    door.kv_import.admit(sequence, door.ticket(sequence, len(PROMPT) + 3), door.now)
+    door.advance()
+    door.end_pull(0)
+    assert sequence.num_computed == len(PROMPT) + 3 and sequence.num_cached_tokens == len(PROMPT)
+
+
 def test_blocks_that_are_here_are_not_pulled() -> None:
     door = Door()
     door.arrive()

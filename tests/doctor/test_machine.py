@@ -10,6 +10,7 @@ import pytest
 
 from disagg.doctor import machine
 from disagg.doctor.findings import Finding, Status
+from disagg.kernels.cpu_library import Found
 
 GIB = 1 << 30
 UNLIMITED = resource.RLIM_INFINITY
@@ -34,6 +35,12 @@ UNLIMITED = resource.RLIM_INFINITY
         (machine.memory(64 * GIB, GIB), "warn", "stop other programs"),
         (machine.disk((100 * GIB, 50 * GIB, 50 * GIB)), "ok", ""),
         (machine.disk((100 * GIB, 97 * GIB, 3 * GIB)), "warn", "/tmp"),
+        (machine.cpu_kernels(Found(None, "torch, as none is here"), True), "ok", ""),
+        (
+            machine.cpu_kernels(Found(None, "torch", may_be_built=True), False),
+            "warn",
+            "C++ compiler",
+        ),
         (machine.clock(0.02), "ok", ""),
         (machine.clock(-0.5), "warn", "NTP"),
         (machine.clock(90.0), "wrong", "NTP"),
@@ -62,4 +69,4 @@ def test_an_address_of_another_machine_is_no_place_to_listen() -> None:
 
 def test_this_machine_can_be_looked_at() -> None:
     checks = [finding.check for finding in machine.check_machine()]
-    assert len(set(checks)) == len(checks) == 9
+    assert len(set(checks)) == len(checks) == 10

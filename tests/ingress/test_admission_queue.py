@@ -125,12 +125,17 @@ async def test_a_waiter_that_is_cancelled_leaves_nothing() -> None:
     assert not ingress.fleet.view().workers["d0"].num_decoding  # no reservation is left
 
 
-async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing() -> None:
+@pytest.mark.parametrize("is_cancelled_first", [False, True])
+async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing(
+    is_cancelled_first: bool,
+) -> None:
     ingress = Ingress()
     ingress.load(busy=True)
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.load(busy=False)
+    if is_cancelled_first:
+        task.cancel()
     ingress.admission_queue._look()
     task.cancel()
     await asyncio.wait([task])
@@ -202,6 +207,20 @@ async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> N
     ingress.load(busy=False)
     await asyncio.gather(*flood[:2], *calm[:2])
     assert ingress.admission_queue.nbytes == 0
+
+
+async def test_where_bytes_run_out_nobody_gives_way_to_an_equal() -> None:
+    """Or two tenants would push each other out for ever."""
+    ingress = Ingress(max_nbytes=3 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES))
+    ingress.load(busy=True)
+    first = [ingress.ask(f"first-{number}", "first") for number in range(2)]
+    await ingress.until_waiting(2)
+    second = [ingress.ask(f"second-{number}", "second") for number in range(2)]
+    with pytest.raises(Overloaded, match="fill"):
+        await second[1]
+    assert ingress.admission_queue.num_by_tenant() == {"first": 2, "second": 1}
+    ingress.load(busy=False)
+    await asyncio.gather(*first, second[0])
 
 
 async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:

@@ -154,6 +154,18 @@ async def test_a_ticket_of_a_dead_source_is_dropped() -> None:
     assert workers.calls[2].ticket is None
 
 
+async def test_a_source_that_decodes_itself_gets_its_ticket_back() -> None:
+    """It finds the blocks in its cache; nobody else would ever release them."""
+    workers = ScriptedWorkers(deque([Script(), Script(after=0)]))
+    fleet = keep_busy(make_fleet("p0", "d0"), "d0")
+    workers.on_failure = lambda worker_id: fleet.worker_lost("d0")
+    request = make_request(2000)
+    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    last = workers.calls[2]
+    assert (last.worker_id, last.ticket, last.hand_over) == ("p0", None, False)
+    assert workers.released == [ticket_of("p0", request)]
+
+
 async def test_a_restarted_source_does_not_honour_old_tickets() -> None:
     workers = ScriptedWorkers(deque([Script(), Script(after=0)]))
     fleet = keep_busy(make_fleet("p0", "d0", "d1"), "d0", "d1")

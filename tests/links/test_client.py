@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.links.client import Link
+from disagg.links.client import FIRST_PAUSE_S, LONGEST_PAUSE_S, Link
 from disagg.links.stream import merge
 from disagg.messages import (
     Cancel,
@@ -255,6 +255,28 @@ async def test_a_link_waits_for_a_worker_that_comes_up_late() -> None:
         await asyncio.sleep(0.3)  # several attempts
         async with fake_worker(record):
             await until(lambda: observer.held)
+
+
+async def test_a_link_never_waits_long_before_it_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time does not pass here: a pause is written down and over."""
+    sleep = asyncio.sleep
+    pauses: list[float] = []
+
+    async def no_time(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async with fake_worker() as gone:
+        record = gone.record
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", no_time)
+        async with linked(record, RecordingObserver()):
+            while len(pauses) < 12:
+                await sleep(0)
+    assert FIRST_PAUSE_S / 2 <= pauses[0] <= FIRST_PAUSE_S
+    assert LONGEST_PAUSE_S / 2 <= max(pauses) <= LONGEST_PAUSE_S
 
 
 async def test_nothing_is_sent_before_the_handshake_is_over() -> None:

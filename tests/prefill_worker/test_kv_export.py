@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
+from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
@@ -212,8 +213,9 @@ class AskedWhileReading(FakeDevice):
     """Asks a sequence to leave when the step that it leaves with is over and the next one, which
     was launched ahead with a row of the same sequence, is not."""
 
-    def __init__(self, kv: FakeKV, leaves_with: int) -> None:
+    def __init__(self, kv: FakeKV, scheduler: Scheduler, leaves_with: int) -> None:
         super().__init__(kv)
+        self.scheduler = scheduler
         self.leaves_with = leaves_with  # that step
 
     def launch(self, plan: StepPlan) -> Results:
@@ -221,7 +223,7 @@ class AskedWhileReading(FakeDevice):
 
         def ask_and_read() -> SequenceOf[Sampled]:
             if number == self.leaves_with:
-                plan.sequences[0].hand_over = True
+                self.scheduler.hand_over(plan.sequences[0])
             return read()
 
         return ask_and_read
@@ -233,7 +235,7 @@ class AskedWhileReading(FakeDevice):
 def test_a_step_under_way_writes_to_no_block_that_somebody_else_has(leaves_with: int) -> None:
     """Bytes that come from elsewhere know no order of the device's."""
     engine, kv = new_engine(3, BLOCK_SIZE, on_device=True)
-    engine.runner = engine.launcher = AskedWhileReading(kv, leaves_with)
+    engine.runner = engine.launcher = AskedWhileReading(kv, engine.scheduler, leaves_with)
     leaving = KVExport(
         engine, Peer("prefill", 7, "local", "fake:4", 3, 32, 1, 1, -1, b""), engine.pool.generations
     )

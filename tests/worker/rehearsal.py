@@ -46,6 +46,7 @@ LEAST_PER_100_000_STEPS = {
     "draft refused": 300,
     "store away": 100,
     "hit in the store": 100,
+    "hit in host memory": 100,
     "deadline_exceeded": 300,
     "stop": 100,
     "length": 3000,

@@ -1,0 +1,38 @@
+"""What dispatch asks of workers. Implemented by `links/fleet_links.py` and by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+
+
+class Workers(Protocol):
+    """The workers of all pools, by id."""
+
+    def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Run the request there; closing the iterator cancels it.
+
+        Raises, here or while iterating:
+            WorkerLost: the link ended; everything that arrived before was yielded.
+            DeadlineExceeded: `timeout_s` passed before the last delta.
+        """
+        ...
+
+    def release(self, ticket: KVTicket) -> None:
+        """Tell the ticket's source that it can free the blocks: the ticket will not be used."""
+        ...
+
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        """Have the worker pull the finished blocks of a prompt that will be sent to it later."""
+        ...
