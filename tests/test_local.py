@@ -127,6 +127,29 @@ async def test_text_is_one_engines_text(
             await until_empty(worker)
 
 
+async def test_prompts_are_scored_wherever_they_are_computed(model: Path) -> None:
+    """Also where they are cached; and an answer that is scored is the same answer."""
+    async with cluster(model, num_prefill=2, num_decode=2) as (running, client):
+        contents = [LONG, "another one: " + LONG, "short"] * 3
+        plain = await asyncio.gather(*(chat(client, each) for each in contents))
+        asked = (chat(client, each, prompt_logprobs=1) for each in contents)
+        for answer, wanted in zip(await asyncio.gather(*asked), plain, strict=True):
+            assert text(answer) == text(wanted)
+            first, *scores = answer["prompt_logprobs"]
+            usage = answer["usage"]
+            assert first is None and len(scores) == usage["prompt_tokens"] - 1
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        cores = [worker._core for worker in running.workers if worker.record.role == "decode"]
+        assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
+        prompt = {"prompt": LONG, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        echoed = (await client.post("/v1/completions", json=prompt)).json()["choices"][0]
+        values = echoed["logprobs"]["token_logprobs"][1:]
+        tops = [max(each.values()) for each in echoed["logprobs"]["top_logprobs"][1:]]
+        assert all(value <= top + 1e-6 for value, top in zip(values, tops, strict=True))
+        for worker in running.workers:
+            await until_empty(worker)
+
+
 async def test_usage_counts_what_the_cache_had(model: Path) -> None:
     async with cluster(model) as (_, client):
         first = await chat(client, LONG)

@@ -120,7 +120,7 @@ async def test_requests_leave_no_objects_behind(
     questions = Questions(random.Random(0), "toy", num_prefixes=0)
     nums: list[int] = []
     async with local.running(config, build) as cluster:
-        cluster.ingress.dispatcher._max_num_decisions = 16
+        cluster.ingress.dispatcher._decisions.max_num = 16
         app = httpx.ASGITransport(cluster.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
             for _ in range(NUM_FIRST_ROUNDS + NUM_ROUNDS):

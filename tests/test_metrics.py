@@ -21,7 +21,7 @@ from tests.tiny_model import tiny_parts, write_tiny_model
 # Beyond those of a histogram's buckets.
 BOUNDED = {
     "model_name", "role", "worker_id", "source_id", "tenant", "lane", "outcome", "reason", "place",
-    "state", "stage", "route", "code", "finish_reason", "le",
+    "state", "stage", "route", "code", "finish_reason", "le", "slo",
 }  # fmt: skip
 STAGES = (
     "receive", "tokenize", "queue", "prefill_queue", "prefill_compute", "kv_pull", "decode_queue",

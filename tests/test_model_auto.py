@@ -27,7 +27,10 @@ LISTED = (
     " The code of Rosa is 7712. List the codes of Anna, Ivan, Rosa."
 )
 URL = "/v1/chat/completions"
-ENGINE = EngineConfig(num_threads=1, num_gpu_blocks_override=256, max_model_len=512)
+# In bfloat16 a token that is scored with others may differ by a rounding of its logit.
+ENGINE = EngineConfig(
+    dtype="float32", num_threads=1, num_gpu_blocks_override=256, max_model_len=512
+)
 
 
 @asynccontextmanager

@@ -149,6 +149,7 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     assert tokens["equal"] == tokens["tokens"] > 0
     assert rows(found, "gpu_generate") and rows(found, "gpu_peers")
     assert rows(found, "gpu_parity: llama KV fp8") and rows(found, "gpu_kernels")
+    assert rows(found, "experts")["mxfp4, 20 tokens"]["experts hit"] == 4
     absent = {each["row"].split(",")[0] for each in found["absent"]}
     assert absent >= {"FlashInfer", "FA3", "SDPA cuDNN"}
 

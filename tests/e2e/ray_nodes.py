@@ -68,10 +68,13 @@ class RayNodes:
     def _wait_for_nodes(self, num_nodes: int) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         url = f"http://127.0.0.1:{self.dashboard_port}/api/cluster_status"
+        token = self._environment.get("RAY_AUTH_TOKEN")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
         while time.monotonic() < deadline:
             assert all(node.poll() is None for node in self._nodes), self.logs()
             try:
-                report = plain_http.get(url, timeout=5).json()["data"]["clusterStatus"]
+                answer = plain_http.get(url, timeout=5, headers=headers)
+                report = answer.json()["data"]["clusterStatus"]
                 if len(report["loadMetricsReport"]["usageByNode"]) >= num_nodes:
                     return
             except (httpx.HTTPError, KeyError, TypeError, ValueError):
@@ -88,6 +91,14 @@ class RayNodes:
             text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+    def processes(self) -> list[psutil.Process]:
+        """Of all nodes."""
+        return [
+            each
+            for node in self._nodes
+            for each in psutil.Process(node.pid).children(recursive=True)
+        ]
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self._directory.glob("node-*.log")))

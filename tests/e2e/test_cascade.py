@@ -94,7 +94,9 @@ def test_errors_and_probes_pass_serves_own_proxy(server: Served) -> None:
         with pytest.raises(openai.NotFoundError, match="demo-small"):
             client.completions.create(model="huge", prompt="x", max_tokens=4)
     for path in ("/live", "/ready", "/health", "/version"):
-        assert plain_http.get(server.url + path).status_code == 200
+        answer = plain_http.get(server.url + path)
+        assert answer.status_code == 200
+        assert len(answer.headers.get_list("x-request-id")) == 1
 
 
 def test_a_server_is_calibrated_against(

@@ -233,9 +233,12 @@ def test_an_embedded_redis_that_dies_is_replaced(
     assert sum(each.name() == "valkey-server" for each in server.family()) == 1
 
 
-def test_metrics_and_probes(server: Served) -> None:
+def test_metrics_and_probes(server: Served, client: openai.OpenAI) -> None:
+    client.completions.create(model="tiny", prompt="counted", max_tokens=1)
     for path in ("/live", "/ready", "/health", "/version"):
-        assert plain_http.get(server.url + path).status_code == 200
+        answer = plain_http.get(server.url + path, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+        assert answer.headers.get_list("x-request-id") == ["mine"]
     metrics = plain_http.get(f"{server.url}/metrics").text
     assert 'disagg_prompt_tokens_total{model_name="tiny",tenant="default"}' in metrics
     assert metrics.count("disagg_worker_kv_cache_usage_perc{") == 3  # workers

