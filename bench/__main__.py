@@ -34,6 +34,7 @@ BENCHES = (
     "serving_path",
     "sim",
     "stalls",
+    "strangers",
     "tiers",
     "time_model",
     "worker_memory",

@@ -63,6 +63,7 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     ),
     (Part("gpu_engine", share_s=150, start_s=60, needs="msgspec"),),
     (Part("gpu_kernels", share_s=100),),
+    (Part("experts", share_s=45),),
     (Part("gpu_transfer", share_s=90, needs="msgspec"),),
     (Part("gpu_sampling", "step", share_s=30, needs="msgspec"),),
     (Part("gpu_generate", share_s=60),),
@@ -223,7 +224,7 @@ class Suite:
             time.sleep(LOOK_S)
 
     def _lose(self, part: Part, progress: Progress, row: str, why: str) -> bool:
-        """A row is lost with its process; whoever fails at the start has no rows to go on with."""
+        """A row is lost with its process; a part that fails at its start has no more rows."""
         self._end_row(part, row, {"failed": why})
         if row == "start":
             progress.is_over = True

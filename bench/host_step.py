@@ -22,7 +22,7 @@ from bench.report import finish, print_table
 from bench.sampler import FAMILIES, kernels_that_do_nothing
 from bench.scheduler import new_engine, new_sequence
 from disagg.engine.device.batching import Batching
-from disagg.engine.device.sampler import Sampler, needs_host
+from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, Sampled, StepPlan
@@ -42,7 +42,9 @@ class Host:
         cpu = torch.device("cpu")
         self.batch_s = self.sampler_s = 0.0
         self._slots = Slots(max_num_seqs)
-        self._batching = Batching(self._slots, block_size, MAX_MODEL_LEN // block_size, cpu)
+        self._batching = Batching(
+            self._slots, block_size, MAX_MODEL_LEN // block_size, cpu, use_kernel=True
+        )
         self._sampler = Sampler(self._slots, vocab_size, cpu, TritonSampling())
         self._logits = torch.zeros(max_num_seqs, vocab_size)
 
@@ -50,16 +52,17 @@ class Host:
         return plan.num_decodes == len(plan.sequences)
 
     def needs_host(self, sequence: Sequence) -> bool:
-        return needs_host(sequence)
+        return sequence.needs_host
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """A prompt's chunk, outside of what is timed."""
         lens = zip(plan.sequences, plan.query_lens, strict=True)
         return [7 if each.num_uncomputed == query_len else None for each, query_len in lens]
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Results:
         began_s = time.perf_counter()
-        entered = self._slots.enter(plan.sequences)
+        entered = [] if plan.continues else self._slots.enter(plan.sequences)
         batch, slots = self._batching.batch(self._batching.inputs(plan, entered))
         batched_s = time.perf_counter()
         self._sampler.enter([sequence.slot for sequence in entered])
@@ -67,7 +70,7 @@ class Host:
             self._logits[: len(plan.sequences)],
             plan.sequences,
             batch.positions,
-            nums_unread=[1] * plan.num_unread,
+            num_unread=plan.num_unread,
         )
         sampled_s = time.perf_counter()
         self._batching.remember(slots, chosen.token_ids)

@@ -2,9 +2,10 @@
 
     python -m bench.kernels_decoder --shape 15m --threads 2 [--peer]
 
-`--peer` times transformers' `generate` with a static batch on equal shapes, taking turns with ours
-so that both see the same machine. Prefill is one prompt of 1,024 tokens; every other figure is
-output tokens over the whole time of requests with 128 tokens in and 128 out.
+Where decode steps are the compiled program, those of torch are timed, too. `--peer` times
+transformers' `generate` with a static batch on equal shapes; all take turns, so that they see the
+same machine. Prefill is one prompt of 1,024 tokens; every other figure is output tokens over the
+whole time of requests with 128 tokens in and 128 out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench.shapes import SHAPES, model_config, transformers_config
+from disagg.kernels.cpu_step import CpuStep
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
@@ -94,6 +97,20 @@ def _peer(shape: str) -> Callable[[torch.Tensor, int], None]:
     return run
 
 
+def _ours(decoder: Decoder, slab: KVPages) -> dict[str, Callable[[torch.Tensor, int], None]]:
+    """As it starts, and where that is a compiled program with torch's decode steps."""
+
+    def run(step: CpuStep | None, prompts: torch.Tensor, num_new: int) -> None:
+        decoder.step = step
+        generate(decoder, slab, prompts, num_new)
+
+    print(f"decode steps: {decoder.step_sentence}")
+    if decoder.step is None:
+        return {"disagg": partial(run, None)}
+    decoder.step.use_huge_pages()
+    return {"disagg": partial(run, decoder.step), "disagg, torch": partial(run, None)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="15m")
@@ -121,9 +138,7 @@ def main() -> None:
         config.head_dim,
         torch.device("cpu"),
     )
-    contenders: dict[str, Callable[[torch.Tensor, int], None]] = {
-        "disagg": lambda prompts, num_new: generate(decoder, slab, prompts, num_new)
-    }
+    contenders = _ours(decoder, slab)
     if arguments.peer:
         contenders["transformers"] = _peer(arguments.shape)
     cases = {f"prefill {LONG_PROMPT}": (1, LONG_PROMPT, 1, LONG_PROMPT)}

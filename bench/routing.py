@@ -5,14 +5,17 @@
 The real fleet, prefix index and policy; half of the workers prefill, every worker holds some of the
 prompt's prefix and has work. `quiet`: nothing was heard between two decisions. `all spoke`: every
 worker reported another load since the last one; `report us` is what taking in one of these took,
-before the decision. CPU time of the thread, because a shared machine stops it now and then.
+before the decision. With a TPOT SLO every worker may do both. CPU time of the thread, because a
+shared machine stops it now and then.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
+from itertools import product
 from typing import Any
 
 from bench.report import finish, print_table
@@ -25,11 +28,13 @@ from disagg.router.policy import choose_route
 BLOCK_SIZE, NUM_BLOCKS, MODEL = 16, 1 << 14, "bench"
 NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS = 64, 8192, 4000
 GOAL_US = {"p50": 300, "p99": 1000}
-SLO_S = 30.0
+SLO_S, TPOT_SLO_S = 30.0, 0.05
 
 
-def new_fleet(num_workers: int, request: GenerateRequest, rng: random.Random) -> Fleet:
-    fleet = Fleet(now=lambda: 0.0)
+def new_fleet(
+    num_workers: int, request: GenerateRequest, rng: random.Random, tpot_slo_s: float
+) -> Fleet:
+    fleet = Fleet(now=lambda: 0.0, tpot_slo_s={MODEL: tpot_slo_s})
     for number in range(num_workers):
         name = f"w{number}"
         record = WorkerRecord(
@@ -78,11 +83,11 @@ def new_request(num_tokens: int) -> GenerateRequest:
 
 
 def decide(
-    num_workers: int, num_tokens: int, num_decisions: int, all_speak: bool
+    num_workers: int, num_tokens: int, num_decisions: int, all_speak: bool, tpot_slo_s: float
 ) -> dict[str, Any]:
     rng = random.Random(1)
     request = new_request(num_tokens)
-    fleet = new_fleet(num_workers, request, rng)
+    fleet = new_fleet(num_workers, request, rng, tpot_slo_s)
     statuses = [new_status(rng) for _ in range(num_workers)]
     names = list(fleet.view().workers)
     took_us, heard_s = [], 0.0
@@ -98,6 +103,7 @@ def decide(
     took_us.sort()
     return {
         "case": "all spoke" if all_speak else "quiet",
+        "TPOT SLO s": None if tpot_slo_s == math.inf else tpot_slo_s,
         "workers": num_workers,
         "tokens": num_tokens,
         "p50 us": took_us[num_decisions // 2],
@@ -110,7 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     size = (4, 64, 100) if parser.parse_args().tiny else (NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS)
-    rows = [decide(*size, all_speak) for all_speak in (False, True)]
+    cases = product((math.inf, TPOT_SLO_S), (False, True))
+    rows = [decide(*size, all_speak, tpot_slo_s) for tpot_slo_s, all_speak in cases]
     print_table(rows)
     finish("routing", rows, goal_us=GOAL_US)
 

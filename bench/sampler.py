@@ -3,10 +3,11 @@
     python -m bench.sampler [--rows 32 256] [--context 1000]
 
 The defaults of three model families (`generation_config.json`), before and after parameters and
-counts moved to the device, in turns. "before" is `sampler_before`. "calls" are what torch
-dispatches but views; each is a launch or more on a GPU. "device calls" are those of the path that a
-GPU takes, launches of its kernels included, counted without a GPU: the kernels do nothing here, so
-only their number and the host's time for them mean anything.
+counts moved to the device, in turns. "before" is `sampler_before`; "after" is what a CPU does here:
+compiled loops, or plain torch where no compiler was. "calls" are what torch dispatches but views;
+each is a launch or more on a GPU. "device calls" are those of the path that a GPU takes, launches
+of its kernels included, counted without a GPU: the kernels do nothing here, so only their number
+and the host's time for them mean anything.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ class Stepping:
 @contextmanager
 def kernels_that_do_nothing() -> Iterator[list[str]]:
     """What the GPU's path launches, by name; results are whatever memory holds, and token 0."""
-    from disagg.kernels import triton_floors, triton_sampling
+    from disagg.kernels import decode_inputs, triton_floors, triton_sampling
 
     modules = {
+        "_fill": decode_inputs,
         **dict.fromkeys(("_adjust", "_score", "_pick", "_remember"), triton_sampling),
         **dict.fromkeys(("_groups", "_select", "_floors"), triton_floors),
     }

@@ -1,6 +1,6 @@
 """Whether tokens are drawn from the distribution that transformers' logits warpers define.
 
-    python -m bench.sampler_law [--draws 40000]      # two minutes of one core
+    python -m bench.sampler_law [--draws 40000] [--compiled]     # two minutes of one core
 
 A grid of top-k, top-p, min-p, temperature and penalties, at the edges of how far rows are sorted on
 a CPU (1,024 and 16,384 columns), compared by chi-square with `RepetitionPenaltyLogitsProcessor`,
@@ -33,13 +33,16 @@ from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.kernels import torch_sampling
-from disagg.kernels.sampling_rows import SampledRows
+from disagg.kernels.cpu_sampling import CpuSampling, find_sampling
+from disagg.kernels.sampling_rows import SampledRows, SamplingOps
+from disagg.kernels.torch_sampling import TorchSampling
 from disagg.messages import GenerateRequest, SamplingParams
 
 PROMPT, OUTPUT = (1, 2, 3, 3, 40), (3, 7, 7, 7, 9, 40, 2000)
 NUM_AT_ONCE = 250  # of large vocabularies more would leave the processor's caches
 NUM_AS_IN_A_STEP = 250
 LEAST_WANTED = 5.0
+PLAIN_TORCH = TorchSampling()
 STANDARD_DEVIATIONS = 5.0  # of chi-square, above its mean
 
 
@@ -106,12 +109,12 @@ def expected(case: Case) -> Tensor:
     return torch.softmax(scores[0].double(), dim=-1)
 
 
-def drawn(case: Case, num_draws: int) -> Tensor:
+def drawn(case: Case, num_draws: int, ops: SamplingOps = PLAIN_TORCH) -> Tensor:
     """int64 [vocab_size], how often each token is drawn with seeds 0, 1, ..."""
-    counts = _draw(case, range(min(num_draws, NUM_AS_IN_A_STEP)))
+    counts = _draw(case, range(min(num_draws, NUM_AS_IN_A_STEP)), ops)
     with mock.patch.object(torch_sampling, "floors", _shared(torch_sampling.floors)):
         for first in range(NUM_AS_IN_A_STEP, num_draws, NUM_AT_ONCE):
-            counts += _draw(case, range(first, min(first + NUM_AT_ONCE, num_draws)))
+            counts += _draw(case, range(first, min(first + NUM_AT_ONCE, num_draws)), ops)
     return counts
 
 
@@ -125,7 +128,7 @@ def _shared(floors: Any) -> Any:
     return of_all
 
 
-def _draw(case: Case, seeds: range) -> Tensor:
+def _draw(case: Case, seeds: range, ops: SamplingOps) -> Tensor:
     """As `drawn`, of some seeds, in one step."""
     request = GenerateRequest(
         request_id="",
@@ -141,7 +144,7 @@ def _draw(case: Case, seeds: range) -> Tensor:
     for seed, sequence in zip(seeds, sequences, strict=True):
         sequence.sampling = SamplingParams(max_tokens=100, seed=seed, **case.params)
     slots = Slots(len(seeds))
-    sampler = Sampler(slots, case.vocab_size, torch.device("cpu"))
+    sampler = Sampler(slots, case.vocab_size, torch.device("cpu"), ops)
     sampler.enter([sequence.slot for sequence in slots.enter(sequences)])
     logits = logits_of(case).expand(len(seeds), -1).clone()
     positions = torch.full((len(seeds),), len(PROMPT + OUTPUT) - 1)
@@ -158,9 +161,9 @@ def _groups(wanted: Tensor) -> Tensor:
     return (~is_few).cumsum(0).sub(1).clamp(min=0)[groups]
 
 
-def check(case: Case, num_draws: int) -> dict[str, Any]:
+def check(case: Case, num_draws: int, ops: SamplingOps = PLAIN_TORCH) -> dict[str, Any]:
     """A row of the table."""
-    probabilities, counts = expected(case), drawn(case, num_draws)
+    probabilities, counts = expected(case), drawn(case, num_draws, ops)
     groups = _groups(probabilities * num_draws)
     wanted = torch.bincount(groups, probabilities * num_draws)
     found = torch.bincount(groups, counts.double(), minlength=len(wanted))
@@ -195,10 +198,17 @@ NAMES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=40_000, help="of each case")
+    parser.add_argument("--compiled", action="store_true", help="by the loops of csrc, not torch")
     parser.add_argument("--tiny", action="store_true", help="a part of the grid")
     arguments = parser.parse_args()
+    ops: SamplingOps = PLAIN_TORCH
+    if arguments.compiled:
+        library = find_sampling()
+        if library is None:
+            parser.error("no compiled loops are here: install disagg where a C++ compiler is")
+        ops = CpuSampling(library)
     num_draws = min(arguments.draws, 2000) if arguments.tiny else arguments.draws
-    rows = [check(case, num_draws) for case in grid(arguments.tiny)]
+    rows = [check(case, num_draws, ops) for case in grid(arguments.tiny)]
     print_table(rows)
     num_failed = sum(not row["holds"] for row in rows)
     finish("sampler_law", rows, draws=num_draws, num_failed=num_failed)

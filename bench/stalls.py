@@ -2,8 +2,8 @@
 
     python -m bench.stalls [--streams 32] [--rounds 5] [--tiny]
 
-The real HTTP application in one process; its workers are played, and give every stream a token each
-5 ms. Beside them, on the same event loop, a heartbeat looks at the clock each millisecond. While
+The real HTTP application in one process, with simulated workers that give each stream a token every
+5 ms. On the same event loop, a heartbeat looks at the clock each millisecond. While
 all of them run, one heavy request after another is sent. `stream ms` is the longest time between
 two events of any one stream while the request is answered, `loop ms` the longest between two
 heartbeats: medians of the rounds. `idle` is a second without such a request. The goal is that no
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import statistics
@@ -31,6 +32,7 @@ from disagg.text.chat_template import ChatTemplate
 from tests.api.fakes import TOKENIZER, served_model
 
 GOAL_MS = 50
+MAX_MODEL_LEN = 1 << 17  # of Llama 3.1 and Qwen 3
 TOKEN_S = 0.005
 HEARTBEAT_S = 0.001
 IDLE_S = 1.0
@@ -156,13 +158,16 @@ async def measure(
     num_streams: int, rounds: int, nbytes: int, idle_s: float
 ) -> list[dict[str, Any]]:
     model = replace(
-        served_model(max_model_len=1 << 21), template=ChatTemplate(TEMPLATE, {}), block_size=16
+        served_model(max_model_len=MAX_MODEL_LEN),
+        template=ChatTemplate(TEMPLATE, {}),
+        block_size=16,
     )
     service = Service({model.name: model}, play, default_timeout_s=3600.0)
     config = HttpConfig(max_requests_nbytes=1 << 30)
     app = HttpApp(service, config, readiness=lambda: Readiness(ready=True))
-    endless = {"prompt": "hi", "stream": True, "ignore_eos": True, "max_tokens": 1 << 20}
+    endless = {"prompt": "hi", "stream": True, "ignore_eos": True, "max_tokens": MAX_MODEL_LEN // 2}
     streams, loop = [Longest() for _ in range(num_streams)], Longest()
+    gc.freeze()  # as an ingress does
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(heart(loop))]
     ask = json.dumps(endless).encode()
     tasks += [asyncio.create_task(send(app, TEXT, ask, beats)) for beats in streams]

@@ -1,0 +1,185 @@
+"""One layer of experts: how near to what the hardware gives, and to a dense layer.
+
+    python -m bench.experts [--out build/gpu] [--only qwen3]
+    python -m bench.experts --device cpu                       # as a CPU computes them
+    TRITON_INTERPRET=1 python -m bench.experts --device cpu --tiny     # a rehearsal of the kernels
+
+`dense us` is of a dense MLP that multiplies a token with as many weights; on a CPU it is also as
+large as a layer whose tokens share all experts. On a GPU times are of replayed graphs, over as many
+layers as it takes that nothing is left in the L2, and `of read` is the share of the measured
+bandwidth at which the weights of the experts that were chosen came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
+from bench.gpu_rows import Row, parser_of, run_part
+from disagg.kernels import reference
+from disagg.kernels.dispatch import ops_for
+from disagg.kernels.ops import Experts, Ops
+
+TOLERANCE = 2e-2  # of the largest value
+NUM_CHECKED = 8  # tokens whose results are compared with the reference
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    inner: int
+    is_mxfp4: bool = False
+
+    def expert_nbytes(self, itemsize: int) -> float:
+        return 3 * self.hidden * self.inner * (17 / 32 if self.is_mxfp4 else itemsize)
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, is_mxfp4=True),
+}
+ON_A_CPU = {"small": Shape(16, 4, 768, 512)}
+INTERPRETED = {"bf16": Shape(4, 2, 64, 64), "mxfp4": Shape(4, 2, 64, 64, is_mxfp4=True)}
+NUM_TOKENS = (1, 32, 256, 4096)
+
+
+class Bench:
+    """The device, what it gives, and its operations."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device = torch.device(arguments.device)
+        self.ceilings = Ceilings.of(arguments)
+        self.is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        self.dtype = torch.float32 if self.is_interpreted else torch.bfloat16
+        self._generator = torch.Generator(self.device).manual_seed(0)
+
+    def shapes(self) -> dict[str, Shape]:
+        if self.is_interpreted:
+            return INTERPRETED
+        return SHAPES if self.device.type == "cuda" else ON_A_CPU
+
+    def ops(self) -> Ops:
+        if not self.is_interpreted:
+            return ops_for(self.device, 1)
+        from disagg.kernels.triton_ops import TritonOps
+
+        return TritonOps(1, 1)
+
+    def layer(self, shape: Shape, num_tokens: int) -> dict[str, Any]:
+        ops = self.ops()
+        nbytes = shape.num_experts * shape.expert_nbytes(self.dtype.itemsize)
+        is_gpu = self.device.type == "cuda"
+        num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
+        x = self._random(num_tokens, shape.hidden)
+        logits = self._random(num_tokens, shape.num_experts)
+        matrices = self._experts(shape)
+        layers = [ops.pack_experts(matrices)]
+        layers += [ops.pack_experts(self._experts(shape)) for _ in range(num_layers - 1)]
+        difference = self._difference(ops.mix_experts(x, logits, layers[0]), x, logits, matrices)
+
+        def mix() -> None:
+            for layer in layers:
+                ops.mix_experts(x, logits, layer)
+
+        taken_s = seconds(mix, self.device) / num_layers
+        chosen = torch.topk(logits, shape.num_chosen).indices
+        hit = len(set(chosen.flatten().tolist()))
+        read = hit * shape.expert_nbytes(self.dtype.itemsize) / taken_s
+        flops = 6 * num_tokens * shape.num_chosen * shape.hidden * shape.inner / taken_s
+        return {
+            "us": taken_s * 1e6,
+            "dense us": self._dense_s(ops, shape, x) * 1e6,
+            "experts hit": hit,
+            **self.ceilings.reading(read),
+            "TFLOP/s": flops / 1e12,
+            "difference": difference,
+        }
+
+    def _dense_s(self, ops: Ops, shape: Shape, x: Tensor) -> float:
+        inner = shape.num_chosen * shape.inner
+        count = 1
+        if self.device.type == "cuda":
+            count = max(
+                1, round(UNCACHED_NBYTES / (3 * shape.hidden * inner * self.dtype.itemsize))
+            )
+        layers = [
+            (
+                ops.pack_gated(self._random(2 * inner, shape.hidden), None),
+                ops.pack(self._random(shape.hidden, inner), None),
+            )
+            for _ in range(max(1, min(count, 64)))
+        ]
+
+        def run() -> None:
+            for gate_up, down in layers:
+                ops.project(ops.project_gated(x, gate_up), down)
+
+        return seconds(run, self.device) / len(layers)
+
+    def _experts(self, shape: Shape) -> Experts:
+        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        if not shape.is_mxfp4:
+            gate_up = self._random(count, 2 * inner, hidden) / hidden**0.5
+            down = self._random(count, hidden, inner) / inner**0.5
+            return Experts(gate_up, down, self.dtype, shape.num_chosen, is_normalized=True)
+
+        def packed(*dims: int, high: int, low: int = 0) -> Tensor:
+            drawn = torch.randint(
+                low, high, dims, generator=self._generator, device=self.device, dtype=torch.uint8
+            )
+            return drawn
+
+        return Experts(
+            packed(count, 2 * inner, hidden // 2, high=256),
+            packed(count, hidden, inner // 2, high=256),
+            self.dtype,
+            shape.num_chosen,
+            is_normalized=True,
+            gate_up_bias=self._random(count, 2 * inner),
+            down_bias=self._random(count, hidden),
+            gate_up_scales=packed(count, 2 * inner, hidden // 32, low=118, high=121),
+            down_scales=packed(count, hidden, inner // 32, low=118, high=121),
+            limit=7.0,
+            alpha=1.702,
+        )
+
+    def _difference(self, found: Tensor, x: Tensor, logits: Tensor, matrices: Experts) -> float:
+        """Of some tokens, from the reference, as a share of the largest value."""
+        few = slice(0, NUM_CHECKED)
+        wanted = reference.mix_experts(x[few], logits[few], matrices).float()
+        difference = float((found[few].float() - wanted).abs().max() / wanted.abs().max())
+        if not difference <= TOLERANCE:
+            raise ArithmeticError(f"differs from its reference by {difference:.2g} of the largest")
+        return difference
+
+    def _random(self, *shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=self._generator, device=self.device)
+        return drawn.to(self.dtype)
+
+
+def rows_of(bench: Bench, num_tokens: tuple[int, ...]) -> list[Row]:
+    return [
+        Row(f"{name}, {count} tokens", partial(bench.layer, shape, count))
+        for count in num_tokens
+        for name, shape in bench.shapes().items()
+    ]
+
+
+def main() -> None:
+    arguments = parser_of(__doc__).parse_args()
+    bench = Bench(arguments)
+    small = arguments.tiny or bench.is_interpreted
+    run_part("experts", rows_of(bench, (1, 20) if small else NUM_TOKENS), arguments)
+
+
+if __name__ == "__main__":
+    main()
