@@ -70,7 +70,9 @@ def total(family: Metric, suffix: str = "_total", **labels: str) -> float:
 
 async def test_a_request_is_counted_on_its_whole_way(client: httpx.AsyncClient) -> None:
     asked = body(LONG, 24, ignore_eos=True)
-    usage = (await client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    slo = {"x-slo-ttft-ms": "600000", "x-slo-tpot-ms": "none"}  # met on the busiest machine
+    answer = await client.post("/v1/chat/completions", json=asked, headers=slo)
+    usage = answer.json()["usage"]
     async with asyncio.timeout(30):  # the release of the hold is told after the answer
         while not total((await metrics_of(client))["disagg_worker_kv_holds_ended"]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -95,7 +97,7 @@ async def test_a_request_is_counted_on_its_whole_way(client: httpx.AsyncClient) 
     tokens = {"tenant": "default", "model_name": "tiny"}
     assert total(shown["disagg_prompt_tokens"], **tokens) == usage["prompt_tokens"]
     assert total(shown["disagg_generation_tokens"], **tokens) == 24
-    assert total(shown["disagg_request_slo"], outcome="met") == 1
+    assert total(shown["disagg_request_slo"], outcome="met", slo="request") == 1
     assert total(shown["disagg_workers"], "", state="serving") == 2
 
 
