@@ -42,7 +42,7 @@ NUM_REQUESTS = 60  # in a round
 NUM_FIRST_ROUNDS = 10  # that fill what is bounded
 NUM_ROUNDS = 12  # that count: the first half is compared with the second
 SPARE = 150  # objects that come and go; one for each request that is answered would be 300
-MOST_WINDOWS = 4  # of these rounds: what is kept once, at a rare event, does not grow in all of them
+MOST_WINDOWS = 4  # what a rare event keeps once does not grow in all of them
 
 
 def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Callable[..., Parts]]:
