@@ -1,11 +1,14 @@
-"""The transfer thread: executes pulls and checks their stamps; nothing else touches the wire.
+"""The transfer thread: executes pulls and checks their stamps. Only this thread uses the wire.
 
-Posting a READ between processes of one machine *is* the copy, at the speed of memcpy, and must not
-block the engine. The engine's thread and this one exchange messages through two queues and share
-nothing else.
+A pull succeeds only if the stamps of its blocks did not change (`Mover._advance`). What happens to
+the blocks then is decided by the KV import (`decode_worker/kv_import.py`).
 
-Decides when a pull has ended and its blocks are safe to reuse. What NIXL 1.5.1 over UCX does not
-guarantee, and what follows:
+Between processes of one machine, posting a READ performs the whole copy at the speed of memcpy, so
+it must not run in the engine's thread. The two threads exchange messages through two queues and
+share nothing else.
+
+This file decides when a pull has ended and its blocks may be reused. NIXL 1.5.1 over UCX does not
+guarantee this, so:
 
 - Releasing a transfer in progress, or removing its peer, does not stop it: a stopped peer that
   wakes up later still writes all bytes (seen over TCP), though both calls report success. So an

@@ -85,6 +85,7 @@ def prefill_cost(
     """The cost of computing a prompt's KV and its first token on `worker`.
 
     Args:
+        num_held_tokens: leading tokens of the prompt that the worker has cached.
         num_behind: requests that will wait behind this one; see `requests_behind`.
         num_held_once: (begin, end), in tokens, of the part of the prompt that exactly one worker of
             the pool has cached.
@@ -140,10 +141,16 @@ def with_loan(
     spares_decodes: bool = True,
     now: float = 0.0,
 ) -> PrefillCost:
-    """The same if the worker first pulls `num_lent_tokens` tokens from the cache of `lender`.
+    """`cost` changed for the case that its worker first pulls a cached prefix from `lender`.
 
-    The other arguments are those of `cost`. The pull overlaps with the wait in the queue. The copy
-    costs no cache space for long, because the lender evicts first what it has lent.
+    The pull overlaps with the wait in the queue. The second copy takes cache space for a short time
+    only, because the lender evicts first what it has lent.
+
+    Args:
+        cost: of the same worker without a loan.
+        num_lent_tokens: leading tokens that the lender has cached.
+
+    The other arguments are those of `prefill_cost`.
     """
     worker = cost.worker
     rest = prefill_cost(

@@ -1,15 +1,18 @@
-"""Logits to tokens, as a function of a sequence's tokens, its sampling parameters and nothing else.
+"""Applies sampling parameters to logits and chooses the tokens.
 
-Randomness is counter-based: the noise of a candidate is a hash of (seed, position, token id), so a
-token does not depend on what else is in the batch, on chunking, or on the worker: a sequence that
-moves or is recomputed goes on as if nothing had happened. A draw adds Gumbel noise to the scaled
-logits and takes the largest, which is a draw from their softmax (Gumbel, 1954); and unlike a
-cumulative sum, rounding that differs from one device to another hardly ever changes the outcome.
+The order is vLLM's: grammar, `LogitEdits` (bias, allowed tokens, bad words), penalties,
+temperature, min-p, top-k, top-p. Reported log-probabilities are those of the model, before any of
+these. The arithmetic is in `kernels/`: `triton_sampling.py` on a GPU, `cpu_sampling.py` (C++) or
+`torch_sampling.py` on a CPU. `SamplingState` keeps the parameters on the device.
 
-Order, as in vLLM: what a grammar allows, `LogitEdits`, penalties, temperature, min-p, top-k, top-p.
-Reported log-probabilities are of the model's own distribution, before any of these.
+A token depends on its sequence's tokens and sampling parameters only. The noise of a candidate is a
+hash of (seed, position, token id), so the batch, the chunks and the worker do not change it, and a
+sequence that moves or is recomputed continues with the same tokens. A draw adds Gumbel noise to
+logits and takes the largest, which is a draw from their softmax (Gumbel, 1954): first among groups
+of 256 token ids, then in the chosen group. Unlike with a cumulative sum, rounding that differs
+between devices hardly ever changes the token.
 
-Nothing here waits for a device but `Chosen.read`. What it computes is `kernels.sampling_rows`.
+Only `Chosen.read` waits for the device.
 """
 
 from __future__ import annotations

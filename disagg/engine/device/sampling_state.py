@@ -4,7 +4,8 @@ Parameters are uploaded once, when a sequence is first sampled. The token counts
 updated on the device after each step, so that the next step can be launched before the host has
 read the token. Tokens that the device has not counted (of a new sequence, or an accepted draft) are
 counted first, so the counts always equal those of `tokens`, also for a rerouted or recomputed
-sequence. Chooses no tokens itself: that is `kernels/torch_sampling.py` and `triton_sampling.py`.
+sequence. Applies no parameter itself: `engine/device/sampler.py` does, with the operations of
+`kernels/torch_sampling.py`, `triton_sampling.py` (GPUs) or `cpu_sampling.py` (C++).
 """
 
 from __future__ import annotations
