@@ -31,11 +31,11 @@ from disagg.router.policy import expected_output
 from disagg.router.route import Candidate, Route
 from disagg.time_model import CHUNK_TOKENS
 
-# A worker gets a new request at once if it has less queued work than this: two full steps, so that
-# it never runs dry before its next report has reached us and our next request has reached it.
+# A worker gets a new request at once if it has less queued work than this: two full steps. So it
+# always has work until its next report has arrived here and our next request there.
 NUM_STEPS_AHEAD = 2
 LEAST_AHEAD_S = 0.1
-POLL_S = 0.01  # between looks for room; a tenth of the least that lies ahead of a worker
+POLL_S = 0.01  # between two checks for room; a tenth of the least work that a worker may have
 
 TOKEN_NBYTES = 40  # of a request that waits: an integer, its place, its share of a block's name
 REQUEST_NBYTES = 1024
@@ -290,7 +290,7 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(POLL_S, self._look)
 
     def _look(self) -> None:
-        """Send first requests to workers as long as there is room."""
+        """Send requests from the head of each queue as long as workers have room."""
         self._timer = None
         for model, line in self._queues.items():
             while self._let_go(line):
@@ -304,7 +304,7 @@ class AdmissionQueue:
         if waiter is None:
             return False
         turn = waiter.item.turn
-        if turn.done():  # its owner has been cancelled, and has not come to remove it
+        if turn.done():  # cancelled, but its task has not removed it yet
             line.queue.remove(waiter)
             return True
         queued = waiter.item.queued(self._now())
@@ -313,7 +313,7 @@ class AdmissionQueue:
                 return False
         except (Unavailable, Overloaded):
             return False
-        except Exception as error:  # its owner's business
+        except Exception as error:  # for the task that waits for it
             line.queue.remove(waiter)
             turn.set_exception(error)
             return True

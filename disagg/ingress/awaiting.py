@@ -1,5 +1,5 @@
-"""Requests that wait for any worker of their model to appear, first come, first served. The fleet
-tells when one has appeared; nothing polls."""
+"""Requests that wait until a worker of their model exists, first come, first served. The fleet
+calls back when one appears; nothing polls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AwaitingWorkers:
                 return
 
     async def wait(self, model: str, timeout_s: float, *, again: bool) -> None:
-        """Return when a worker of `model` may have come, and after `timeout_s` at the latest.
+        """Return when a worker of `model` may be there, or after `timeout_s`.
 
         Args:
             again: True for a request that was woken and found nothing: it keeps its place.

@@ -1,7 +1,7 @@
-"""One ingress: HTTP API, router and links to workers, independent of what hosts it.
+"""One ingress: HTTP API, router and links to workers, with or without Ray.
 
-`app/` runs it in a Serve replica, `local.py` in a plain process. Both tell it which workers exist
-(`update`).
+`app/` runs it in a Serve replica, `local.py` in a plain process. Both call `update` with the list
+of workers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from disagg.router.pool_state import states_of
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 
-# Until a worker says what it uses; nothing is routed before that.
+# Used until a worker has reported its own; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
 READY_POLL_S = 0.02
 PRIORITY_WITHOUT_SLO = 1  # after those that ask for no priority
 
 
 class Transfer(msgspec.Struct):
-    """How KV goes from one worker to another, as of the last pull."""
+    """The last pull from one worker to another, as `GET /debug/requests/{id}` shows it."""
 
     source: str
     destination: str
@@ -59,9 +59,9 @@ class Transfer(msgspec.Struct):
 
 
 class Explanation(msgspec.Struct):
-    """What `GET /debug/requests/{id}` says.
+    """The reply of `GET /debug/requests/{id}`.
 
-    transfers: between the workers of the routes, as far as there were any.
+    transfers: between the workers of the routes, if any were measured.
     """
 
     routes: tuple[Decision, ...]  # oldest first
@@ -97,7 +97,7 @@ class IngressCore:
         self._ingress_id = ingress_id
         self._records: list[WorkerRecord] = []
         self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
-        self._is_starting = True  # not all pools have been there yet
+        self._is_starting = True  # until each pool has had a worker
         self._models = served_models(config)
         rng = random.Random(ingress_id)
         self._slo_s = {
@@ -189,7 +189,7 @@ class IngressCore:
         """Ready while every tier has a worker that accepts requests (any worker can prefill and
         decode), or may be scaled to zero.
 
-        After a start, not before each pool has had a worker once.
+        After a start, additionally, each pool must have had a worker once.
         """
         workers = self.fleet.view().workers.values()
         pools = {}
@@ -223,17 +223,18 @@ class IngressCore:
         return Readiness(not lacking, reason, pools, self._ingress_id)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Until all pools are there, or for so long. Returns whether requests can be served."""
+        """Wait until every pool has a worker, at most `timeout_s`. Returns whether the ingress is
+        ready."""
         deadline = time.monotonic() + timeout_s
         while not self.readiness().ready:
             if time.monotonic() >= deadline:
-                self._is_starting = False  # a pool that is dead must not keep the others waiting
+                self._is_starting = False  # a pool without workers must not block the others
                 return self.readiness().ready
             await asyncio.sleep(READY_POLL_S)
         return True
 
     def load(self) -> dict[str, float]:
-        """For the autoscaler."""
+        """The load report for the autoscaler."""
         waiting = {
             tier.name: self.admission_queue.num_uncomputed_tokens(tier.name)
             for tier in self._config.tiers
@@ -241,7 +242,7 @@ class IngressCore:
         return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
 
     def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
-        """With the other ingresses, if there are limits and a place for them."""
+        """Share limits with the other ingresses, if there are any and Redis or a board exists."""
         config = self._config
         if not any(tenant.is_limited for tenant in config.tenants.values()):
             return None
@@ -295,10 +296,10 @@ class IngressCore:
         return self._dispatch(request)
 
     def _dispatch(self, request: GenerateRequest) -> Deltas:
-        """On the workers of its model, within the SLOs of the request or else of the model."""
+        """Run a request on the workers of its model, with its own SLOs or the model's."""
         ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
         priority = request.priority
-        if request.ttft_slo_s == math.inf:  # it can wait for those that cannot
+        if request.ttft_slo_s == math.inf:  # it can wait for requests with a TTFT SLO
             priority = max(priority, PRIORITY_WITHOUT_SLO)
         within = msgspec.structs.replace(
             request,
@@ -330,7 +331,7 @@ class IngressCore:
 
 
 def served_models(config: ServeConfig) -> dict[str, ServedModel]:
-    """By name, all that clients may ask for.
+    """All models that clients may name, by name.
 
     Raises:
         ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
@@ -378,6 +379,6 @@ def _differs(model: ServedModel, record: WorkerRecord) -> bool:
 
 
 def _pools(config: ServeConfig) -> list[Pool]:
-    """Of every tier, whether workers are there or not."""
+    """The pools of every tier, with or without workers."""
     roles: tuple[Role, ...] = ("prefill", "decode")
     return [(tier.name, role) for tier in config.tiers for role in roles]

@@ -52,7 +52,7 @@ class Decision(msgspec.Struct, frozen=True):
     route: Route
     num_tokens: int  # prompt and output so far
     because: str  # "" for the first route, then the error that caused the rerouting
-    tenant: str  # that asked, and may see this
+    tenant: str  # whose request it is; only this tenant may see the decision
     queued: Queued | None = None  # its wait in the admission queue; None: it did not wait
 
 
@@ -67,7 +67,7 @@ class Dispatcher:
             answer. A new request that finds no worker is refused at once.
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
-        metrics: counts what becomes of requests.
+        metrics: counts reroutes, loans, places of prefill and time by stage.
         admission_queue: decides which requests wait; None: every request goes to a worker at once.
         wakes: models that may be scaled to zero: their requests wait for a worker until their
             deadline, because the request itself makes the autoscaler start one.
@@ -186,8 +186,8 @@ class Dispatcher:
         raise WorkerLost(f"Worker {worker_id} ended a stream early.")
 
     def _begin(self, state: RequestState, reservation: Reservation, delta: TokenDelta) -> None:
-        """What a worker says up to its first token of a request, which is in the last of these."""
-        self._fleet.release(reservation)  # its own reports show it from here on
+        """Handle a worker's deltas up to and including the one with its first token."""
+        self._fleet.release(reservation)  # from now on the worker's own reports include it
         if delta.early_ticket is not None:
             self._prefetch(state, delta.early_ticket)
         if state.awaited is not None and delta.token_ids:
@@ -206,7 +206,7 @@ class Dispatcher:
         self._metrics.staged(state.model, stage, max(0.0, seconds))  # the clock may be set back
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
-        """Have the decode worker pull finished blocks while prefill computes the others."""
+        """Let the decode worker pull finished blocks while prefill computes the others."""
         if state.visits:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
@@ -220,7 +220,7 @@ class Dispatcher:
             return
         loan, began_s = state.loan(block_size), self._now()
         timeout_s = min(state.deadline_unix_s - began_s, LOAN_PATIENCE_S)
-        with suppress(DisaggError):  # of a lender that has left, too: it is heard of at once
+        with suppress(DisaggError):  # also if the lender is gone, which ends the stream at once
             stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
@@ -231,7 +231,7 @@ class Dispatcher:
 
     def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
         """Compare the first token's time with the prediction, if the request waited in a queue:
-        only then does it say how far off queue predictions are."""
+        only such requests show the error of queue predictions."""
         state.awaited = None
         if way.wait_s > way.own_s:
             took_s = self._now() - since
@@ -331,7 +331,7 @@ class Dispatcher:
         earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may repeat an id
         self._decisions.put(state.request_id, (*earlier, decision))
         state.lender = route.lender
-        if state.ticket is None:  # else the prompt is computed already
+        if state.ticket is None:  # otherwise the prompt is already computed
             self._metrics.routed(
                 state.model,
                 "local" if route.prefill is None else "remote",
@@ -342,8 +342,8 @@ class Dispatcher:
     def _awaited(
         self, now: float, way: Candidate, queued: Queued | None
     ) -> tuple[float, Candidate] | None:
-        """When the wait for the first token began and what was predicted; None: learn nothing from
-        it. With an admission queue only requests that waited in it tell something about waiting."""
+        """When the wait for the first token began, and the predicted route; None: do not learn from
+        this request. With an admission queue only requests that waited in it are learned from."""
         if self._admission_queue is None:
             return now, way
         if queued is None:
@@ -366,10 +366,10 @@ class Dispatcher:
         told = view, self._fleet.index, now, self._rng, state.excluded
         ticket = state.ticket
         if ticket is not None:
-            is_loan = ticket.num_tokens < state.num_tokens - 1  # else of a finished prefill
+            is_loan = ticket.num_tokens < state.num_tokens - 1  # otherwise of a finished prefill
             if not is_loan and _is_alive(ticket, view):
                 route = choose_decode(request, ticket.source_id, ticket.num_tokens, *told)
-                if route.decode != ticket.source_id:  # else it goes on with what it has cached
+                if route.decode != ticket.source_id:  # otherwise its cache already has the prompt
                     return route
             self._workers.release(ticket)
             state.ticket = None

@@ -64,7 +64,7 @@ class Escalation:
         rename: the same request for another tier, with that tier's block hashes.
         fleet: what load is read from.
         now: Unix time in seconds.
-        decided: told every decision.
+        decided: called with every decision.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Escalation:
                     return verdict.is_sure
             raise WorkerLost("An answer ended without saying why.")
         except DisaggError as error:
-            if not error.retryable:  # as one that may have broken an engine: not another one's too
+            if not error.retryable:  # it may have broken an engine, and must not break another
                 raise
             state.attempts.append(Attempt(model, error.code))
             return False
@@ -194,7 +194,7 @@ class Escalation:
     # Answers
 
     def _release(self, state: _EscalationState) -> Sequence[TokenDelta]:
-        """The held deltas as the client wants them."""
+        """The held deltas as the client receives them."""
         self._decide(state)
         if state.request.sampling.logprobs is None:
             return [replace(delta, logprobs=None) for delta in state.held]

@@ -1,7 +1,7 @@
-"""What an ingress's workers say of themselves, in Prometheus' form.
+"""Prometheus metrics from the last reports of an ingress's workers.
 
-A table drives it: the fields of `WorkerStatus` that carry a `Metric`. Everything is read when it is
-asked for, so series of workers that have left are gone by themselves.
+The metrics are the fields of `WorkerStatus` that have a `Metric`. Reports are read when Prometheus
+scrapes, so series of workers that have left disappear.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class FleetMetrics(Collector):
     Labels are bounded by the configuration and the membership.
 
     Args:
-        reports: what each worker said last.
-        stands_by: whether a worker that takes no requests only stands by, by id.
-        link_nbytes: what waits here to be sent to a worker, by id.
-        pools: that are configured: a pool without workers is shown with 0 of them.
+        reports: the last report of each worker.
+        stands_by: whether a worker is a standby worker, by id.
+        link_nbytes: bytes that wait here to be sent to a worker, by id.
+        pools: the configured pools; a pool without workers is shown with 0 workers.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FleetMetrics(Collector):
         self._pools = pools
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: names are not checked against other collectors' before the first scrape."""
+        """Empty, so that names are not compared with other collectors' before the first scrape."""
         return ()
 
     def collect(self) -> Iterable[Family]:

@@ -1,4 +1,4 @@
-"""What an ingress remembers of its latest requests, by request id."""
+"""A bounded memory of an ingress's latest requests, by request id."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ class RequestMetrics:
         self._moves.labels(model).inc()
 
     def borrowed(self, model: str, is_lent: bool) -> None:
-        """A prefix was asked for."""
+        """A lender was asked for a prefix."""
         self._loans.labels(model, "lent" if is_lent else "refused").inc()
 
     def routed(
         self, model: str, place: Literal["local", "remote"], reason: Cause | Literal["moved"]
     ) -> None:
-        """It was decided where a prompt is computed."""
+        """A prompt was routed to the worker that computes it."""
         self._prefills.labels(model, place, reason).inc()
 
     def staged(self, model: str, stage: Stage, seconds: float) -> None:

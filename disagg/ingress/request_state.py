@@ -40,7 +40,8 @@ class RequestState:
         self.is_finished = False
         self.worker_id = ""  # the one it is on, or was on last
         self.wait_s = 0.0  # predicted when its route was chosen
-        self.awaited: tuple[float, Candidate] | None = None  # its first token: since when, and how
+        # Of its first token: since when it is awaited, and the route with the predicted seconds.
+        self.awaited: tuple[float, Candidate] | None = None
         self.charge: Charge | None = None  # to its tenant, once it was sent to a worker
         self.is_turned_away = False  # every worker so far refused it as overloaded
         self._request = request
@@ -96,7 +97,7 @@ class RequestState:
         )
 
     def prefetch(self, ticket: KVTicket) -> Prefetch:
-        """The message that has the next worker pull what an early ticket names."""
+        """The message that makes the next worker pull the blocks of an early ticket."""
         names = self._request.block_hashes[: len(ticket.block_ids)]
         return Prefetch(ticket, names, self._request.traceparent)
 
@@ -125,8 +126,9 @@ class RequestState:
         )
 
     def may_move(self, error: DisaggError) -> bool:
-        """Whether to reroute after `error`. A failed engine loses all its requests, so one failure
-        does not blame this request; a second one does, and it must not break a third engine."""
+        """Whether to reroute after `error`. A failed engine fails all its requests, so after one
+        such failure this request may be innocent. After a second one it is not rerouted: it must
+        not break a third engine."""
         if isinstance(error, EngineFailed):
             return not self._had_engine_failure
         return error.retryable

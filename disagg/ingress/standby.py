@@ -16,7 +16,7 @@ from disagg.router.fleet import Fleet, Pool
 
 
 class Standby:
-    """Filters what the fleet hears from links (a `LinkObserver`).
+    """A `LinkObserver` between the links and the fleet that hides standby workers.
 
     Args:
         num_serving: of each pool in which others stand by; of a pool that is not named all serve.
@@ -29,7 +29,7 @@ class Standby:
         self._standing_by: set[str] = set()
 
     def stands_by(self, worker_id: str) -> bool:
-        """Whether a worker is shown as not accepting though it does."""
+        """Whether a worker accepts requests but is shown to the fleet as not accepting."""
         return worker_id in self._standing_by and self._known[worker_id][1].accepting
 
     # links.client.LinkObserver

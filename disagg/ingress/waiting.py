@@ -54,8 +54,8 @@ class ModelQueue:
         self._since: float | None = None  # when one was last sent, if others have waited ever since
 
     def expect(self, pace: float, cost_s: float) -> None:
-        """A request starts to wait. The first one ever begins with the prior `pace` (seconds of
-        waiting per second of work)."""
+        """A request starts to wait. For the first one the queue's speed is the prior `pace`
+        (seconds of waiting per second of work)."""
         if not self.queue:
             self._since = None
         if not self._cost_s:

@@ -1,4 +1,5 @@
-"""What dispatch asks of workers. Implemented by `links/fleet_links.py` and by the simulator."""
+"""The interface between dispatch and workers, implemented by `links/fleet_links.py` and the
+simulator."""
 
 from __future__ import annotations
 
@@ -34,5 +35,5 @@ class Workers(Protocol):
         ...
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        """Have the worker pull the finished blocks of a prompt that will be sent to it later."""
+        """Make the worker pull the finished blocks of a prompt that it will get later."""
         ...

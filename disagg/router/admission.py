@@ -45,7 +45,7 @@ def in_time(
 
 
 def lateness_s(candidate: Candidate, ttft_slo_s: float, left_s: float, delay: float) -> float:
-    """By how much the queue before `candidate` is too long; 0 or less: it is not."""
+    """Seconds by which `candidate` would miss its limit because of its queue; 0 or less: none."""
     if candidate.wait_s <= 0.0:
         return 0.0
     predicted_s = delay * (candidate.own_s + candidate.wait_s)

@@ -108,7 +108,7 @@ def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: int) -
 
 
 class Autoscaler:
-    """Remembers recent load and needs; decides for all pools together.
+    """Keeps the recent load and the sizes that it needed; decides for all pools together.
 
     Args:
         max_num_workers: of all pools together, fixed ones too; None: no limit.
@@ -127,7 +127,7 @@ class Autoscaler:
             self._slices[model].append(Slice(now, seconds, asked))
 
     def decide(self, now: float, states: Mapping[Pool, PoolState]) -> dict[Pool, PoolTarget]:
-        """What is wanted now, of each pool of `states`."""
+        """The target size of each pool of `states`."""
         goals: dict[Pool, _Goal] = {}
         wanted: dict[Pool, int] = {}
         least: dict[Pool, int] = {}
@@ -190,17 +190,18 @@ class _Goal(msgspec.Struct, frozen=True):
     lacks: str = ""
 
     def need(self, most: int) -> int:
-        """The least number that would have held the SLO; where none would, one that comes near."""
+        """The smallest size that would have met the SLO; if none would, one that comes near."""
         if not self.is_asked:
             return 0
         target_s = self.slo_s
-        if self.lacks:  # more help less and less: they are to wait no longer than they take
+        if self.lacks:  # no size meets the SLO: a request may wait as long as it takes itself
             target_s = 2.0 * self.predict(most)
         found = smallest(1, lambda number: number >= most or self.predict(number) <= target_s)
         return most if found is None else found
 
     def at_least(self, limits: AutoscalingConfig) -> int:
-        """What runs and waits now: kept, and helped where it will not be done before help comes."""
+        """The smallest size that serves what runs and waits now. It keeps the workers in use, and
+        adds workers if the queue would not be finished before these have started."""
         present = self.state.num_workers
         kept = smallest(0, lambda number: number >= present or self.fits(number)) or 0
         late_s = self.busy_s - present * limits.start_s

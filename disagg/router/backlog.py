@@ -23,7 +23,7 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
     num_prompts: int  # that wait or are computed
     step_s: float  # a step, but for the prompts in it
     num_at_once: int  # tokens of prompts in a step
-    under_way_s: float  # the step under way as a whole; 0 where there is nothing to do
+    under_way_s: float  # seconds of the running step as a whole; 0: the worker is idle
     num_later: int  # queued tokens that are in the steps to come
     later_s: float  # what these add to their steps
 

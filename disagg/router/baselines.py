@@ -51,7 +51,7 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
 
 
 def _load(worker: WorkerView) -> tuple[int, int]:
-    """What is queued for prefill, then what runs."""
+    """Sort key: queued prompt tokens, then running sequences."""
     return worker.num_uncomputed_tokens, worker.num_decoding + worker.num_waiting
 
 

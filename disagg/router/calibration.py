@@ -37,7 +37,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What one threshold comes to, over all prompts."""
+    """Accuracy and cost of one threshold, over all prompts."""
 
     threshold: float
     escalated: float  # share of the prompts
@@ -56,7 +56,7 @@ class Curve(msgspec.Struct, frozen=True):
     points: tuple[Point, ...]
 
     def cheapest(self, quality: float) -> Point:
-        """The least cost at which so much of the large model's accuracy is kept."""
+        """The threshold of least cost that keeps this share of the large model's accuracy."""
         wanted = quality * self.large_accuracy
         good = [point for point in self.points if point.accuracy >= wanted]
         return min(good, key=lambda point: (point.cost, point.escalated))
@@ -132,7 +132,7 @@ class _Judged:
         self.num_large_positions = answer.num_prompt_tokens + answer.num_large_tokens - 1
 
     def at(self, threshold: float) -> tuple[int, bool]:
-        """How many tokens go through the small model, and whether its answer stays."""
+        """How many tokens the small model computes, and whether its answer is kept."""
         before = self.answer.num_prompt_tokens - 1
         if self.values[-1] >= threshold:
             return before + len(self.answer.scores), True
@@ -144,7 +144,8 @@ class _Judged:
 
 
 def _thresholds(values: Sequence[float]) -> list[float]:
-    """One between any two signals, one below and one above them all; evenly fewer of very many."""
+    """One threshold between any two signals, one below all and one above all. If there are very
+    many, an evenly spaced part of them."""
     ordered = sorted({value for value in values if math.isfinite(value)}) or [0.0]
     between = [(low + high) / 2 for low, high in pairwise(ordered)]
     step = max(1, len(between) // MAX_NUM_THRESHOLDS)

@@ -22,17 +22,18 @@ from disagg.router.costs import (
 from disagg.router.fleet import WorkerView, host_id
 from disagg.router.route import Candidate
 
-NUM_PER_SIDE = 4  # cheapest prefill and decode workers that are paired
-NUM_BORROWERS = 2  # cheapest workers that are looked at with a loan, of those that want one
-NUM_STEPS_JOINING = 1.5  # a stream waits for one to end, and its KV comes during another
+NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
+NUM_BORROWERS = 2  # cheapest workers for which a loan is considered
+# Steps from the pull to the first decode step: the rest of a running step, and one during the pull.
+NUM_STEPS_JOINING = 1.5
 
 _total_s = attrgetter("total_s")
 
 
 class Slos(NamedTuple):
-    """What a request has to hold.
+    """The SLOs of a request.
 
-    ttft_s: inf: it has none.
+    ttft_s: latest first token, in seconds; inf: no TTFT SLO.
     has_tpot: whether it has one of its own or its model's.
     miss_s: the price of a missed SLO: the seconds that a request is allowed, with the model's TPOT
         SLO where it has none itself.
@@ -44,7 +45,8 @@ class Slos(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What costs depend on. num_lent: leading tokens that `lender` has."""
+    """The prompt as costs see it. held: leading cached tokens by worker; num_lent: those of
+    `lender`."""
 
     num_tokens: int
     held: Mapping[str, int]
@@ -55,7 +57,8 @@ class Prompt(NamedTuple):
 
 
 class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt. From `num_behind` on: as in `costs.prefill_cost`."""
+    """Workers that may compute a prompt. The fields from `num_behind` on are arguments of
+    `costs.prefill_cost`."""
 
     workers: Sequence[WorkerView]
     num_held: Sequence[int]  # leading tokens of the prompt, by worker

@@ -32,7 +32,7 @@ from disagg.time_model import CHUNK_TOKENS
 NUM_STREAMS_EXPECTED = 1
 
 # Where requests have a TPOT SLO, a stream on a prefill worker is charged for delaying one prompt
-# more than wait there. So roles are kept unless SLOs gain from the other way.
+# more than wait there. So workers keep to their roles unless SLOs gain otherwise.
 NUM_PROMPTS_EXPECTED = 1
 
 # A prompt also delays the requests that arrive while the queue drains: as many as wait now arrive
@@ -68,7 +68,7 @@ class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerView
     num_held_tokens: int  # tokens whose KV is cached there
     place_s: float  # until there is a place in the batch and blocks for the KV
-    decode_s: float  # the steps of its own answer, and the delay of the others in the batch
+    decode_s: float  # the steps of its own answer, and the delay of the batch's other sequences
     added: AddedStream | None = None  # on workers whose requests have a TPOT SLO
 
 
@@ -270,7 +270,7 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     for figure in figures:
         if figure.source_id == source.worker_id:
             return figure.latency_s + nbytes / figure.bytes_per_s
-    if figures:  # it is the destination's network that is known
+    if figures:  # an unmeasured source: the mean of the measured ones
         each_s = (figure.latency_s + nbytes / figure.bytes_per_s for figure in figures)
         return sum(each_s) / len(figures)
     return UNMEASURED_LATENCY_S + nbytes * UNMEASURED_S_PER_BYTE

@@ -12,8 +12,8 @@ from typing import NamedTuple
 class RequestTotals(NamedTuple):
     num_requests: float = 0.0
     num_prompt_tokens: float = 0.0
-    num_cached_tokens: float = 0.0  # of these, what a worker had
-    num_output_tokens: float = 0.0  # as long as answers usually are
+    num_cached_tokens: float = 0.0  # of these, cached on the chosen worker
+    num_output_tokens: float = 0.0  # expected: each answer counts with the usual length
 
     def plus(self, other: RequestTotals) -> RequestTotals:
         return RequestTotals(*(mine + its for mine, its in zip(self, other, strict=True)))

@@ -61,7 +61,7 @@ class _TenantQueue(Generic[Item]):
         self.nbytes = 0
 
     def rank(self) -> tuple[int, float, int]:
-        """Of its first request among the first of all tenants."""
+        """Sort key of its first request among the first requests of all tenants."""
         priority, _, number = self.waiting[0].key
         return priority, self.served_s, number
 
@@ -103,7 +103,7 @@ class FairQueue(Generic[Item]):
         self._count(tenant, waiter, 1)
 
     def first(self) -> Waiter[Item] | None:
-        """The request that is next."""
+        """The request that is served next."""
         if not self._active:
             return None
         return min(self._active.values(), key=_TenantQueue.rank).waiting[0]
@@ -127,7 +127,7 @@ class FairQueue(Generic[Item]):
         if any(each.priority == waiter.priority for each in neighbours):
             tenant.waiting_s[waiter.priority] -= waiter.cost_s
         else:
-            del tenant.waiting_s[waiter.priority]  # and with it what rounding left
+            del tenant.waiting_s[waiter.priority]  # with the rounding errors in it
         if not tenant.waiting:
             del self._active[tenant.name]
 
@@ -140,7 +140,7 @@ class FairQueue(Generic[Item]):
         tenant.served_s += cost_s / tenant.weight
 
     def correct(self, name: str, cost_s: float) -> None:
-        """Charge a tenant the rest when a request cost more than charged; negative: less."""
+        """Add to a tenant's charge if a request cost more than charged; negative: it cost less."""
         tenant = self._tenant(name)
         tenant.served_s += cost_s / tenant.weight
 

@@ -34,9 +34,10 @@ from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
 
-# The report of the step in which a request arrives, and the first one with it. A report may be in
-# flight besides when it is sent, but to wait for that too counts most requests twice for a step,
-# and what a prompt queues behind twice is the largest error of a predicted first token.
+# Reports after which a reservation ends: that of the step in which the request arrives, and the
+# first one that includes it. Another report may be in flight when the request is sent. Waiting for
+# that one too would count most requests twice during one step, which was the largest error of
+# predicted first tokens.
 NUM_STATUSES_UNTIL_SEEN = 2
 
 
@@ -49,7 +50,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """One worker at one moment, with what is on its way to it."""
+    """One worker at one moment, with the requests that are on their way to it."""
 
     worker_id: str
     record: WorkerRecord
@@ -61,12 +62,12 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_free_blocks: int
     backlog: Backlog
     accepting: bool
-    transfers: tuple[TransferFigure, ...]  # what pulling from each source took
-    host: HostCounts | None = None  # what loading from its host memory takes; None: it has none
-    began_s: float = math.inf  # of the step under way, on the fleet's clock; inf: not known
+    transfers: tuple[TransferFigure, ...]  # measured pulls, by source
+    host: HostCounts | None = None  # measured loads from its host memory; None: it has none
+    began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
     num_streams: int = 0  # sequences that decode now; `num_decoding` counts running prompts too
-    num_to_decode: int = 0  # these, and those whose prompts are computed or come here first
+    num_to_decode: int = 0  # these, and sequences that will decode here after their prompt
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         num_decoding = status.num_running + coming.num_sequences
         num_context = status.num_context_tokens + coming.num_context_tokens
         num_streams = status.num_running - status.num_prefilling
-        # What runs before it decodes delays others as if it did, where nobody has a TPOT SLO.
+        # Without TPOT SLOs, a running prompt delays other sequences as a decoding one does.
         num_beside = num_decoding if tpot_slo_s == math.inf else num_streams
         return cls(
             record.worker_id,
@@ -107,7 +108,7 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All routable workers. A decision sees the same ones from beginning to end."""
+    """All routable workers. Immutable, so a decision sees one state from beginning to end."""
 
     workers: Mapping[str, WorkerView]
     answers: OutputLengths
@@ -143,12 +144,12 @@ class Reservations:
         return reservation
 
     def sent(self, reservation: Reservation) -> None:
-        """The request is on its way to the worker."""
+        """The request was sent to the worker."""
         heard = self._num_statuses.get(reservation.worker_id, 0)
         reservation.seen_after = heard + NUM_STATUSES_UNTIL_SEEN
 
     def release(self, reservation: Reservation) -> bool:
-        """Whether it still counted. May be repeated."""
+        """End a reservation; returns whether it still counted. May be repeated."""
         held = self._reservations.get(reservation.worker_id)
         if held is None or reservation not in held:
             return False
@@ -158,7 +159,7 @@ class Reservations:
         return True
 
     def heard(self, worker_id: str) -> None:
-        """A status came from the worker."""
+        """The worker has sent a status."""
         number = self._num_statuses.get(worker_id, 0) + 1
         self._num_statuses[worker_id] = number
         for reservation in list(self._reservations.get(worker_id, ())):
@@ -186,7 +187,8 @@ _NOTHING = RequestLoad()
 class PoolTimes:
     """Step times of workers; for workers without any step yet, those of their pool.
 
-    Otherwise a new worker with a slow prior would get no request, and would never learn better.
+    Otherwise a new worker whose prior is too slow would get no requests, and so would never
+    correct it.
     """
 
     def __init__(self) -> None:
@@ -194,10 +196,10 @@ class PoolTimes:
         self._by_pool: dict[Pool, StepCosts] = {}
 
     def heard(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
-        """Returns the untried workers for whom it is news.
+        """Returns the workers without steps whose figures have changed.
 
-        That is so when the steps known of their pool have doubled: they need figures of the right
-        size, and not new ones at each step of a neighbour.
+        They change only when the number of known steps of their pool has doubled: these workers
+        need figures of the right size, and not new ones at each step of a neighbour.
         """
         pool = (record.model, record.role)
         if costs is None or not costs.num_observed:
@@ -229,7 +231,7 @@ def host_id(worker_id: str) -> str:
 
 
 class Fleet:
-    """Keeps the view and the prefix index current. The observer of an ingress's links.
+    """Keeps the view and the prefix index current. It is the `LinkObserver` of an ingress.
 
     Args:
         now: the router's clock; without it the progress of a running step is not known.
@@ -245,7 +247,7 @@ class Fleet:
         self._tpot_slo_s = tpot_slo_s
         self.index = index if index is not None else PrefixIndex()
         self._now = now
-        self._began_s: dict[str, float] = {}  # the step under way, as far as can be known
+        self._began_s: dict[str, float] = {}  # start of each worker's running step, as far as known
         self._ledger = Reservations()
         self._times = PoolTimes()
         self._probes = Probes()
@@ -261,7 +263,7 @@ class Fleet:
         self._view = FleetView({}, self.answers, self.delays, self.queued)
 
     def view(self) -> FleetView:
-        """The fleet now."""
+        """All routable workers now."""
         probed = self._probes.next(self._views, self._now())
         if probed is not None:
             self._look_at(probed)
@@ -271,7 +273,7 @@ class Fleet:
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
-        """What every worker said last."""
+        """The last report of every worker."""
         return [(record, self._statuses[name]) for name, record in self._records.items()]
 
     def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
@@ -289,7 +291,7 @@ class Fleet:
         self._ledger.sent(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Stop counting it. May be repeated."""
+        """Stop counting a reservation. May be repeated."""
         if self._ledger.release(reservation):
             self._look_at(reservation.worker_id)
 
@@ -321,7 +323,7 @@ class Fleet:
             return
         was_accepting = self._statuses[worker_id].accepting
         self._statuses[worker_id] = status
-        self._began_s[worker_id] = self._now()  # it speaks between two steps
+        self._began_s[worker_id] = self._now()  # it reports between two steps
         self._ledger.heard(worker_id)
         self._probes.heard(worker_id, status.step_costs, self._now())
         for name in (worker_id, *self._times.heard(record, status.step_costs)):
@@ -351,7 +353,7 @@ class Fleet:
             tell(model)
 
     def _look_at(self, worker_id: str) -> None:
-        """Something of the worker has changed."""
+        """Update the view of a worker that has changed."""
         record, status = self._records[worker_id], self._statuses[worker_id]
         times = self._probes.trusted.get(worker_id) or self._times.of(record, status.step_costs)
         coming = self._ledger.coming_to(worker_id)

@@ -47,8 +47,11 @@ def asked_in(said: Mapping[str, float], model: str) -> RequestTotals:
 
 
 def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:
-    """Every ingress hears all workers, so the largest figure is the most recent load. What waits in
-    ingresses adds up, and waits for either pool."""
+    """The pools' states from the reports of all ingresses.
+
+    Every ingress gets the reports of all workers, so the largest figure is the most recent. Waiting
+    prompts of the ingresses are added up, and count for both pools.
+    """
     found = list(reports)
 
     def most(field: str) -> float:

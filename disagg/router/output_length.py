@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
-# How long answers get, until some have been seen; and what one more answer weighs. A figure of this
-# size ranks decode workers as the true length would, unless nearly all answers are far shorter.
+# The answer length that is assumed before any answer is known, and the weight of one more answer.
+# It ranks decode workers as the true length would, unless nearly all answers are far shorter.
 USUAL_OUTPUT_TOKENS = 128
 ANSWER_WEIGHT = 0.02
 
-PERCENTILE = 0.98  # of first tokens come in time then: 0.95 would be missed half of the time
+PERCENTILE = 0.98  # of first tokens are in time; with 0.95 that goal itself is missed half the time
 LEARNING_STEP = 0.1
 USUAL_DELAY, MOST_DELAY = 4 / 3, 8.0
 

@@ -36,7 +36,7 @@ from disagg.router.fleet import FleetView, WorkerView
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
 
-CAUSE_SHARE = 0.25  # of what a way gains, which is called its cause
+CAUSE_SHARE = 0.25  # share of a route's advantage from which the queue is named as its cause
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
 
@@ -44,7 +44,7 @@ _total_s = attrgetter("total_s")
 
 
 class ChooseRoute(Protocol):
-    """A routing policy for a request without KV anywhere: `choose_route`, or one of `baselines`."""
+    """A routing policy for a request without a ticket: `choose_route`, or one of `baselines`."""
 
     def __call__(
         self,
@@ -71,9 +71,9 @@ def choose_route(
 
     Args:
         now: Unix time in seconds.
-        exclude: workers that must not be asked (again).
-        ttft_slo_s: latest first token; see `admission.in_time`. None: any, for a request that was
-            admitted before.
+        exclude: workers that must not get the request (again).
+        ttft_slo_s: latest first token; see `admission.in_time`. None: no limit, for a request that
+            was admitted before.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
@@ -82,7 +82,7 @@ def choose_route(
     """
     prefills, decodes = eligible(request, fleet, now, exclude)
     decodes = _rotated(decodes, rng)
-    shared = _have_tpot_slo(decodes)  # then everybody may do both
+    shared = _have_tpot_slo(decodes)  # then every worker may prefill and decode
     prefills = decodes if shared else _rotated(prefills, rng)
     held = held_tokens(index, request, decodes)
     by_prefill = [held.get(worker.worker_id, 0) for worker in prefills]
@@ -100,7 +100,7 @@ def choose_route(
     num_workers = len(decodes) if shared else len(prefills) + len(decodes)
     num_queued = fleet.queued.get(request.model, 0) / num_workers
     behind = requests_behind(decodes, num_queued)
-    # Where others prefill, decode workers hold what they decode, copies or not.
+    # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
     once = _held_once(by_decode) if shared or not prefills else (0, 0)
     pool = ComputingPool(decodes, by_decode, behind, once, bool(prefills))
     costs = prefill_costs(pool, prompt)
@@ -191,7 +191,7 @@ def _have_tpot_slo(workers: Sequence[WorkerView]) -> bool:
 def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: int) -> Slos:
     ttft_slo_s = request.ttft_slo_s or math.inf
     tpot_slo_s = request.tpot_slo_s or usual_tpot_slo_s
-    # Where the model has none, roles are fixed and streams are not priced by it.
+    # If the model has no TPOT SLO, roles are fixed, and the request's own SLO adds no cost.
     has_tpot_slo = math.inf not in (tpot_slo_s, usual_tpot_slo_s)
     first_s = ttft_slo_s if ttft_slo_s != math.inf else 0.0
     each_s = tpot_slo_s if has_tpot_slo else usual_tpot_slo_s
@@ -211,7 +211,8 @@ def _lender(
 
 
 def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
-    """So that cutting off the cheapest few does not always prefer the same ones among equals."""
+    """`workers` from a random position on, so that among equal ones not always the same are
+    among the cheapest few."""
     start = int(rng.random() * len(workers))
     return workers[start:] + workers[:start]
 
@@ -219,9 +220,9 @@ def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
 def held_tokens(
     index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
 ) -> Mapping[str, int]:
-    """Leading tokens of the request that each worker of the model holds KV of.
+    """How many leading tokens of the request each worker of the model has cached.
 
-    What lies in the host memory behind a worker's cache is under its `host_id`.
+    The host memory behind a worker's cache is listed under the worker's `host_id`.
     """
     if request.scores_prompt:
         return {}  # or none that helps
@@ -233,13 +234,13 @@ def held_tokens(
 
 
 def _held_once(num_held: Sequence[int]) -> tuple[int, int]:
-    """How many leading tokens at least two workers hold, and how many at least one."""
+    """How many leading tokens at least two workers have cached, and how many at least one."""
     *_, second, most = sorted([0, *num_held])
     return second, most
 
 
 def expected_output(request: GenerateRequest, usual: float) -> int:
-    """How many tokens it will probably generate, where answers usually have `usual`."""
+    """How many tokens the request will probably generate; `usual` is the mean answer length."""
     num_generated = len(request.token_ids) - request.num_prompt_tokens
     return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
 
@@ -277,9 +278,10 @@ def _reason(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
 
 
 def _cause(chosen: Candidate, candidates: Sequence[Candidate]) -> Cause:
-    """Why the chosen way is better than the best of the other kind. `candidates`: cheapest first.
+    """Why the chosen route is better than the best of the other kind. `candidates`: cheapest first.
 
-    A long queue also makes those behind it wait: it is the cause from a quarter of the gain on.
+    A long queue also delays the requests behind it: it is named as the cause if it makes up a
+    quarter of the advantage or more.
     """
     local = chosen.prefill is None
     other = next((c for c in candidates if (c.prefill is None) != local), None)

@@ -12,7 +12,7 @@ from disagg.time_model import StepTimeModel
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """A pool now.
+    """The state of a pool at one moment.
 
     num_workers: running and starting.
     times: of one worker; None until one has run a step.
@@ -31,7 +31,7 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 def states_of(reports: Iterable[tuple[WorkerRecord, WorkerStatus]]) -> dict[Pool, PoolState]:
-    """By pool. Its step times are those of the worker that has learned from most steps."""
+    """The state of each pool. Its step times are those of the worker with the most steps."""
     states: dict[Pool, PoolState] = {}
     num_learned: dict[Pool, int] = {}
     for record, status in reports:

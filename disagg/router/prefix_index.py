@@ -23,11 +23,11 @@ from disagg.messages import KVEvent
 
 NUM_SHARDS = 256  # one for each first byte
 NAME_NBYTES = 64  # 16 bytes, their header, and what the allocator rounds up to
-# With its place in a dict that has just grown, to six places for each name; most of the time less.
+# A hash and its place in a dict that has just grown to six places per hash; usually less.
 ENTRY_NBYTES = NAME_NBYTES + 6 * 20
 EVICTED_AT_ONCE = 1 / 64  # of a shard
 MAX_NUM_MASKS = 1 << 12  # that entries share
-ASKED = 1  # the bit of a name that a request asked for
+ASKED = 1  # the bit of a hash that was matched since the last eviction
 
 
 class PrefixIndex:
@@ -42,7 +42,7 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}
         self._workers: dict[int, str] = {}
         self._alive = 0  # all bits of workers
-        self._gone = 0  # bits that nobody has and that masks may still have
+        self._gone = 0  # bits of lost workers, which masks may still contain
         self._leaving = 0  # of these, those that this sweep removes
         self._num_swept = 0  # shards
         self._free_bits: list[int] = []
@@ -54,7 +54,7 @@ class PrefixIndex:
 
     @property
     def num_bits(self) -> int:
-        """That masks have room for: those in use, and those that will be used again."""
+        """Bits of the masks: those in use, and those that will be used again."""
         return self._num_bits
 
     @property
@@ -62,14 +62,14 @@ class PrefixIndex:
         return sum(map(sys.getsizeof, self._shards)) + NAME_NBYTES * self._num_blocks
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For every worker that holds at least the first block: how many leading blocks it does."""
+        """How many leading blocks each worker has cached, of workers that have at least one."""
         leading: dict[str, int] = {}
         remaining = self._alive
         if not remaining:
             return leading
         shards = self._shards
         unasked: list[BlockHash] = []
-        before = -1  # the mask of the block before, in the same object where it is the same
+        before = -1  # the mask of the block before; equal masks are the same object
         for depth, block_hash in enumerate(block_hashes):
             mask = shards[block_hash[0]].get(block_hash, 0)
             if mask is before:
@@ -92,7 +92,7 @@ class PrefixIndex:
         return leading
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """The worker holds these and nothing else."""
+        """The worker has exactly these blocks cached."""
         self.drop(worker_id)
         self._sweep()
         bit = self._free_bits.pop() if self._free_bits else self._new_bit()
@@ -102,7 +102,7 @@ class PrefixIndex:
         self._stored(bit, block_hashes)
 
     def apply(self, worker_id: str, events: Iterable[KVEvent]) -> None:
-        """What changed on a worker since its snapshot, in order. Unknown workers are ignored."""
+        """Apply a worker's changes since its snapshot, in order. Unknown workers are ignored."""
         if worker_id not in self._bits:
             return
         if self._gone:
@@ -114,7 +114,7 @@ class PrefixIndex:
                 self._removed(self._bits[worker_id], event.block_hashes)
 
     def drop(self, worker_id: str) -> None:
-        """The worker holds nothing any more."""
+        """Forget a lost worker."""
         bit = self._bits.pop(worker_id, 0)
         if not bit:
             return
@@ -156,7 +156,7 @@ class PrefixIndex:
                 self._num_blocks -= 1
 
     def _make_room(self) -> None:
-        """Take the oldest names of one shard after the other until there is room."""
+        """Evict the oldest hashes of one shard after the other until there is room."""
         while self._num_blocks > self._max_num_blocks:
             shard = self._shards[self._hand]
             self._hand = (self._hand + 1) % NUM_SHARDS
@@ -168,7 +168,7 @@ class PrefixIndex:
                     self._num_blocks -= 1
 
     def _sweep(self) -> None:
-        """Take the bits of those who are gone out of one shard; after the last one, reuse them."""
+        """Clear the bits of lost workers in one shard; after the last shard, they are free."""
         if not self._leaving:
             self._leaving, self._num_swept = self._gone, 0
             if not self._leaving:
@@ -189,13 +189,13 @@ class PrefixIndex:
             self._give_back(self._leaving)
 
     def _give_back(self, bits: int) -> None:
-        """No mask has them any more."""
+        """Free bits that no mask contains any more."""
         self._free_bits += _bits_of(bits)
         self._gone &= ~bits
         self._leaving = 0
 
     def _shared(self, mask: int) -> int:
-        """The same number, in one object for all entries that have it."""
+        """The same number as one object for all entries, which saves memory."""
         if len(self._masks) >= MAX_NUM_MASKS:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)

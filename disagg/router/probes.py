@@ -1,8 +1,9 @@
 """Probes: a worker that was slow gets a request now and then, to notice when it recovers.
 
-Of a worker that gets no requests nothing new is learned, however long it has been well again. So
-once in so many reservations the one that has been silent for longest is taken to be as fast as the
-fastest of its pool, until its next step says what it is. Pure; time is given.
+A worker without requests reports no step times, so the router would never notice that it is fast
+again. Therefore, once in `NUM_PER_PROBE` reservations, the worker that has reported no step for
+longest is assumed to be as fast as the fastest of its pool, until its next step. Pure; time is an
+argument.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 if TYPE_CHECKING:
     from disagg.router.fleet import WorkerView
 
-NUM_PER_PROBE = 50  # reservations: so few requests are slower if it is still slow
-SILENT_S = 4.0  # what was learned since then is believed
+NUM_PER_PROBE = 50  # reservations; one request in 50 is slower if the worker is still slow
+SILENT_S = 4.0  # step times reported since then are trusted
 
 
 class Probes:
-    """Whose fit is to be believed.
+    """Decides which workers' step times are replaced by those of a faster worker.
 
     Attributes:
-        trusted: the step times that workers are given credit for, by id.
+        trusted: the step times that are assumed for workers under probe, by id.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Probes:
         self._num_reserved += 1
 
     def next(self, workers: Mapping[str, WorkerView], now: float) -> str | None:
-        """The worker that is to be given credit from now on, if it is time for one."""
+        """The worker to probe from now on; None: no probe is due."""
         if self._num_reserved < NUM_PER_PROBE:
             return None
         self._num_reserved = 0

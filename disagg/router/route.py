@@ -8,11 +8,11 @@ import msgspec
 
 from disagg import telemetry
 
-# Why the prompt is computed where it is, on the decode worker or on one for prefill:
-# "other_unavailable": there was no way of the other kind;
-# "compute": it takes less time there, since more is cached or the worker is faster;
-# "queue": less waits before it;
-# "transfer_or_decode": no KV to move, or no running decodes to hold up.
+# Why the prompt is computed on the decode worker (local) or on another worker (remote):
+# "other_unavailable": there was no route of the other kind;
+# "compute": it takes less time there, because more is cached or the worker is faster;
+# "queue": the queue there is shorter;
+# "transfer_or_decode": no KV has to move, or no running decodes are delayed.
 Cause: TypeAlias = Literal["other_unavailable", "compute", "queue", "transfer_or_decode"]
 
 
@@ -40,7 +40,7 @@ class Route(msgspec.Struct, frozen=True):
     decode: str
     predicted_s: float  # to the first token
     num_cached_tokens: int  # predicted
-    candidates: tuple[Candidate, ...]  # cheapest first, the chosen one and both kinds among them
+    candidates: tuple[Candidate, ...]  # cheapest first; includes the chosen one and both kinds
     reason: str
     lender: str | None = None
     cause: Cause = "other_unavailable"

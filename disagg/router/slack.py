@@ -18,7 +18,7 @@ from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_to
 
 
 class AddedStream(NamedTuple):
-    """What a worker's steps become with one more stream, of `num_tokens` to come.
+    """The steps of a worker with one more stream, which will generate `num_tokens`.
 
     before_s, step_s: a step without prompt tokens, before it and with it.
     lost_s: seconds of prompts that the worker will not compute while the stream runs.
@@ -59,7 +59,7 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
     rate_then, mixed_s = _prompt_rate(times, tpot_slo_s, num_streams + 1, num_context_then)
     full_rate, _ = _prompt_rate(times, math.inf, 0, 0)
     lost_s = num_output_tokens * mixed_s * max(0.0, rate - rate_then) / full_rate
-    if worker.num_uncomputed_tokens:  # these wait for longer
+    if worker.num_uncomputed_tokens:  # queued prompts wait longer
         slower_s = worker.num_uncomputed_tokens * (1.0 / rate_then - 1.0 / rate)
         lost_s += worker.backlog.num_prompts * max(0.0, slower_s)
     is_tight = step_s + CHUNK_TOKENS * times.coefficients[1] > TPOT_SHARE * tpot_slo_s
