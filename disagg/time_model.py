@@ -161,8 +161,13 @@ def prompt_tokens_within(
     """
     if step_slo_s == math.inf:
         return MOST_CHUNK_TOKENS
-    _, per_token, per_attended, _, _ = times.coefficients
     room_s = step_slo_s - times.decode_step_s(num_decoding, num_context_tokens)
+    return prompt_tokens_in(times, room_s, num_before)
+
+
+def prompt_tokens_in(times: StepTimeModel, room_s: float, num_before: float = 0) -> int:
+    """The same, with the seconds that the step has left for prompts."""
+    _, per_token, per_attended, _, _ = times.coefficients
     token_s = per_token + per_attended * num_before
     if room_s <= LEAST_CHUNK_TOKENS * token_s:
         return LEAST_CHUNK_TOKENS
@@ -211,6 +216,7 @@ class StepTimeFit:
             self._num_decodes += 1
             is_known = self._num_decodes > NUM_DECODES_ALL_LEARNED and error < SURPRISE
             if is_known and self._num_decodes % DECODES_PER_LEARNED:
+                self._learn_pending()  # it had the usual speed
                 return
         self._num_observed += 1
         self._costs = None
@@ -248,6 +254,7 @@ class StepTimeFit:
         for each in self._pending:
             each.kind.add(each.row)
             self._solver.sweep(self._decode, self._prefill)
+            self._costs = None
         self._pending.clear()
 
     def to_costs(self) -> StepCosts:
