@@ -113,7 +113,9 @@ class IngressCore:
             rng=rng,
         )
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
-        metrics = self._metrics = ApiMetrics(slo_s=self._slo_s)
+        metrics = self._metrics = ApiMetrics(
+            slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_goal_s) for tier in config.tiers}
+        )
         metrics.registry.register(
             FleetMetrics(
                 self.fleet.reports,

@@ -50,6 +50,14 @@ def test_ready_when_a_worker_of_each_pool_is_synced(model: Path) -> None:
     assert core.readiness().ready and not core.readiness().reason
 
 
+def test_goodput_is_counted_by_an_slo_that_requests_need_not_have(model: Path) -> None:
+    """A model without a TPOT SLO would otherwise have no request that meets it."""
+    core = ingress(model)
+    tier = core._config.tiers[0]
+    assert tier.tpot_slo_s is None
+    assert core._metrics.slo_s["small"] == (tier.ttft_slo_s, tier.tpot_goal_s)
+
+
 def test_a_pool_that_dies_later_is_missed_only_if_nobody_takes_its_work(model: Path) -> None:
     core = ingress(model)
     for name in TIERS:
