@@ -63,8 +63,10 @@ class Probes:
         return chosen.worker_id
 
     def _is_silent(self, worker: WorkerView, now: float) -> bool:
-        learned_s = self._learned_s.get(worker.worker_id, now)
-        return worker.accepting and now - learned_s >= SILENT_S
+        """Whether it takes requests and is believed by what it said long ago."""
+        if not worker.accepting or worker.worker_id in self.trusted:
+            return False
+        return now - self._learned_s.get(worker.worker_id, now) >= SILENT_S
 
 
 def _chunk_s(times: StepTimeModel) -> float:

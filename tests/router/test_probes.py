@@ -69,12 +69,31 @@ def test_time_alone_makes_no_probe() -> None:
     assert believed(fleet, "p0") == SLOW
 
 
+def test_who_gets_no_request_in_spite_of_its_credit_keeps_nobody_else_from_a_probe() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    costs = StepCosts(SLOW, 100, 0.0)
+    clock.now_s += 1.0
+    fleet.worker_synced(make_record("p3"), [], make_status(step_costs=costs))
+    clock.now_s += SILENT_S
+    speak(fleet, 101, "p1", "p2", "d0")
+    for believed_of_p3 in (SLOW, COSTS.coefficients):
+        reserve(fleet, NUM_PER_PROBE)
+        assert believed(fleet, "p0") == COSTS.coefficients
+        assert believed(fleet, "p3") == believed_of_p3
+
+
 def test_a_worker_that_has_left_is_forgotten() -> None:
     clock = Clock()
     fleet = fleet_of(clock)
-    fleet.worker_lost("p0")
     clock.now_s += SILENT_S
+    speak(fleet, 101, "p1", "p2", "d0")
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p0") == COSTS.coefficients
+    fleet.worker_lost("p0")
+    speak(fleet, 5, "p0")  # late news
     reserve(fleet, NUM_PER_PROBE)
     assert "p0" not in fleet.view().workers
-    speak(fleet, 5, "p0")  # late news
-    assert "p0" not in fleet.view().workers
+    costs = StepCosts(SLOW, 100, 0.0)
+    fleet.worker_synced(make_record("p0"), [], make_status(step_costs=costs))
+    assert believed(fleet, "p0") == SLOW, "a new worker of that name has no credit"
