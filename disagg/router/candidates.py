@@ -154,11 +154,13 @@ def local_route(
 
 def _missed_s(prompt: Prompt, goal: DecodeCost, first_token_s: float, gap_s: float) -> float:
     """The price of the SLOs that would be missed; and the time that a gap after the first token
-    takes from prompts where the SLO is tight, because steps have to make up for it."""
+    takes from prompts where the SLO is tight, because steps make up for it."""
     if goal.added is None:
         return 0.0
     num_missed = goal.added.num_others_missed + (first_token_s > prompt.slos.ttft_s)
-    num_missed += prompt.slos.has_tpot and goal.added.is_missed(gap_s)
+    if not prompt.slos.has_tpot:
+        return num_missed * prompt.slos.miss_s
+    num_missed += goal.added.is_missed(gap_s)
     lost_s = gap_s if goal.added.is_tight else 0.0
     return lost_s + num_missed * prompt.slos.miss_s
 

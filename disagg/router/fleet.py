@@ -30,6 +30,7 @@ from disagg.router.backlog import Backlog
 from disagg.router.output_length import LatenessFactors, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.probes import Probes
+from disagg.router.slack import Streams
 from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
@@ -66,8 +67,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     host: HostCounts | None = None  # measured loads from its host memory; None: it has none
     began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
-    num_streams: int = 0  # sequences that decode now; `num_decoding` counts running prompts too
-    num_to_decode: int = 0  # these, and sequences that will decode here after their prompt
+    streams: Streams | None = None  # None: its model has no TPOT SLO
 
     @classmethod
     def of(
@@ -84,9 +84,12 @@ class WorkerView(msgspec.Struct, frozen=True):
         num_uncomputed = status.num_uncomputed_tokens + coming.num_uncomputed_tokens
         num_decoding = status.num_running + coming.num_sequences
         num_context = status.num_context_tokens + coming.num_context_tokens
-        num_streams = status.num_running - status.num_prefilling
         # Without TPOT SLOs, a running prompt delays other sequences as a decoding one does.
-        num_beside = num_decoding if tpot_slo_s == math.inf else num_streams
+        num_beside, streams = num_decoding, None
+        if tpot_slo_s != math.inf:
+            num_beside = status.num_running - status.num_prefilling
+            num_streams = num_decoding - status.num_leaving
+            streams = Streams.of(times, tpot_slo_s, num_streams, num_context)
         return cls(
             record.worker_id,
             record,
@@ -102,8 +105,7 @@ class WorkerView(msgspec.Struct, frozen=True):
             status.host,
             began_s,
             tpot_slo_s,
-            num_streams,
-            num_decoding - status.num_leaving,
+            streams,
         )
 
 

@@ -10,11 +10,40 @@ additional stream makes all of them miss it.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from disagg.router.fleet import WorkerView
-from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_within
+from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
+
+if TYPE_CHECKING:
+    from disagg.router.fleet import WorkerView
+
+
+class Streams(NamedTuple):
+    """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
+
+    num: sequences that decode, and sequences that will decode here after their prompt.
+    step_s: a step without prompt tokens.
+    prompt_rate: prompt tokens a second beside them.
+    full_prompt_rate: prompt tokens a second if there were none.
+    """
+
+    num: int
+    step_s: float
+    prompt_rate: float
+    full_prompt_rate: float
+
+    @classmethod
+    def of(
+        cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
+    ) -> Streams:
+        """`num_context_tokens`: of all of them."""
+        per_step_s, per_token_s, _, _, _ = times.coefficients
+        full_rate = CHUNK_TOKENS / (per_step_s + CHUNK_TOKENS * per_token_s)
+        if not num:
+            return cls(0, 0.0, full_rate, full_rate)
+        step_s = times.decode_step_s(num, num_context_tokens)
+        rate, _ = _prompt_rate(times, tpot_slo_s, num, step_s)
+        return cls(num, step_s, rate, full_rate)
 
 
 class AddedStream(NamedTuple):
@@ -50,33 +79,33 @@ class AddedStream(NamedTuple):
 
 def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> AddedStream:
     """A stream of `num_output_tokens` after `num_tokens` on `worker`, which has a TPOT SLO."""
-    times, tpot_slo_s = worker.times, worker.tpot_slo_s
-    num_streams, num_context = worker.num_to_decode, worker.num_context_tokens
-    before_s = times.decode_step_s(num_streams, num_context)
-    num_context_then = num_context + num_tokens + 0.5 * num_output_tokens
-    step_s = times.decode_step_s(num_streams + 1, num_context_then)
-    rate, _ = _prompt_rate(times, tpot_slo_s, num_streams, num_context)
-    rate_then, mixed_s = _prompt_rate(times, tpot_slo_s, num_streams + 1, num_context_then)
-    full_rate, _ = _prompt_rate(times, math.inf, 0, 0)
-    lost_s = num_output_tokens * mixed_s * max(0.0, rate - rate_then) / full_rate
-    if worker.num_uncomputed_tokens:  # queued prompts wait longer
-        slower_s = worker.num_uncomputed_tokens * (1.0 / rate_then - 1.0 / rate)
-        lost_s += worker.backlog.num_prompts * max(0.0, slower_s)
+    times, tpot_slo_s, before = worker.times, worker.tpot_slo_s, worker.streams
+    assert before is not None
+    num_context_then = worker.num_context_tokens + num_tokens + 0.5 * num_output_tokens
+    step_s = times.decode_step_s(before.num + 1, num_context_then)
+    rate_then, mixed_s = _prompt_rate(times, tpot_slo_s, before.num + 1, step_s)
+    lost_s = 0.0
+    if rate_then < before.prompt_rate:
+        lost_rate = before.prompt_rate - rate_then
+        lost_s = num_output_tokens * mixed_s * lost_rate / before.full_prompt_rate
+        num_queued = worker.num_uncomputed_tokens  # queued prompts wait longer
+        slower_s = num_queued * (1.0 / rate_then - 1.0 / before.prompt_rate)
+        lost_s += worker.backlog.num_prompts * slower_s
     is_tight = step_s + CHUNK_TOKENS * times.coefficients[1] > TPOT_SHARE * tpot_slo_s
     return AddedStream(
-        num_output_tokens, num_streams, tpot_slo_s, before_s, step_s, lost_s, is_tight
+        num_output_tokens, before.num, tpot_slo_s, before.step_s, step_s, lost_s, is_tight
     )
 
 
 def _prompt_rate(
-    times: StepTimeModel, tpot_slo_s: float, num_streams: int, num_context: float
+    times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
 ) -> tuple[float, float]:
-    """Prompt tokens a second beside so many streams, and the seconds of a step with them."""
-    per_step_s, per_token_s, _, _, _ = times.coefficients
-    if not num_streams:
-        step_s = per_step_s + CHUNK_TOKENS * per_token_s
-        return CHUNK_TOKENS / step_s, step_s
-    num_within = prompt_tokens_within(times, TPOT_SHARE * tpot_slo_s, num_streams, num_context)
+    """Prompt tokens a second beside some streams, and the seconds of a step with them.
+
+    Args:
+        streams_s: of a step without prompt tokens.
+    """
+    num_within = prompt_tokens_in(times, TPOT_SHARE * tpot_slo_s - streams_s)
     num_tokens = min(num_within, max(1, CHUNK_TOKENS - num_streams))
-    step_s = times.decode_step_s(num_streams, num_context) + num_tokens * per_token_s
+    step_s = streams_s + num_tokens * times.coefficients[1]
     return num_tokens / step_s, step_s

@@ -138,7 +138,7 @@ class SimulatedWorker:
     async def stream(
         self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `router.dispatch.Workers`."""
+        """See `ingress.workers.Workers`."""
         stream_id = next(self._stream_ids)
         name = sequence_id(LINK, stream_id)
         stream = self._streams[name] = _Stream(request.token_ids[0] if request.token_ids else 0)
@@ -166,7 +166,7 @@ class SimulatedWorker:
         self._post(lambda now: self._core.release(ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
-        """See `router.dispatch.Workers`."""
+        """See `ingress.workers.Workers`."""
         self._post(lambda now: self._core.prefetch(asked, now))
 
     @property

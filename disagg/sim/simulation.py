@@ -156,7 +156,7 @@ class _Simulation:
         in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
         return msgspec.structs.replace(report, in_time_percent=in_time)
 
-    # router.dispatch.Workers
+    # ingress.workers.Workers
 
     def stream(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disagg.router.fleet import Fleet
+from disagg.router.fleet import Fleet, WorkerView
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
 from disagg.router.slack import added_stream
@@ -51,6 +51,10 @@ def queued(fleet: Fleet, worker_id: str, num_tokens: int, **status: Any) -> None
 def choose(fleet: Fleet, tpot_slo_s: float, num_tokens: int = 2000, **request: Any) -> Route:
     asked = make_request(num_tokens, tpot_slo_s=tpot_slo_s, ttft_slo_s=2.0, **request)
     return choose_route(asked, fleet.view(), fleet.index, 0.0, random.Random(0))
+
+
+def worker(fleet: Fleet, worker_id: str) -> WorkerView:
+    return fleet.view().workers[worker_id]
 
 
 def both(route: Route) -> tuple[str | None, str]:
@@ -140,9 +144,34 @@ def test_batch_work_goes_where_it_makes_nobody_miss_an_slo() -> None:
 
 def test_prompts_that_will_leave_are_no_streams() -> None:
     fleet = make_fleet(TIGHT_S, "p0")
+    per_step_s, _, _, per_stream_s, _ = COSTS.coefficients
     queued(fleet, "p0", 4000)
-    view = fleet.view().workers["p0"]
-    assert (view.num_streams, view.num_to_decode) == (0, 0)
+    streams, backlog = worker(fleet, "p0").streams, worker(fleet, "p0").backlog
+    assert streams is not None and streams.num == 0
+    assert backlog.step_s == per_step_s
     fleet.worker_stepped("p0", (), make_status(num_running=3, num_prefilling=1))
-    view = fleet.view().workers["p0"]
-    assert (view.num_streams, view.num_to_decode) == (2, 3)
+    streams, backlog = worker(fleet, "p0").streams, worker(fleet, "p0").backlog
+    assert streams is not None and streams.num == 3, "one of them is still a prompt"
+    assert backlog.step_s == pytest.approx(per_step_s + 2 * per_stream_s)
+
+
+@pytest.mark.parametrize("own_slo_s", [0.001, TIGHT_S, math.inf])
+def test_where_the_model_has_no_slo_a_requests_own_changes_no_route(own_slo_s: float) -> None:
+    """Roles are fixed there, and no stream is priced by an SLO that others do not have."""
+    fleet = make_fleet(math.inf, "p0", "p1", "d0", "d1")
+    streams(fleet, "d0", 40)
+    queued(fleet, "p0", 8000)
+    assert all(each.streams is None for each in fleet.view().workers.values())
+    assert choose(fleet, own_slo_s) == choose(fleet, 0.0)
+
+
+def test_no_prompt_pays_for_the_gap_of_a_stream_without_a_slo() -> None:
+    """Steps make up for the gap after a remote prefill only where the stream has an SLO."""
+    fleet = make_fleet(TIGHT_S, "p0", "d0")
+    streams(fleet, "d0", 4)
+    cost_s = {}
+    for tpot_slo_s in (TIGHT_S, math.inf):
+        remote = [each for each in choose(fleet, tpot_slo_s).candidates if each.prefill == "p0"]
+        cost_s[tpot_slo_s] = min(each.total_s for each in remote if each.decode == "d0")
+    step_s = worker(fleet, "d0").backlog.under_way_s
+    assert cost_s[TIGHT_S] - cost_s[math.inf] > step_s

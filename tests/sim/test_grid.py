@@ -24,8 +24,7 @@ def test_a_load_is_steady_and_keeps_the_requests_of_the_window() -> None:
     assert requests[-1].arrival_s == pytest.approx(120 / 50.0, rel=0.3)
 
 
-def test_at_saturation_workers_have_no_time_left() -> None:
-    """Where nothing is decoded and no SLO refuses anything, the workers are busy all the time."""
+def test_saturation_is_what_workers_compute_one_after_another() -> None:
     window = [TraceRequest(0.0, 1024, 1) for _ in range(400)]
     rate = grid.saturation(CONFIG, window)
     per_step_s, per_token_s, per_attended_s, _, _ = CONFIG.times.coefficients
