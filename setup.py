@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# As `disagg.kernels.cpu_library.NEEDED`, which must not be imported here: it may need torch.
+# As `disagg.kernels.cpu_library.STEP` says; that is not there yet when a package is built.
 AVX512_BF16 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
 COMPILED = ["-O3", "-g0", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 # gcc 12 takes its own intrinsics for uninitialised variables.

@@ -33,7 +33,8 @@ from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.kernels import torch_sampling
-from disagg.kernels.cpu_sampling import CpuSampling, find_sampling
+from disagg.kernels.cpu_library import SAMPLING, find_library
+from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.sampling_rows import SampledRows, SamplingOps
 from disagg.kernels.torch_sampling import TorchSampling
 from disagg.messages import GenerateRequest, SamplingParams
@@ -203,10 +204,10 @@ def main() -> int:
     arguments = parser.parse_args()
     ops: SamplingOps = PLAIN_TORCH
     if arguments.compiled:
-        library = find_sampling()
-        if library is None:
-            parser.error("no compiled loops are here: install disagg where a C++ compiler is")
-        ops = CpuSampling(library)
+        found = find_library(SAMPLING)
+        if found.loaded is None:
+            parser.error(f"no compiled loops are here; it would be {found.sentence}")
+        ops = CpuSampling(found.loaded)
     num_draws = min(arguments.draws, 2000) if arguments.tiny else arguments.draws
     rows = [check(case, num_draws, ops) for case in grid(arguments.tiny)]
     print_table(rows)

@@ -42,7 +42,7 @@ from disagg.cli.reports import (
 from disagg.cli.start_checks import check_before_ray, check_models, hold_port
 from disagg.config import ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
-from disagg.kernels.cpu_library import find_library
+from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
@@ -108,7 +108,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             cleanup.enter_context(hold_port(order.config.http))
             plan = _plan(order.config, gpus_here(), order, reports)
             if not plan.device_ids:
-                reports.say("cpu_kernels", f"Decode steps on this CPU: {find_library().sentence}.")
+                sentence = find_library(STEP).sentence
+                reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         check_models(plan.config, plan.gpu_nbytes, is_here)
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:

@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.doctor.findings import Finding, Status
-from disagg.kernels.cpu_library import Found, find_library
-from disagg.kernels.cpu_sampling import find_sampling
+from disagg.kernels.cpu_library import SAMPLING, STEP, Found, find_library
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 1024  # a connection for each client, and Ray's own
@@ -56,7 +55,7 @@ def check_machine() -> list[Finding]:
     """Everything here but ports, which belong to the machine where HTTP listens."""
     return [
         _processor(),
-        cpu_kernels(find_library(), find_sampling() is not None),
+        cpu_kernels(find_library(STEP), find_library(SAMPLING)),
         memory(*read_memory()),
         shared_memory(os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks)
         if os.path.isdir("/dev/shm")
@@ -70,11 +69,10 @@ def check_machine() -> list[Finding]:
     ]
 
 
-def cpu_kernels(found: Found, has_sampling: bool) -> Finding:
+def cpu_kernels(step: Found, sampling: Found) -> Finding:
     """What computes decode steps and samples tokens here, where no GPU does."""
-    sampling = "compiled" if has_sampling else "torch"
-    sentence = f"decode steps: {found.sentence}; sampling: {sampling}"
-    if found.library is not None or not found.may_be_built:
+    sentence = f"decode steps: {step.sentence}; sampling: {sampling.sentence}"
+    if not step.may_be_built and not sampling.may_be_built:
         return Finding("CPU kernels", sentence)
     advice = "install a C++ compiler (g++), then disagg once more: decode steps on a CPU are slower"
     return Finding("CPU kernels", sentence, "warn", advice)

@@ -13,28 +13,54 @@ from functools import cache
 from pathlib import Path
 
 CPU_KERNELS = "DISAGG_CPU_KERNELS"  # "auto", the default, or "torch": do without
-VERSION = 1  # of the structures in csrc/step.cpp
-FILE = Path(__file__).parent / "_step_avx512_bf16.so"
-# What csrc/ is compiled for, as /proc/cpuinfo names it.
-NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """
+    Attributes:
+        name: its functions are called disagg_NAME_...
+        file: where an installation has it.
+        version: of the structures and functions in its source.
+        needed: the instructions that it is compiled for, as /proc/cpuinfo names them.
+        sentence: for people: what it is.
+    """
+
+    name: str
+    file: Path
+    version: int
+    needed: tuple[str, ...]
+    sentence: str
+
+
+STEP = Library(
+    "step",
+    Path(__file__).parent / "_step_avx512_bf16.so",
+    version=1,
+    needed=("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2"),
+    sentence="compiled for AVX-512 with bf16 (models in bfloat16)",
+)
+SAMPLING = Library(
+    "sampling", Path(__file__).parent / "_sampling.so", version=1, needed=(), sentence="compiled"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Attributes:
-    library: None where there is none to use.
+    loaded: None where there is none to use.
     sentence: for people: what is used, or why torch computes.
     may_be_built: there could be one here, if disagg were installed once more.
     """
 
-    library: ctypes.CDLL | None
+    loaded: ctypes.CDLL | None
     sentence: str
     may_be_built: bool = False
 
 
 @cache
-def find_library() -> Found:
-    """The library for this CPU.
+def find_library(library: Library) -> Found:
+    """A library as the installation built it, for this CPU.
 
     Raises:
         ValueError: the environment asks for kernels that do not exist.
@@ -44,35 +70,26 @@ def find_library() -> Found:
         raise ValueError(f"{CPU_KERNELS}={asked}: possible are auto and torch")
     if asked == "torch":
         return Found(None, f"torch, as {CPU_KERNELS}=torch asks for")
-    return load(FILE, cpu_flags())
+    return load(library, library.file, cpu_flags())
 
 
-def load(file: Path, flags: frozenset[str]) -> Found:
+def load(library: Library, file: Path, flags: frozenset[str]) -> Found:
     """Open a library, if this CPU has the instructions that it is compiled for."""
-    missing = [flag for flag in NEEDED if flag not in flags]
+    missing = [flag for flag in library.needed if flag not in flags]
     if missing:
         return Found(None, f"torch, as this CPU has no {', '.join(missing)}")
     if not file.exists():
         sentence = "torch, as no C++ compiler was there when disagg was installed"
         return Found(None, sentence, may_be_built=True)
     try:
-        library = ctypes.CDLL(str(file))
-        version = library.disagg_step_version()
+        loaded = ctypes.CDLL(str(file))
+        version = getattr(loaded, f"disagg_{library.name}_version")()
     except (OSError, AttributeError) as error:
         return Found(None, f"torch, as the compiled kernels cannot be loaded: {error}")
-    if version != VERSION:
+    if version != library.version:
         sentence = "torch, as the compiled kernels are of another version of disagg"
         return Found(None, sentence, may_be_built=True)
-    library.disagg_step_new.restype = ctypes.c_void_p
-    library.disagg_step_free.argtypes = [ctypes.c_void_p]
-    library.disagg_step_free.restype = None
-    library.disagg_step_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int32,
-    ]
-    return Found(library, "compiled for AVX-512 with bf16 (models in bfloat16)")
+    return Found(loaded, library.sentence)
 
 
 def cpu_flags() -> frozenset[str]:

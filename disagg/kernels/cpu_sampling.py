@@ -7,20 +7,14 @@ installed.
 from __future__ import annotations
 
 import ctypes
-import os
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure, byref, c_int32, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu_library import CPU_KERNELS
 from disagg.kernels.sampling_rows import SampledRows, SamplingTables
 
-FILE = Path(__file__).parent / "_sampling.so"
-VERSION = 1  # of the functions in csrc/sampling.cpp
 _FEW = 1 << 18  # logits that are not worth waking another thread
 
 
@@ -37,34 +31,21 @@ class _Tables(Structure):
     )
 
 
-@cache
-def find_sampling() -> ctypes.CDLL | None:
-    """The compiled library; None if it was not built, or the environment asks for torch."""
-    return None if os.environ.get(CPU_KERNELS) == "torch" else load(FILE)
-
-
-def load(file: Path) -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(file))
-        if library.disagg_sampling_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
-        return None
-    tables, pointer, number = ctypes.POINTER(_Tables), c_void_p, c_int64
-    library.disagg_sampling_adjust.argtypes = [pointer, tables, pointer, pointer, number, pointer]
-    library.disagg_sampling_adjust.restype = None
-    rows = [number, number]
-    library.disagg_sampling_choose.argtypes = [pointer, tables, pointer, pointer, *rows, pointer]
-    library.disagg_sampling_choose.restype = c_int32
-    library.disagg_sampling_remember.argtypes = [tables, pointer, pointer, pointer, number]
-    library.disagg_sampling_remember.restype = None
-    return library
-
-
 class CpuSampling:
-    """`SamplingOps` for tensors in a CPU's memory. One thread at a time may use it."""
+    """`SamplingOps` for tensors in a CPU's memory. One thread at a time may use it.
+
+    Args:
+        library: `cpu_library.SAMPLING`.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        tables, pointer, number = ctypes.POINTER(_Tables), c_void_p, c_int64
+        adjust, choose = library.disagg_sampling_adjust, library.disagg_sampling_choose
+        remember = library.disagg_sampling_remember
+        adjust.argtypes = [pointer, tables, pointer, pointer, number, pointer]
+        choose.argtypes = [pointer, tables, pointer, pointer, number, number, pointer]
+        remember.argtypes = [tables, pointer, pointer, pointer, number]
+        adjust.restype, choose.restype, remember.restype = None, c_int32, None
         self._library = library
         self._threads: ThreadPoolExecutor | None = None  # beside the caller's
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu_library import find_library
+from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.huge_pages import use_huge_pages
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
@@ -138,10 +138,14 @@ class CpuStep:
     """The compiled step of one model. One thread at a time may use it.
 
     Args:
+        library: `cpu_library.STEP`.
         model: whose weights it reads; kept alive.
     """
 
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
+        library.disagg_step_new.restype = c_void_p
+        library.disagg_step_free.argtypes, library.disagg_step_free.restype = [c_void_p], None
+        library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
         self._vocab_size = model.embedding.shape[0]
@@ -241,15 +245,15 @@ def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:
     Args:
         model: None for one that is not dense.
     """
-    found = find_library()
-    if found.library is None:
+    found = find_library(STEP)
+    if found.loaded is None:
         return None, found.sentence
     if model is None:
         return None, "torch, as the model has experts or attention sinks"
     problem = _problem(model)
     if problem:
         return None, f"torch, as {problem}"
-    return CpuStep(found.library, model), found.sentence
+    return CpuStep(found.loaded, model), found.sentence
 
 
 def _problem(model: DenseModel) -> str:

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from disagg.kernels.cpu_sampling import CpuSampling, find_sampling
+from disagg.kernels.cpu_library import SAMPLING, find_library
+from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.ops import Ops
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
@@ -41,7 +42,7 @@ def device_name(device_id: int) -> str:
 def sampling_ops_for(device: torch.device) -> SamplingOps:
     """Return Triton kernels for CUDA, compiled loops for a CPU where there are any, or torch."""
     if device.type != "cuda":
-        library = find_sampling() if device.type == "cpu" else None
+        library = find_library(SAMPLING).loaded if device.type == "cpu" else None
         return TorchSampling() if library is None else CpuSampling(library)
     from disagg.kernels.triton_sampling import TritonSampling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import socket
@@ -13,6 +14,8 @@ from disagg.doctor.findings import Finding, Status
 from disagg.kernels.cpu_library import Found
 
 GIB = 1 << 30
+COMPILED = Found(ctypes.CDLL(None), "compiled")
+TO_BE_BUILT = Found(None, "torch", may_be_built=True)
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -35,12 +38,9 @@ UNLIMITED = resource.RLIM_INFINITY
         (machine.memory(64 * GIB, GIB), "warn", "stop other programs"),
         (machine.disk((100 * GIB, 50 * GIB, 50 * GIB)), "ok", ""),
         (machine.disk((100 * GIB, 97 * GIB, 3 * GIB)), "warn", "/tmp"),
-        (machine.cpu_kernels(Found(None, "torch, as none is here"), True), "ok", ""),
-        (
-            machine.cpu_kernels(Found(None, "torch", may_be_built=True), False),
-            "warn",
-            "C++ compiler",
-        ),
+        (machine.cpu_kernels(Found(None, "torch, as none is here"), COMPILED), "ok", ""),
+        (machine.cpu_kernels(TO_BE_BUILT, COMPILED), "warn", "C++ compiler"),
+        (machine.cpu_kernels(COMPILED, TO_BE_BUILT), "warn", "C++ compiler"),
         (machine.clock(0.02), "ok", ""),
         (machine.clock(-0.5), "warn", "NTP"),
         (machine.clock(90.0), "wrong", "NTP"),

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.kernels import cpu_sampling
-from disagg.kernels.cpu_library import FILE, NEEDED, Found, cpu_flags, load
+from disagg.kernels.cpu_library import SAMPLING, STEP, Found, cpu_flags, load
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,19 +32,19 @@ def _built(directory: Path, file: Path) -> Path:
 
 def compiled(directory: Path) -> Found:
     """Skips where nothing can be compiled, or not run: there torch is what is used."""
-    missing = set(NEEDED) - cpu_flags()
+    missing = set(STEP.needed) - cpu_flags()
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     _need_compiler()
-    return load(_built(directory, FILE), cpu_flags())
+    return load(STEP, _built(directory, STEP.file), cpu_flags())
 
 
 def compiled_sampling(directory: Path) -> ctypes.CDLL:
     """As `compiled`, of the loops that choose tokens, which every CPU can run."""
     _need_compiler()
-    library = cpu_sampling.load(_built(directory, cpu_sampling.FILE))
-    assert library is not None
-    return library
+    found = load(SAMPLING, _built(directory, SAMPLING.file), cpu_flags())
+    assert found.loaded is not None, found.sentence
+    return found.loaded
 
 
 def _need_compiler() -> None:

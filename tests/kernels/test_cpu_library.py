@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,40 +10,52 @@ from pathlib import Path
 import pytest
 
 from disagg.kernels import cpu_library
-from disagg.kernels.cpu_library import CPU_KERNELS, NEEDED, find_library, load
+from disagg.kernels.cpu_library import CPU_KERNELS, SAMPLING, STEP, Library, find_library, load
 
-ALL = frozenset(NEEDED)
+ALL = frozenset(STEP.needed)
 
 
 def test_a_cpu_without_the_instructions_gets_torch(tmp_path: Path) -> None:
-    found = load(tmp_path / "any.so", ALL - {"avx512_bf16"})
-    assert found.library is None and not found.may_be_built
+    found = load(STEP, tmp_path / "any.so", ALL - {"avx512_bf16"})
+    assert found.loaded is None and not found.may_be_built
     assert found.sentence == "torch, as this CPU has no avx512_bf16"
 
 
-def test_an_installation_without_compiler_gets_torch(tmp_path: Path) -> None:
-    found = load(tmp_path / "missing.so", ALL)
-    assert found.library is None and found.may_be_built
+@pytest.mark.parametrize("library", [STEP, SAMPLING], ids=["step", "sampling"])
+def test_an_installation_without_compiler_gets_torch(library: Library, tmp_path: Path) -> None:
+    found = load(library, tmp_path / "missing.so", ALL)
+    assert found.loaded is None and found.may_be_built
     assert "no C++ compiler" in found.sentence
+
+
+def test_no_instruction_is_compiled_for_that_is_not_asked_for() -> None:
+    """A CPU without one would end the process."""
+    source = Path(__file__).parents[2] / "setup.py"
+    flags = set(re.findall(r'"-m(\w+)"', source.read_text()))
+    assert "avx512bf16" in flags
+    assert {flag.replace("avx512bf16", "avx512_bf16") for flag in flags} <= ALL
 
 
 def test_a_damaged_file_gets_torch(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"\x7fELF")
-    found = load(damaged, ALL)
-    assert found.library is None
+    found = load(STEP, damaged, ALL)
+    assert found.loaded is None
     assert "cannot be loaded" in found.sentence
 
 
-def test_the_environment_may_ask_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", [STEP, SAMPLING], ids=["step", "sampling"])
+def test_the_environment_may_ask_for_torch(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CPU_KERNELS, "torch")
     find_library.cache_clear()
     try:
-        assert find_library().sentence == f"torch, as {CPU_KERNELS}=torch asks for"
+        assert find_library(library).sentence == f"torch, as {CPU_KERNELS}=torch asks for"
         monkeypatch.setenv(CPU_KERNELS, "fast")
         find_library.cache_clear()
         with pytest.raises(ValueError, match="possible are auto and torch"):
-            find_library()
+            find_library(library)
     finally:
         find_library.cache_clear()
 

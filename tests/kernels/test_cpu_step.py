@@ -32,7 +32,7 @@ def new_decoder(
 ) -> NewDecoder:
     """Makes decoders in bfloat16, which have the compiled step."""
     found = compiled(tmp_path_factory.getbasetemp() / "compiled")
-    monkeypatch.setattr(cpu_step_module, "find_library", lambda: found)
+    monkeypatch.setattr(cpu_step_module, "find_library", lambda _: found)
 
     def new(config: ModelConfig, weights: DecoderWeights | None = None) -> Decoder:
         decoder = Decoder(config, weights or random_weights(config, torch.bfloat16, CPU, seed=2))
