@@ -4,66 +4,15 @@
 // interface is at the end; `disagg/kernels/cpu_step.py` calls it.
 
 #include "attention.h"
+#include "buffer.h"
+#include "chunks.h"
+#include "model.h"
+#include "norm.h"
 #include "product.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace disagg {
-
-// The structures of the interface. All pointers stay the caller's.
-
-struct Layer {
-  const bf16* input_norm;  // [hidden]
-  const bf16* qk_norm;     // [num_heads + num_kv_heads, head_dim]; null: none
-  const bf16* post_norm;   // [hidden]
-  Matrix qkv, output, gate, up, down;
-  int32_t window;  // positions that a token sees, itself included; 0: all
-};
-
-struct Model {
-  int32_t num_layers, num_heads, num_kv_heads, head_dim, hidden, inner, vocab;
-  float eps;
-  const bf16* embedding;  // [vocab, hidden]
-  const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
-  const bf16* norm;       // [hidden]
-  Matrix head;
-  const Layer* layers;
-};
-
-struct Batch {
-  const int64_t* token_ids;      // [num_rows]
-  const int64_t* positions;      // [num_rows]
-  const int64_t* slots;          // [num_rows]: block * block_size + offset, where KV goes
-  const int32_t* context_lens;   // [num_rows]: positions with KV once this step is done
-  const int32_t* block_tables;   // [num_rows, table_stride]
-  int64_t table_stride;
-  int32_t num_rows;
-  float* logits;  // [num_rows, vocab]
-};
-
-enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };
-
 namespace {
-
-// Memory that grows; what was in it is lost then.
-template <class T>
-class Buffer {
- public:
-  ~Buffer() { free(memory_); }
-  bool hold(int64_t size) {
-    if (size <= size_) return true;
-    free(memory_);
-    const int64_t nbytes = (size * int64_t(sizeof(T)) + 63) / 64 * 64;
-    memory_ = static_cast<T*>(aligned_alloc(64, nbytes));
-    size_ = memory_ == nullptr ? 0 : size;
-    return memory_ != nullptr;
-  }
-  T* get() const { return memory_; }
-
- private:
-  T* memory_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // What the threads do not share.
 struct Own {
@@ -74,59 +23,6 @@ struct Own {
   Buffer<bf16> widened;
   Buffer<bf16> turned;  // [head_dim]: a key
 };
-
-// Part of one sequence's context, of each KV head.
-struct Chunk {
-  int32_t row, begin, end;
-  int32_t index, num_chunks;  // of its sequence
-};
-
-void rms_norm(const bf16* x, const bf16* weight, int size, float eps, bf16* out) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int i = 0; i < size; i += LANES) {
-    const __m512 some = load(x + i, first_lanes(size - i));
-    squares = _mm512_fmadd_ps(some, some, squares);
-  }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
-  const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-  for (int i = 0; i < size; i += LANES) {
-    const __mmask16 mask = first_lanes(size - i);
-    const __m512 some = _mm512_mul_ps(load(x + i, mask), inverse);
-    store(out + i, _mm512_mul_ps(some, load(weight + i, mask)), mask);
-  }
-}
-
-// A head normalised, if `norm` is given, and turned to its position by `rope`, [2, head_dim].
-void norm_rope(const bf16* head, const bf16* norm, float eps, const bf16* rope, int head_dim,
-               bf16* out) {
-  float inverse = 1.0f;
-  if (norm != nullptr) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int d = 0; d < head_dim; d += LANES) {
-      const __m512 some = load(head + d);
-      squares = _mm512_fmadd_ps(some, some, squares);
-    }
-    const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(head_dim);
-    inverse = 1.0f / std::sqrt(mean + eps);
-  }
-  const int half = head_dim / 2;
-  for (int d = 0; d < half; d += LANES) {
-    const __mmask16 mask = first_lanes(half - d);
-    __m512 left = load(head + d, mask), right = load(head + half + d, mask);
-    if (norm != nullptr) {
-      const __m512 factor = _mm512_set1_ps(inverse);
-      left = _mm512_mul_ps(_mm512_mul_ps(left, factor), load(norm + d, mask));
-      right = _mm512_mul_ps(_mm512_mul_ps(right, factor), load(norm + half + d, mask));
-    }
-    const bf16 *cos = rope, *sin = rope + head_dim;
-    const __m512 new_left = _mm512_fmadd_ps(left, load(cos + d, mask),
-                                            _mm512_mul_ps(right, load(sin + d, mask)));
-    const __m512 new_right = _mm512_fmadd_ps(right, load(cos + half + d, mask),
-                                             _mm512_mul_ps(left, load(sin + half + d, mask)));
-    store(out + d, new_left, mask);
-    store(out + half + d, new_right, mask);
-  }
-}
 
 class Step {
  public:
@@ -183,45 +79,16 @@ class Step {
           !own.widened.hold(KEYS_AT_ONCE * dim) || !own.turned.hold(dim))
         return false;
     }
-    int64_t most_chunks = 0;
-    for (int row = 0; row < num_rows; ++row) most_chunks += batch_.context_lens[row] / CHUNK + 1;
-    const int64_t num_parts = most_chunks * model_.num_kv_heads;
-    const int64_t num_arrived = num_arrived_;
+    const int64_t num_parts = ChunkLists::most_chunks(batch_) * model_.num_kv_heads;
     if (!hidden_.hold(num_rows * model_.hidden) || !qkv_.hold(num_rows * qkv_size()) ||
         !attended_.hold(num_rows * q_size()) || !inner_.hold(num_rows * model_.inner) ||
         !partials_.hold(num_parts * group() * (dim + 2)) ||
-        !chunks_.hold(most_chunks * model_.num_layers) ||
-        !first_chunks_.hold(model_.num_layers + 1) ||
-        !arrived_.hold(num_rows * model_.num_kv_heads))
+        !arrived_.hold(num_rows * model_.num_kv_heads) ||
+        !chunks_.list(layers_, model_.num_layers, batch_))
       return false;
-    if (num_arrived < num_rows * model_.num_kv_heads) {
-      num_arrived_ = num_rows * model_.num_kv_heads;
-      for (int64_t i = 0; i < num_arrived_; ++i) new (arrived_.get() + i) std::atomic<int>(0);
-    }
-    list_chunks();
+    for (int64_t i = 0; i < num_rows * model_.num_kv_heads; ++i)
+      new (arrived_.get() + i) std::atomic<int>(0);
     return true;
-  }
-
-  // Of each layer; the lists of layers with the same window are one.
-  void list_chunks() {
-    int32_t num_listed = 0;
-    for (int i = 0; i < model_.num_layers; ++i) {
-      int32_t* first = first_chunks_.get() + i;
-      const bool is_same = i > 0 && layers_[i].window == layers_[i - 1].window;
-      *first = is_same ? first[-1] : num_listed;
-      if (is_same) continue;
-      for (int row = 0; row < batch_.num_rows; ++row) {
-        const int end = batch_.context_lens[row], window = layers_[i].window;
-        const int begin = window > 0 && window < end ? end - window : 0;
-        const int first_chunk = begin / CHUNK, num_chunks = (end - 1) / CHUNK - first_chunk + 1;
-        for (int c = 0; c < num_chunks; ++c) {
-          const int start = (first_chunk + c) * CHUNK, stop = start + CHUNK;
-          chunks_.get()[num_listed++] = {row, start > begin ? start : begin,
-                                         stop < end ? stop : end, c, num_chunks};
-        }
-      }
-      first_chunks_.get()[model_.num_layers] = num_listed;
-    }
   }
 
   static void program(void* step, Member& member) { static_cast<Step*>(step)->program(member); }
@@ -344,22 +211,16 @@ class Step {
   }
 
   void attend(Member& member, int index) {
-    const int32_t first = first_chunks_.get()[index];
-    int32_t end = first_chunks_.get()[model_.num_layers];
-    for (int i = index + 1; i < model_.num_layers; ++i)
-      if (first_chunks_.get()[i] != first) {
-        end = first_chunks_.get()[i];
-        break;
-      }
-    member.phase((end - first) * model_.num_kv_heads, [&](int item) {
-      const int chunk = first + item / model_.num_kv_heads, kv_head = item % model_.num_kv_heads;
-      attend_chunk(own_[member.id], index, chunk, first, kv_head);
+    const ChunkLists::Range range = chunks_.of_layer(index);
+    member.phase((range.end - range.begin) * model_.num_kv_heads, [&](int item) {
+      const int place = item / model_.num_kv_heads, kv_head = item % model_.num_kv_heads;
+      attend_chunk(own_[member.id], index, chunks_.chunk(range.begin + place), place, kv_head);
     });
   }
 
-  void attend_chunk(Own& own, int index, int chunk_index, int first, int kv_head) {
+  // `place` is the chunk's in the list of its layer.
+  void attend_chunk(Own& own, int index, const Chunk& chunk, int64_t place, int kv_head) {
     const Layer& layer = layers_[index];
-    const Chunk& chunk = chunks_.get()[chunk_index];
     const int dim = model_.head_dim, row = chunk.row;
     const bf16* qkv = qkv_.get() + int64_t(row) * qkv_size();
     const bf16* rope = model_.rope + batch_.positions[row] * 2 * dim;
@@ -369,14 +230,14 @@ class Step {
       const bf16* norm = layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim;
       norm_rope(qkv + head * dim, norm, model_.eps, rope, dim, own.queries.get() + g * dim);
     }
-    const int64_t place = int64_t(chunk_index - first) * model_.num_kv_heads;
     const AttentionScratch scratch{own.queries.get(), own.scores.get(), own.widened.get()};
     disagg::attend(cache_, index, kv_head, batch_.block_tables + row * batch_.table_stride,
-                   chunk.begin, chunk.end, group(), dim, scratch, partial(place + kv_head));
+                   chunk.begin, chunk.end, group(), dim, scratch,
+                   partial(place * model_.num_kv_heads + kv_head));
     std::atomic<int>& arrived = arrived_.get()[row * model_.num_kv_heads + kv_head];
     if (chunk.num_chunks > 1 && arrived.fetch_add(1) + 1 < chunk.num_chunks) return;
     arrived.store(0, std::memory_order_relaxed);
-    join_chunks(chunk_index - first - chunk.index, chunk, kv_head);
+    join_chunks(place - chunk.index, chunk, kv_head);
   }
 
   // The thread that computed the last chunk of a sequence combines them all.
@@ -423,11 +284,9 @@ class Step {
   KVPages cache_{};
   Own* own_ = nullptr;
   int num_own_ = 0;
-  int64_t num_arrived_ = 0;
   Buffer<bf16> hidden_, qkv_, attended_, inner_;
   Buffer<float> partials_;
-  Buffer<Chunk> chunks_;
-  Buffer<int32_t> first_chunks_;  // of each layer, and the end
+  ChunkLists chunks_;
   Buffer<std::atomic<int>> arrived_;  // chunks that are done, [num_rows, num_kv_heads]
   Team team_;
 };

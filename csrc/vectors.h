@@ -56,8 +56,11 @@ inline __m512 dot_pairs(__m512 acc, __m512i left, __m512i right) {
   return _mm512_dpbf16_ps(acc, one, other);
 }
 
-// e^x within two units in the last place.
+// e^x within two units in the last place; 0, infinity and NaN where they belong.
 inline __m512 exponential(__m512 x) {
+  // Beyond these it is 0 or infinite, and the steps below would make NaN. The second of two stays
+  // if it is NaN.
+  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));
   const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
   const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   // The rest of x in two steps, as ln 2 has more digits than a float32.

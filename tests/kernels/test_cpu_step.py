@@ -186,6 +186,26 @@ def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> Non
     assert torch.equal(written[1], written[2])
 
 
+def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:
+    """silu of what is huge is itself or nothing; its exponential is beyond what a float32 has."""
+    config = replace(LLAMA, num_layers=1, sliding_windows=(None,))
+    weights = _loud_weights(config)
+    (layer,) = weights.layers
+    gate, up = layer.gate_up.chunk(2)
+    weights = replace(weights, layers=[replace(layer, gate_up=torch.cat((gate * 2.0**48, up)))])
+    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
+    torchs.step = None
+    logits = []
+    for decoder in (ours, torchs):
+        (sequence,) = _sequences([5], 16, config.vocab_size)
+        slab = _slab(config, [sequence], 16)
+        run_step(torchs, slab, [(sequence, 5)], 16)
+        logits.append(decoder.forward(make_batch([(sequence, 1)], 16), slab))
+    own, other = logits
+    assert other.isfinite().all() and other.abs().max() > 1
+    assert (own - other).abs().max() <= 0.03 * other.abs().max()
+
+
 def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) -> None:
     lengths = [3, 30, 1, 17, 100, 64, 15, 16, 9]
     decoder = new_decoder(SMALL, _loud_weights(SMALL))

@@ -1,0 +1,41 @@
+// What a decode step is given: weights, and the sequences of one step. `disagg/kernels/cpu_step.py`
+// has the same structures. All pointers stay the caller's.
+#pragma once
+
+#include "product.h"
+#include "vectors.h"
+
+namespace disagg {
+
+struct Layer {
+  const bf16* input_norm;  // [hidden]
+  const bf16* qk_norm;     // [num_heads + num_kv_heads, head_dim]; null: none
+  const bf16* post_norm;   // [hidden]
+  Matrix qkv, output, gate, up, down;
+  int32_t window;  // positions that a token sees, itself included; 0: all
+};
+
+struct Model {
+  int32_t num_layers, num_heads, num_kv_heads, head_dim, hidden, inner, vocab;
+  float eps;
+  const bf16* embedding;  // [vocab, hidden]
+  const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
+  const bf16* norm;       // [hidden]
+  Matrix head;
+  const Layer* layers;
+};
+
+struct Batch {
+  const int64_t* token_ids;      // [num_rows]
+  const int64_t* positions;      // [num_rows]
+  const int64_t* slots;          // [num_rows]: block * block_size + offset, where KV goes
+  const int32_t* context_lens;   // [num_rows]: positions with KV once this step is done
+  const int32_t* block_tables;   // [num_rows, table_stride]
+  int64_t table_stride;
+  int32_t num_rows;
+  float* logits;  // [num_rows, vocab]
+};
+
+enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };
+
+}  // namespace disagg
