@@ -78,27 +78,38 @@ INLINE float exp_below(float x) {
   return y * scale;
 }
 
-// Divides a row in place, and finds the largest of each group.
+// The place of the largest number; of several, and of NaNs, which are larger than all, the first.
+int64_t most_likely(const float* x, int64_t size) {
+  int64_t place = 0;
+  float largest = x[0];
+  for (int64_t i = 1; i < size && !std::isnan(largest); i++)
+    if (!(x[i] <= largest)) largest = x[i], place = i;
+  return place;
+}
+
+// Divides a row in place, and finds the largest of each group: NaN if one is.
 FOR_EACH_PROCESSOR
 void scale(float* x, int64_t size, float temperature, float* peaks) {
   for (int64_t first = 0; first < size; first += GROUP) {
     const int64_t end = std::min(first + GROUP, size), even = end - (end - first) % LANES;
     float most[LANES];
+    int32_t num_nans[LANES] = {};
     for (float& lane : most) lane = NEVER;
     for (int64_t i = first; i < even; i += LANES) {
       for (int lane = 0; lane < LANES; lane++) {
         const float value = x[i + lane] / temperature;
         x[i + lane] = value;
         most[lane] = value > most[lane] ? value : most[lane];
+        num_nans[lane] += value != value;
       }
     }
-    float peak = NEVER;
-    for (float lane : most) peak = lane > peak ? lane : peak;
     for (int64_t i = even; i < end; i++) {
       x[i] /= temperature;
-      peak = x[i] > peak ? x[i] : peak;
+      most[0] = x[i] > most[0] ? x[i] : most[0];
+      num_nans[0] += x[i] != x[i];
     }
-    peaks[first / GROUP] = peak;
+    const bool has_nan = std::any_of(num_nans, num_nans + LANES, [](int32_t num) { return num > 0; });
+    peaks[first / GROUP] = has_nan ? NAN : *std::max_element(most, most + LANES);
   }
 }
 
@@ -127,7 +138,8 @@ class Row {
   int64_t draw(const int64_t* numbers, int64_t position) {
     peaks_.resize(num_groups_);
     scale(x_, vocab_, float(float_of(numbers, TEMPERATURE)), peaks_.data());
-    peak_ = *std::max_element(peaks_.begin(), peaks_.end());
+    peak_ = peaks_[most_likely(peaks_.data(), num_groups_)];
+    if (!std::isfinite(peak_)) return most_likely(x_, vocab_);  // there is nothing to draw from
     const float floor = floor_of(numbers);
     const uint64_t key = mix(uint64_t(numbers[SEED]) + uint64_t(position) * GOLDEN);
     int64_t group = 0;
@@ -277,7 +289,7 @@ PUBLIC int32_t disagg_sampling_choose(float* logits, const Tables* tables, const
       if (float_of(numbers, TEMPERATURE) > 0.0) {
         token_ids[row] = Row(x, tables->vocab, peaks, some).draw(numbers, positions[row]);
       } else {
-        token_ids[row] = std::max_element(x, x + tables->vocab) - x;
+        token_ids[row] = most_likely(x, tables->vocab);
       }
     }
   } catch (const std::bad_alloc&) {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disagg.kernels import cpu_sampling, dispatch
-from disagg.kernels.cpu_library import CPU_KERNELS
+from disagg.kernels.cpu_library import CPU_KERNELS, Found, find_library
 from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.torch_sampling import TorchSampling
 from tests.kernels.compiled import compiled_sampling
@@ -94,6 +94,21 @@ def test_greedy_and_unlikely_rows(library: ctypes.CDLL) -> None:
     assert found.tolist() == [70, 1280, 1300]
 
 
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_logits_of_a_broken_model(strange: float, library: ctypes.CDLL) -> None:
+    """Whatever the parameters: the first that is no number, or infinite; else the first."""
+    cuts = [PLAIN, PLAIN._replace(temperature=0.0), PLAIN._replace(reach=2.0)]
+    cuts += [PLAIN._replace(top_k=top_k, top_p=top_p) for top_k, top_p in CUTS]
+    tables, rows = tables_of(cuts, VOCAB_SIZE), rows_of(cuts)
+    positions = torch.zeros(len(cuts), dtype=torch.int64)
+    some, all_of_them = logits_of(len(cuts), 1.0), torch.full((len(cuts), VOCAB_SIZE), strange)
+    some[:, [600, 700, 1281]] = strange
+    for logits, expected in ((some, 600), (all_of_them, 0), (-all_of_them.abs(), 0)):
+        found = CpuSampling(library).choose(logits.clone(), tables, rows, positions)
+        assert found.tolist() == [expected] * len(cuts)
+        assert torch.equal(found, TorchSampling().choose(logits, tables, rows, positions))
+
+
 def test_threads_share_the_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_sampling, "_FEW", VOCAB_SIZE)
     numbers = [PLAIN._replace(seed=seed, top_k=50) for seed in range(7)]
@@ -114,12 +129,12 @@ def test_the_environment_may_ask_for_torch(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(dispatch, "find_sampling", lambda: library)
+    monkeypatch.setattr(dispatch, "find_library", lambda _: Found(library, "compiled"))
     assert isinstance(dispatch.sampling_ops_for(cpu), CpuSampling)
-    monkeypatch.setattr(dispatch, "find_sampling", cpu_sampling.find_sampling)
+    monkeypatch.setattr(dispatch, "find_library", find_library)
     monkeypatch.setenv(CPU_KERNELS, "torch")
-    cpu_sampling.find_sampling.cache_clear()
+    find_library.cache_clear()
     try:
         assert isinstance(dispatch.sampling_ops_for(cpu), TorchSampling)
     finally:
-        cpu_sampling.find_sampling.cache_clear()
+        find_library.cache_clear()
