@@ -19,6 +19,7 @@ from disagg.errors import ModelError
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _MAX_HEADER_NBYTES = 100_000_000  # as the format's own library
+MAX_TEXT_NBYTES = 256 << 20  # the largest tokenizer.json there are have 40 MB
 _LFS_POINTER = b"version https://git-lfs"
 
 DTYPE_NBYTES: Mapping[str, int] = {
@@ -110,12 +111,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
             )
         return files
     try:
-        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is broken: {error!r}") from error
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ModelError(f"{index} names files outside its directory: {', '.join(outside)}")
+        names = indexed_files(read_text(index))
+    except ValueError as error:
+        raise ModelError(f"{index} is broken: {error}") from error
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(
@@ -124,9 +122,31 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def indexed_files(text: str) -> list[str]:
+    """The files that an index of weights names, sorted.
+
+    Raises:
+        ValueError: it is none, or names files that lie elsewhere.
+    """
+    try:
+        names = sorted(set(json.loads(text)["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"it has no weight_map of files ({error!r})") from error
+    if outside:
+        raise ValueError(f"it names files outside its directory: {', '.join(outside)}")
+    return names
+
+
 def read_text(file: Path) -> str:
-    """Raises `ModelError`: it cannot be read, is no text, or git left only its name there."""
+    """Raises `ModelError`: it cannot be read, is no text, is far too long, or git left only its
+    name there."""
     with _reading(file):
+        if file.stat().st_size > MAX_TEXT_NBYTES:
+            raise ModelError(
+                f"{file} has {file.stat().st_size / 1e9:.1f} GB, and such files have some MB;"
+                " download it again"
+            )
         raw = file.read_bytes()
         _refuse_lfs_pointer(file, raw)
         return raw.decode()

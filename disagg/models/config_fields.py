@@ -7,6 +7,8 @@ import json
 from disagg.errors import ModelError
 from disagg.models.families import Json
 
+MOST = 2**31 - 1
+
 
 class Fields:
     """The keys of a config.json with the defaults of its family."""
@@ -18,13 +20,14 @@ class Fields:
     def wrong(self, what: str) -> ModelError:
         return ModelError(f"{self.place} is wrong: {what}")
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, most: int = MOST) -> int:
         """A positive whole number. Raises `ModelError`."""
         if key not in self.raw:
             raise ModelError(f"{self.place} has no {key!r}")
         value = self.raw[key]
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise self.wrong(f"{key} must be a positive number, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            limit = "" if most == MOST else f" of at most {most:,}"
+            raise self.wrong(f"{key} must be a positive number{limit}, not {value!r}")
         return value
 
     def optional_size(self, key: str) -> int | None:

@@ -159,7 +159,8 @@ class ModelDescription:
             return template
         found = self._tokenizer_config.get("chat_template")
         if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
-            found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+            named = [each for each in found if isinstance(each, dict)]
+            found = next((e.get("template") for e in named if e.get("name") == "default"), None)
         return found if isinstance(found, str) else None
 
     @property

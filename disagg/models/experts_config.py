@@ -9,6 +9,7 @@ from disagg.models.config_fields import Fields
 from disagg.models.families import ExpertNames
 
 MXFP4 = "mxfp4"
+_MOST = 10_000  # experts of a layer; there are models with hundreds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class ExpertsConfig:
 
 def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
     """Raises `ModelError`: a number is missing or wrong."""
-    num_experts = fields.size(fields.first_of(*names.num_experts))
+    num_experts = fields.size(fields.first_of(*names.num_experts), _MOST)
     num_chosen = fields.size("num_experts_per_tok")
     if num_chosen > num_experts:
         raise fields.wrong(

@@ -178,7 +178,7 @@ def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int)
             f" read; choose a file whose tensors are of {supported}"
         )
     dtype, num_values, nbytes = BLOCKS[kind]
-    if not dims or dims[0] % num_values:
+    if not dims or not all(dims) or dims[0] % num_values:
         raise ValueError(f"{name} of shape {list(dims)} is not made of whole blocks of {dtype}")
     end = begin + math.prod(dims) // num_values * nbytes
     return GgufTensor(dtype, tuple(reversed(dims)), begin, end)

@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -140,7 +141,7 @@ class GgufFiles:
                 f"{file} describes a model of architecture {self._architecture!r}; supported are"
                 f" {', '.join(_FAMILIES)}"
             )
-        if self._settings.get("split.count", 0) > 1:
+        if self._settings.get("split.count", 0) not in (0, 1):
             raise ModelError(
                 f"{file} is one of {self._settings['split.count']} parts of a model; join them with"
                 " llama.cpp's `llama-gguf-split --merge`"
@@ -155,6 +156,11 @@ class GgufFiles:
 
     def read(self, name: str) -> str | None:
         """What a file of that name would hold; None: nothing here says it."""
+        with _reading_settings(self.place):
+            said = self._said(name)
+        return None if said is None else json.dumps(said, ensure_ascii=False)
+
+    def _said(self, name: str) -> Any:
         said: Any = None
         if name == "config.json":
             said = self._config
@@ -170,13 +176,14 @@ class GgufFiles:
         elif name == "generation_config.json":
             said = {key: self._settings.get(f"general.sampling.{_SAMPLING[key]}")
                     for key in _SAMPLING}  # fmt: skip
-        return None if said is None else json.dumps(said, ensure_ascii=False)
+        return said
 
     def headers(self) -> dict[Path, Header]:
         tensors: dict[str, StoredTensor] = {}
-        for name, tensor in self._header.tensors.items():
-            if name != _ROPE_FACTORS:
-                tensors.update(self._stored(name, tensor))
+        with _reading_settings(self.place):
+            for name, tensor in self._header.tensors.items():
+                if name != _ROPE_FACTORS:
+                    tensors.update(self._stored(name, tensor))
         return {self.place: Header(self._header.raw, tensors)}
 
     def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
@@ -326,6 +333,15 @@ class GgufFiles:
             f"{self.place}: {self._architecture}.{name} is {self._setting(name)!r}, which is not"
             " supported"
         )
+
+
+@contextmanager
+def _reading_settings(file: Path) -> Iterator[None]:
+    """A setting of another type than it should have is found where it is used."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelError(f"{file} is damaged: its settings do not fit together: {error}") from error
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:

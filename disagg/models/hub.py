@@ -8,23 +8,34 @@ weights are fetched.
 
 from __future__ import annotations
 
-import json
+import errno
+import glob
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError, StartupError
-from disagg.models.checkpoint import DirectoryFiles, checkpoint_files
+from disagg.models.checkpoint import (
+    MAX_TEXT_NBYTES,
+    checkpoint_files,
+    indexed_files,
+    read_text,
+)
 from disagg.models.description import describe_model
 from disagg.models.fetched import MIB, NUM_PROGRESS_LINES, Say
 
 DEFAULT_REVISION = "main"
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# As the hub itself has it.
+_REPOSITORY = re.compile(
+    r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]{0,94}\w)?/[A-Za-z0-9](?:[\w.-]{0,94}\w)?",
+    re.ASCII,
+)
+_REVISION = re.compile(r"(?!.*(?:\.\.|//))\w[\w./+@-]*")  # "refs/pr/3" is one, a path is none
 _TOKENIZER = "tokenizer.json"
 _SETTINGS = frozenset(
     {
@@ -38,6 +49,7 @@ _SETTINGS = frozenset(
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SAY_AGAIN_S = 0.5  # sizes on the disk are not looked at more often
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class _Stopped(Exception):
@@ -50,7 +62,15 @@ def is_repository(model: str) -> bool:
 
 
 def snapshot_of(repository: str, revision: str | None = None) -> Path | None:
-    """Its directory in this machine's cache; None: it is not there, or not whole."""
+    """Its directory in this machine's cache; None: it is not there, or not whole.
+
+    Raises:
+        ModelError: nothing can be called `revision`.
+    """
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise ModelError(
+            f"{revision!r} is not written as a branch, a tag or a commit is", param="revision"
+        )
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repository, "config.json", revision=revision)
@@ -65,7 +85,7 @@ def _is_whole(directory: Path) -> bool:
         checkpoint_files(directory)
     except ModelError:
         return False
-    return DirectoryFiles(directory).read(_TOKENIZER) is not None
+    return (directory / _TOKENIZER).is_file()
 
 
 def fetch_repository(
@@ -101,7 +121,7 @@ def fetch_repository(
         describe_model(config.parent)
         index: Iterable[str] = ()
         if _WHOLE not in sizes and _INDEX in sizes:
-            index = json.loads(fetched(_INDEX).read_text())["weight_map"].values()
+            index = _indexed(fetched(_INDEX))
         names = needed_files(sizes, index)
         # What is whole has a tokenizer, so that comes when all other settings are there.
         for name in sorted(_SETTINGS.intersection(names), key=lambda name: name == _TOKENIZER):
@@ -122,7 +142,7 @@ def fetch_repository(
             directory = snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=names,
+                allow_patterns=[glob.escape(name) for name in names],
                 tqdm_class=_bar(progress, is_stopped),
             )
         except _Stopped:
@@ -169,17 +189,28 @@ def needed_files(names: Iterable[str], index: Iterable[str]) -> list[str]:
     return sorted(weights | (_SETTINGS & every))
 
 
-def _check_settings(repository: str, names: Iterable[str]) -> None:
+def _indexed(file: Path) -> list[str]:
+    try:
+        return indexed_files(read_text(file))
+    except ValueError as error:
+        raise ModelError(f"its {_INDEX} is broken: {error}") from error
+
+
+def _check_settings(repository: str, sizes: Mapping[str, int]) -> None:
     """Raises `ModelError`: it is no model that can be served, whatever its weights are."""
-    every = set(names)
-    if "config.json" not in every and any(name.endswith(".gguf") for name in every):
+    if "config.json" not in sizes and any(name.endswith(".gguf") for name in sizes):
         raise ModelError(
             f"it has GGUF files and no config.json; download one of them (`hf download {repository}"
             " FILE.gguf`) and give its path"
         )
     for name in ("config.json", _TOKENIZER):
-        if name not in every:
+        if name not in sizes:
             raise ModelError(f"it has no {name}, without which no model is served")
+    for name in sorted({*_SETTINGS, _INDEX}.intersection(sizes)):
+        if sizes[name] > MAX_TEXT_NBYTES:
+            raise ModelError(
+                f"its {name} has {sizes[name] / 1e9:.1f} GB, and such files have some MB"
+            )
 
 
 def _check_room(cache: Path, wanted_nbytes: int, repository: str) -> None:
@@ -289,6 +320,10 @@ def _failing_in_words(repository: str, revision: str | None) -> Iterator[None]:
     except StartupError:
         raise
     except Exception as error:  # the library's HTTP client, which changes, has a tree of its own
-        raise StartupError(
-            f"{where} cannot be fetched: {error}.{without}", param="model"
-        ) from error
+        said = f"{where} cannot be fetched: {error}.{without}"
+        if getattr(error, "errno", None) in _NO_PLACE:
+            said = (
+                f"{repository} cannot be kept in {constants.HF_HUB_CACHE}: {error}. Make room"
+                " there, or name another place with HF_HOME."
+            )
+        raise StartupError(said, param="model") from error

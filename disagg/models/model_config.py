@@ -17,6 +17,7 @@ from disagg.models.families import FAMILIES, NOT_YET, Family, Json
 from disagg.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+_MOST_LAYERS = 10_000  # each is described before there is a weight to compare with
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -65,10 +66,11 @@ class ModelConfig:
         Raises:
             ModelError: a field is missing, broken or unsupported.
         """
-        name = _family(raw, place)
-        family = FAMILIES[name]
-        fields = Fields({**family.defaults, **raw}, place)
+        fields = Fields(raw, place)
         try:
+            name = _family(raw, place)
+            family = FAMILIES[name]
+            fields = Fields({**family.defaults, **raw}, place)
             return _parsed(fields, name, family)
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise fields.wrong(str(error)) from error
@@ -119,7 +121,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     names = family.experts
     return ModelConfig(
         family=name,
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers", _MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -23,6 +24,13 @@ from tests.models.fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
 from tests.models.test_fetched import Said, go_on
 
 NAME = "acme/tiny-1.5"
+_INDEX = "model.safetensors.index.json"
+
+
+def _index_of(*files: str) -> bytes:
+    return json.dumps(
+        {"weight_map": {f"tensor {i}": name for i, name in enumerate(files)}}
+    ).encode()
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,8 @@ def hub(
             "pytorch_model.bin": b"x",
         },
         "acme/no-tokenizer": {**files, "tokenizer.json": None},
+        "acme/outside": {**files, _INDEX: _index_of("../../x", "model-00001.safetensors")},
+        "acme/star": {**files, _INDEX: _index_of("*"), "*": b"weights of a strange name"},
     }
     there = {
         name: {path: raw for path, raw in repository.items() if raw is not None}
@@ -201,6 +211,15 @@ def test_the_command_takes_the_hub_from_the_environment(hub: FakeHub, tmp_path: 
         ("a/b/", False),
         ("a b/c", False),
         ("s3://bucket/model", False),
+        # What the hub's library refuses as well.
+        ("a..b/c", False),
+        ("a/b--c", False),
+        ("a/b.git", False),
+        ("a/b-", False),
+        ("é/b", False),
+        ("a/" + "b" * 96, True),
+        ("a/" + "b" * 97, False),
+        ("a" * 300 + "/b", False),
     ],
 )
 def test_what_is_written_like_a_repository(
@@ -208,6 +227,47 @@ def test_what_is_written_like_a_repository(
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     assert is_repository(model) is is_one
+
+
+@pytest.mark.parametrize("revision", ["../../../etc/passwd", "/etc/passwd", "a//b", "", "-x"])
+def test_a_path_is_no_revision(revision: str) -> None:
+    with pytest.raises(ModelError, match="is not written as a branch, a tag or a commit"):
+        fetch_repository(NAME, revision, Said(), go_on)
+    with pytest.raises(ModelError, match="is not written as a branch, a tag or a commit"):
+        assert TierConfig(model=NAME, revision=revision).directory
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", is_full)
+    with pytest.raises(StartupError, match=rf"cannot be kept in {tmp_path / 'hub'}: .*No space"):
+        fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_an_index_may_name_no_other_place(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match=r"^acme/outside: its model.safetensors.index.json is bro"):
+        fetch_repository("acme/outside", None, Said(), go_on)
+    assert not [path for path in hub.asked if path.endswith(".safetensors")]
+
+
+def test_a_huge_file_of_settings_is_not_fetched(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.models.hub.MAX_TEXT_NBYTES", 100)
+    with pytest.raises(ModelError, match=rf"^{NAME}: its config.json has 0.0 GB, and such files"):
+        fetch_repository(NAME, None, Said(), go_on)
+    assert not [path for path in hub.asked if "/resolve/" in path]
+
+
+def test_a_name_with_a_star_is_one_file(hub: FakeHub, files: dict[str, bytes]) -> None:
+    """Else it would bring all that it matches."""
+    assert fetch_repository("acme/star", None, Said(), go_on)
+    there = {file.name for file in TierConfig(model="acme/star").directory.iterdir()}
+    assert "*" in there and "README.md" not in there
 
 
 def test_stores_are_refused_by_name() -> None:
