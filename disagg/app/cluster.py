@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -26,6 +28,8 @@ from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
+NUM_RAY_STARTS = 3
+_TOO_SLOW = "timed out during startup"  # Ray's words after 30 s, which no setting makes longer
 logger = logging.getLogger(__name__)
 
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -106,10 +110,25 @@ class Cluster:
         return gpus_of_cluster(only_free=True)
 
     def _start_local(self, device_ids: Sequence[str]) -> None:
+        """Start Ray here, once more where a busy machine made its node too slow for Ray."""
         see_only(device_ids)
+        this = psutil.Process()
+        before = set(this.children(recursive=True))
+        for num_left in reversed(range(NUM_RAY_STARTS)):
+            try:
+                return self._init_local(len(device_ids))
+            except Exception as error:  # Ray raises no class of its own
+                if not num_left or _TOO_SLOW not in str(error):
+                    raise
+                logger.warning("Ray's node was too slow: %s Starting it again.", error)
+                for process in set(this.children(recursive=True)) - before:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+
+    def _init_local(self, num_gpus: int) -> None:
         ray.init(
             address="local",
-            num_gpus=len(device_ids),
+            num_gpus=num_gpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,34 @@ def test_who_has_not_begun_to_serve_takes_nothing_down(ray: FakeRay) -> None:
     cluster.connect()
     cluster.stop()
     assert ray.calls == ["init head:6379", "leave"]
+
+
+@pytest.mark.parametrize("num_slow", [0, 2, 3])
+def test_a_node_that_is_too_slow_is_started_again(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, num_slow: int
+) -> None:
+    """Ray leaves the processes of such a start running. They are ended."""
+    from disagg.app.cluster import Cluster
+    from disagg.errors import StartupError
+
+    left: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: Any) -> None:
+        if len(left) < num_slow:
+            left.append(subprocess.Popen(["sleep", "600"]))
+            raise Exception("The current node timed out during startup. This could happen because")
+        ray.is_up = True
+
+    monkeypatch.setattr(ray, "init", init)
+    try:
+        if num_slow == 3:
+            with pytest.raises(StartupError, match="timed out during startup"):
+                Cluster(None, Path("/nowhere")).connect()
+        else:
+            Cluster(None, Path("/nowhere")).connect()
+        assert ray.is_up == (num_slow < 3)
+        assert [each.wait(10) for each in left[:2]] == [-signal.SIGKILL] * min(num_slow, 2)
+    finally:
+        for each in left:
+            each.kill()
+            each.wait()
