@@ -190,7 +190,9 @@ class HAProxyWatch:
         )
 
     def _end_when_replaced(self, stand_in: subprocess.Popen[bytes]) -> None:
-        if not self._served or self._routes() is None:
+        # Serve writes the routes some time before it starts an HAProxy with them, which mends them.
+        routes = self._routes() if self._served else None
+        if routes is None or not routes.startswith(haproxy_launcher.MARK):
             self._routes_since_s = None
         elif self._routes_since_s is None:
             self._routes_since_s = time.monotonic()

@@ -37,7 +37,7 @@ SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of
 
 CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"  # variable: a file with a chain and its key, for HTTPS
 
-_MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
+MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
 NOT_FOUND = "# Not found: "  # begins a line for each part that another version of Serve lacks
 _REMOVED_HEADERS = (
     "x-request-timeout-seconds",  # Serve would cut a stream after it, without an error event
@@ -115,14 +115,14 @@ def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
     Returns:
         the new configuration; it begins with a line `NOT_FOUND` for each part that is not there.
     """
-    if text.startswith(_MARK):  # Serve starts a successor with the file as it finds it
+    if text.startswith(MARK):  # Serve starts a successor with the file as it finds it
         return text
     missing = []
     for edit in _edits(host, certificate, num_connections):
         text, num_found = re.subn(edit.pattern, edit.replacement, text, flags=re.MULTILINE)
         if not num_found:
             missing.append(f"{NOT_FOUND}{edit.part}\n")
-    return "".join([_MARK, *missing, text])
+    return "".join([MARK, *missing, text])
 
 
 def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ...]:

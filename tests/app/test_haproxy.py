@@ -8,6 +8,7 @@ import socket
 import socketserver
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.app import haproxy_launcher, haproxy_metrics
+from disagg.app import haproxy, haproxy_launcher, haproxy_metrics
 from disagg.app.haproxy import HAProxyWatch, as_stand_in, find_haproxy, haproxy_environment
 from disagg.app.haproxy_launcher import mended
 from disagg.cli.ports import free_port
@@ -208,6 +209,41 @@ def test_what_another_version_of_serve_lacks_is_said(
     assert not events_of(tmp_path, mended(of_serve, "127.0.0.1", "", 400))
     (event,) = events_of(tmp_path, mended(of_another, "127.0.0.1", "", 400))
     assert event.startswith("haproxy_unknown: ") and f" {part} could not be set" in event
+
+
+def test_a_stand_in_stays_until_an_haproxy_runs_with_the_routes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve writes them before it starts that one; its HAProxy of the moment answers 503."""
+    monkeypatch.setattr(haproxy, "TAKEOVER_S", 0.0)
+    of_serve = serve_config(tmp_path, free_port(), 18004)
+    config = tmp_path / "node" / "haproxy.cfg"
+    config.parent.mkdir()
+    config.write_text(of_serve)
+    events: list[str] = []
+    watch = HAProxyWatch(tmp_path, "127.0.0.1", lambda event, sentence: events.append(event))
+    watch.look()
+    stand_in = watch._stand_in
+    assert stand_in is not None
+    words = ["-c", "import time; time.sleep(600)", "-db", "-f", str(config)]
+    with subprocess.Popen([sys.executable, *words]) as of_the_moment:
+        try:
+            deadline_s = time.monotonic() + 60
+            while not watch._find():
+                assert time.monotonic() < deadline_s
+            for _ in range(5):
+                watch.look()
+                time.sleep(0.01)
+            assert events == ["haproxy_died"]
+            config.write_text(mended(of_serve, "127.0.0.1", "", 400))
+            while len(events) == 1:
+                watch.look()
+                assert time.monotonic() < deadline_s
+        finally:
+            watch.close()
+            of_the_moment.kill()
+            stand_in.wait()
+    assert events == ["haproxy_died", "haproxy_replaced"]
 
 
 def test_without_routes_it_says_try_again(tmp_path: Path) -> None:
