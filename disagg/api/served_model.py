@@ -115,7 +115,11 @@ def _check_parser(param: str, name: str, names: tuple[str, ...]) -> None:
 
 
 def _read(chat_template: str) -> str:
-    file = Path(chat_template)
-    if not file.is_file():
-        raise ModelError(f"The chat template {file} does not exist.", param="chat_template")
-    return file.read_text("utf-8")
+    try:
+        return Path(chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"The chat template {chat_template} cannot be read:"
+            f" {error.strerror if isinstance(error, OSError) else error}.",
+            param="chat_template",
+        ) from error

@@ -21,6 +21,8 @@ _WHOLE = "model.safetensors"
 _MAX_HEADER_NBYTES = 100_000_000  # as the format's own library
 MAX_TEXT_NBYTES = 256 << 20  # the largest tokenizer.json there are have 40 MB
 _LFS_POINTER = b"version https://git-lfs"
+# What a header that is no header raises; ArithmeticError is for numbers without end.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 DTYPE_NBYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -166,7 +168,7 @@ def read_header(file: Path) -> Header:
         raise _cut_off(file, file_nbytes, 8 + length)
     try:
         tensors = dict(_parse(json.loads(raw), file, 8 + length))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise _damaged(file, f"its header cannot be read ({error})") from error
     end = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if file_nbytes < end:

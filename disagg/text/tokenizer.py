@@ -64,11 +64,14 @@ class Tokenizer:
             ModelError: it is broken.
         """
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
+            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(
                 f"The tokenizer.json of {model} cannot be read as a tokenizer: {error}."
             ) from error
+        if not tokenizer.num_ids:
+            raise ModelError(f"The tokenizer.json of {model} has no tokens; download it again.")
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are taken as such."""

@@ -31,6 +31,10 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
         (_write("model.safetensors", POINTER), ["model.safetensors", "git lfs pull"]),
         (_write("tokenizer.json", POINTER), ["tokenizer.json", "git lfs pull"]),
         (_write("tokenizer.json", "{}"), ["tokenizer.json of", "cannot be read as a tokenizer"]),
+        (
+            _write("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
+            ["tokenizer.json of", "has no tokens"],
+        ),
         (lambda directory: (directory / "tokenizer.json").unlink(), ["has no tokenizer.json"]),
         (
             _write("tokenizer_config.json", json.dumps({"chat_template": "{% for %}"})),
@@ -58,3 +62,17 @@ def test_refused_in_words(
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("absent", "No such file"), (".", "Is a directory"), ("binary", "utf-8")]
+)
+def test_a_chat_template_that_cannot_be_read(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    template = str(tmp_path / name)
+    port = str(free_port())
+    assert main(["serve", str(model), "--chat-template", template, "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert f"The chat template {template} cannot be read" in said and words in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,10 @@ def _check(directory: Path) -> None:
         (
             _header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}),
             "a has 12 bytes for",
+        ),
+        (
+            _header({"a": {"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 16]}}),
+            "its header cannot be read",
         ),
         (
             _header({"a": {"dtype": "F32", "shape": [-4], "data_offsets": [16, 0]}}),
