@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -20,13 +21,13 @@ from disagg.cli import process_tree
 from disagg.cli.ports import free_port
 from tests import plain_http
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 NUM_STREAMS = 12
 LONG = 1900  # tokens of a stream, which last longer than a test waits
 _MARK = "DISAGG_TEST_MARK"
 
 
-LEFT_TIMEOUT_S = 30.0  # workers of a Ray that was killed end one by one
+LEFT_TIMEOUT_S = 60.0  # workers of a Ray that was killed end one by one
 
 
 def until(
@@ -105,13 +106,19 @@ class Command:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def named(self, words: str) -> list[psutil.Process]:
+        """The processes below it with this name or in whose title these words are."""
+        return [each for each in self.family() if _is_named(each, words)]
+
     def one(self, words: str) -> psutil.Process:
-        """The process below it with this name or in whose title these words are."""
-        (found,) = [
-            each
-            for each in self.family()
-            if each.name() == words or words in " ".join(each.cmdline()[:1])
-        ]
+        """The only such process. Waits for it: HAProxy may be two while one takes over from the
+        other, and a child has its parent's name until it begins its own program."""
+
+        def alone() -> psutil.Process | None:
+            found = self.named(words)
+            return found[0] if len(found) == 1 else None
+
+        found: psutil.Process = until(alone, why=lambda: f"{words}: {self.named(words)}")
         return found
 
     def ended(self) -> int:
@@ -195,6 +202,12 @@ def ask(url: str) -> httpx.Response:
     """A short completion on a connection of its own. Raises `httpx.HTTPError`."""
     body = {"model": "demo-small", "prompt": "once", "max_tokens": 3}
     return plain_http.post(f"{url}/v1/completions", json=body, timeout=30)
+
+
+def _is_named(process: psutil.Process, words: str) -> bool:
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        return process.name() == words or words in " ".join(process.cmdline()[:1])
+    return False
 
 
 def _environment(process: psutil.Process) -> str | None:

@@ -44,6 +44,7 @@ class RayNodes:
             f"--num-gpus={num_gpus}",
             f"--port={self.gcs_port}",
             f"--dashboard-port={self.dashboard_port}",
+            f"--ray-client-server-port={free_port()}",
             f"--temp-dir={self._directory}",
             "--num-cpus=1",
         )

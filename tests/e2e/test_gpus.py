@@ -104,7 +104,7 @@ def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
         command.process.send_signal(signal.SIGTERM)
         command.wait_for("stopping")
         command.process.send_signal(signal.SIGTERM)
-        command.process.wait(3)
+        command.process.wait(30)  # it takes one; to drain would take as long as the streams
     assert len(streams.wait()) == NUM_STREAMS
     command.assert_only_own_lines()
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -89,14 +90,14 @@ def test_haproxy_says_what_it_took(served: Command) -> None:
 
 def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
     """Its successor asks every replica for its health, which needs the replica's log files."""
-    workers = {each.pid for each in served.family() if "ServeReplica" in each.name()}
+    workers = set(served.named("ray::ServeReplica"))
     served.one("ray::ServeController").kill()
     served.wait_for("process_started")
     asked_until_s = time.monotonic() + 10  # five periods of Serve's health checks
     while time.monotonic() < asked_until_s:
         assert ask(served.url).status_code == 200
         time.sleep(0.05)
-    assert workers == {each.pid for each in served.family() if "ServeReplica" in each.name()}
+    assert workers == set(served.named("ray::ServeReplica"))
     (line,) = served.events("process_ended")
     assert line["message"].startswith("Serve's controller ended")
 
@@ -113,8 +114,8 @@ def test_haproxy_that_dies_is_stood_in_for(served: Command) -> None:
         except httpx.ConnectError:
             assert num_answers == 0, "nobody listened again"
             continue
-        except (httpx.RemoteProtocolError, httpx.ReadError):  # it was asked by the one that died
-            continue
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            continue  # the one that died was asked
         num_answers += 1
         assert answer.status_code == 200 or (
             answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -135,7 +136,7 @@ def test_sigterm_lets_streams_end(served: Command) -> None:
     streams = Streams(served.url, NUM_STREAMS, SHORT)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
-    until(lambda: not takes_requests(served), timeout_s=10.0)  # the ingress hears of it a bit later
+    until(lambda: not takes_requests(served))  # the ingress hears of it a bit later
     assert streams.wait() == [DONE] * NUM_STREAMS
     assert served.ended() == 0
     served.assert_only_own_lines()
@@ -164,7 +165,6 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     try:
         until(lambda: phase in command.output())
         command.process.send_signal(number)
-        command.process.wait(5)
     finally:
         assert command.ended() == 0
     command.assert_only_own_lines()
@@ -177,7 +177,9 @@ def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
     command = Command(ONE_WORKER, home)
     try:
         command.wait_ready()
-        server = psutil.Process(command.process.pid).children()[0]
+        (server,) = [
+            each for each in command.family() if "disagg.cli.server_process" in _words(each)
+        ]
     finally:
         command.process.send_signal(signal.SIGSTOP)
         server.kill()
@@ -190,11 +192,8 @@ def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
 
 
 def _refusal(command: Command) -> str:
-    """What a start says that cannot work; it must do so soon, and leave nothing."""
-    try:
-        command.process.wait(60)
-    finally:
-        assert command.ended() == 2, command.output()
+    """What a start says that cannot work; it leaves nothing."""
+    assert command.ended() == 2, command.output()
     command.assert_nothing_left()
     (line,) = [each for each in command.output().splitlines() if each.startswith("disagg: ")]
     return line
@@ -276,14 +275,17 @@ def test_a_read_only_home_is_no_reason_to_fail(home: Path) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_start_that_stands_still(home: Path, name: str) -> None:
-    command = Command(MODEL, home)
-    try:
-        until(lambda: name in [each.name() for each in command.family()])
-        command.one(name).suspend()
-    finally:
-        said = _refusal(command)
+@pytest.mark.parametrize("program", ["gcs/gcs_server", "raylet/raylet"])
+def test_a_start_that_stands_still(home: Path, program: str) -> None:
+    """One of Ray's processes stops itself before it has done anything, whoever wakes it up."""
+    frozen = home / "frozen"
+    frozen.write_text("#!/bin/sh\nwhile :; do kill -STOP $$; done\n")
+    frozen.chmod(0o700)
+    ray = find_spec("ray")
+    assert ray is not None and ray.submodule_search_locations is not None
+    (directory,) = ray.submodule_search_locations
+    mounts = f"mount --bind {frozen} {directory}/core/src/ray/{program}"
+    said = _refusal(Command(MODEL, home, mounts=mounts))
     assert "Starting Ray came to a standstill" in said
 
 
@@ -298,6 +300,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
         words = (
             f"start --head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4"
             f" --include-dashboard=false --temp-dir {short} --disable-usage-stats"
+            f" --ray-client-server-port {free_port()}"
         )
         environment = {**os.environ, "HOME": str(home), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
         ray = Path(sys.executable).parent / "ray"
@@ -315,6 +318,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
             for each in family:
                 with contextlib.suppress(psutil.Error):
                     each.kill()
+            psutil.wait_procs(family, TIMEOUT_S)  # or they write while their directory is removed
 
 
 def test_a_cluster_that_wants_a_token(cluster: tuple[str, Path], home: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
     address = ["--ray-address", f"127.0.0.1:{nodes.gcs_port}"]
     environment = {"RAY_AUTH_MODE": "disabled"}
     with served([str(model), *flags, *address], directory, environment, port=port) as server:
-        until(lambda: not is_guest(server, nodes), 30, lambda: "it holds on to the cluster")
+        until(lambda: not is_guest(server, nodes), 120, lambda: "it holds on to the cluster")
         assert list(applications(nodes)) == ["disagg"]
         body = {
             "messages": [{"role": "user", "content": GUEST_PROMPT}],
@@ -100,7 +100,7 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         answer = plain_http.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         text = answer["choices"][0]["message"]["content"]
         assert text == reference.chat(GUEST_PROMPT, GUEST_TOKENS)
-    until(lambda: not applications(nodes), 60, lambda: "it left its application behind")
+    until(lambda: not applications(nodes), 120, lambda: "it left its application behind")
 
 
 def application(model: Path, port: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.command import LONG, NUM_STREAMS, Command, Streams, ask
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parent.parent.parent
 
