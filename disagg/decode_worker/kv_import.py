@@ -7,13 +7,16 @@
   for a transfer of the same blocks that is in progress;
 - reserved: the cached blocks are held, and blocks for the others are allocated;
 - moving: the source writes the blocks;
-- accepted: the blocks belong to the sequence, or are cached under their hashes;
-- computed: it failed or took too long; the next source is asked, or the engine computes.
+- accepted (`KVImport._accept`): the transfer succeeded, so the blocks belong to the sequence, or
+  are cached under their hashes. For a pull, the transport has checked the stamps before
+  (`kvtransfer/mover.py`);
+- computed: the transfer failed or took too long. The sequence goes to the next tier, or the engine
+  computes its prompt.
 
-The source is a `KVSource`: a peer's ticket, for one sequence; an early ticket, for which no
-sequence waits yet; or what a `KVTier` (host memory, the store) has of a prompt. Blocks that a
-source may still write are freed only when its transfer ends, even if its sequence was given up.
-Knows nothing of links or models. Owned by the engine's thread.
+A source (`KVSource`) is one of three: a peer's ticket, for one sequence; an early ticket, for which
+no sequence waits yet; or the blocks of a prompt that a `KVTier` (host memory, the store) has.
+Blocks that a source may still write are freed only when its transfer ends, even if the sequence has
+gone. Knows nothing of links or models. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ PrefillTimes = Callable[[int, int], float]  # (new tokens, tokens before them) -
 
 @dataclass(slots=True, eq=False)
 class _Import:
-    sequence: Sequence | None  # None: no sequence waits for it, or none does any more
+    sequence: Sequence | None  # None: no sequence waits for it (any more)
     source: KVSource | None  # None: no tier was asked yet
-    tiers: tuple[KVTier, ...]  # to ask after this source
-    until_s: float  # Unix seconds; from then on its sequence goes on without it
-    held: list[int] = field(default_factory=list)  # leading blocks that were here already
+    tiers: tuple[KVTier, ...]  # to ask if this source fails
+    until_s: float  # Unix seconds; then its sequence continues without this source
+    held: list[int] = field(default_factory=list)  # leading blocks that were cached here
     reserved: list[int] = field(default_factory=list)  # blocks that the source writes
 
     def is_of(self, request_id: str) -> bool:
@@ -56,7 +59,7 @@ class _Import:
 
     @property
     def has_ticket(self) -> bool:
-        """What it wants is kept for its sequence alone."""
+        """Its source is a ticket for this sequence only."""
         return self.source is not None and self.source.num_tokens > 0
 
     def drop(self) -> None:
@@ -77,7 +80,7 @@ class KVImport:
         prefill_times: predicted seconds of computing instead.
 
     Attributes:
-        pulls: how many pulls have ended how.
+        pulls: counts of pulls by lane and outcome.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class KVImport:
         self._wanted: list[_Import] = []  # by priority, then by arrival
         self._moving: dict[Hashable, _Import] = {}
         self.pulls = PullTally()
-        self._is_full = False  # one found no room in the last look, and waits for it
+        self._is_full = False  # in the last `advance` one found too few free blocks
 
     @property
     def num_arriving(self) -> int:
@@ -121,7 +124,7 @@ class KVImport:
             ticket: for the KV of its first `ticket.num_tokens` tokens; None: ask the tiers.
 
         Raises:
-            RequestError: it is to be computed here at once, and `Engine.submit` refuses it.
+            RequestError: no import is needed, and `Engine.submit` refuses the sequence.
         """
         self._engine.scheduler.number(sequence)
         source = None if ticket is None else self._source_of(ticket, sequence, traceparent)
@@ -173,7 +176,8 @@ class KVImport:
         return is_busy or bool(self._moving)
 
     def pull_ended(self, done: PullDone, now: float) -> tuple[TicketSource, Sequence | None]:
-        """Returns what was pulled, and who waited for it."""
+        """Accept or give up a pull that has ended. Returns its source and the sequence that waited
+        for it."""
         sequence = self._moving[done.pull_id].sequence
         source = self._finish(done.pull_id, done.error, now)
         assert isinstance(source, TicketSource)
@@ -181,7 +185,7 @@ class KVImport:
         return source, sequence
 
     def cancel(self, request_id: str) -> bool:
-        """Whether the sequence was here, and is forgotten."""
+        """Forget a sequence. Returns whether it was here."""
         for each in self._moving.values():
             if each.is_of(request_id):
                 each.sequence = None
@@ -194,8 +198,8 @@ class KVImport:
         return False
 
     def take_waiting(self) -> list[Sequence]:
-        """Give up the sequences whose transfer has not begun, with their tickets: they can begin
-        elsewhere."""
+        """Remove and return the sequences that can start on another worker instead: those whose
+        transfer has not begun, and those that load from a tier. Unused tickets stay valid."""
         wanted, self._wanted = self._wanted, []
         for each in wanted:
             if not each.has_ticket:
@@ -213,10 +217,10 @@ class KVImport:
     def _source_of(
         self, ticket: KVTicket, sequence: Sequence, traceparent: str
     ) -> TicketSource | None:
-        """None: the ticket cannot be, and is given back."""
+        """None: the ticket does not fit the sequence, and was released."""
         pool, num_blocks = self._engine.pool, len(ticket.block_ids)
         is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
-        is_sound &= sequence.prompt_logprobs is None  # for which all is computed here
+        is_sound &= sequence.prompt_logprobs is None  # these need the whole prompt computed here
         if not is_sound or not 0 < ticket.num_tokens < len(sequence.tokens):
             self._transport.release(ticket)
             return None
@@ -229,7 +233,7 @@ class KVImport:
         insort(self._wanted, each, key=_place)
 
     def _start(self, each: _Import, now: float) -> bool:
-        """Take an import that is wanted as far as it goes. False: it still is."""
+        """Advance a wanted import as far as possible. False: it still waits."""
         engine, sequence, source = self._engine, each.sequence, each.source
         if now >= each.until_s:
             each.drop()
@@ -249,7 +253,7 @@ class KVImport:
         return self._reserve(each, source, now)
 
     def _reserve(self, each: _Import, source: KVSource, now: float) -> bool:
-        """Hold what is here, and take blocks for the rest. False: not yet."""
+        """Hold the cached blocks and allocate the missing ones. False: it still waits."""
         pool, sequence = self._engine.pool, each.sequence
         found = pool.match(source.names)
         num_missing = source.find(len(found))
@@ -265,7 +269,8 @@ class KVImport:
         reserved = self._engine.reserve(num_missing, place)
         if reserved is None:
             pool.release(found)
-            # A ticket's source is the buffer meanwhile; others wait if blocks may be freed.
+            # With a ticket, the source keeps the KV meanwhile. Other imports wait only if blocks
+            # may be freed soon.
             waits = each.has_ticket or self._engine.scheduler.running or self._is_awaited
             if sequence is not None and waits:
                 self._is_full = True
@@ -296,18 +301,18 @@ class KVImport:
                 self._moving[move] = each
 
     def _is_coming(self, source: KVSource, now: float) -> bool:
-        """Whether a similar import is transferring the same blocks, and should end soon."""
+        """Whether a running import from the same kind of source brings the same blocks soon."""
         names = source.names
         for each in self._moving.values():
             if now < each.until_s and type(each.source) is type(source):
                 coming = each.source.names
-                last = len(coming) - 1  # whose name stands for all before it
+                last = len(coming) - 1  # its hash covers all blocks before it
                 if 0 <= last < len(names) and names[last] == coming[last]:
                     return True
         return False
 
     def _finish(self, move: Hashable, error: str | None, now: float) -> KVSource | None:
-        """A move ended: its blocks count, or the sequence goes on without them."""
+        """A transfer ended: accept its blocks, or continue without them."""
         each = self._moving.pop(move)
         if error is None:
             self._accept(each, now)
@@ -317,7 +322,11 @@ class KVImport:
         return each.source
 
     def _accept(self, each: _Import, now: float) -> None:
-        """The sequence joins with its blocks; or they are findable from now on, by all."""
+        """Accept the blocks of a transfer that succeeded.
+
+        From a ticket: the sequence joins the engine with them. Otherwise they are cached under
+        their hashes, where any sequence finds them.
+        """
         sequence, source, pool = each.sequence, each.source, self._engine.pool
         assert source is not None
         if sequence is not None and source.num_tokens:
@@ -332,16 +341,17 @@ class KVImport:
         self._pass_on(each, now)
 
     def _pass_on(self, each: _Import, now: float) -> None:
-        """Let the import's sequence go on, whether it succeeded or failed."""
+        """Let the import's sequence continue, whether the import succeeded or failed."""
         sequence, each.sequence = each.sequence, None
         if sequence is not None:
             enter_or_end(self._engine, sequence, lambda it: self._next(it, each.tiers, now))
 
     def _next(self, sequence: Sequence, tiers: tuple[KVTier, ...], now: float) -> None:
-        """Ask the next tier for what is not here of a prompt; or have it computed."""
+        """Ask the next tier for the blocks of a prompt that are not cached here, or submit the
+        sequence to the engine."""
         if tiers:
             size = self._engine.pool.block_size
-            # The last token is computed in any case: its logits are wanted.
+            # The last token is always computed, because its logits are needed.
             names = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
             num_here = len(self._engine.pool.match(names))
             times = self._prefill_times()
@@ -355,10 +365,10 @@ class KVImport:
 
 
 def enter_or_end(engine: Engine, sequence: Sequence, enter: Callable[[Sequence], T]) -> T | None:
-    """Enter a sequence, mostly by `engine.submit` or `engine.join`; a refusal is its only event.
+    """Call `enter`, usually `engine.submit` or `engine.join`. If it refuses the sequence, end that.
 
-    Any other failure ends it as well, unless the sequence is already in the engine: then the engine
-    is broken.
+    Any other failure also ends only the sequence, unless it is already in the engine: then the
+    engine is broken, and the error is raised.
     """
     try:
         return enter(sequence)

@@ -12,8 +12,8 @@ from disagg.blocks import BlockHash
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import Transport
 
-# A source that freezes may let a transfer hang with it. A pull may take so long, and so many times
-# what pulls from that source are predicted to take.
+# If a source freezes, a transfer from it may hang. A pull may take this many seconds, plus this
+# many times the predicted time of the pull.
 PULL_PATIENCE_S = 3.0
 PULL_FACTOR = 4.0
 
@@ -21,12 +21,12 @@ TransferTimes = Callable[[str, int], float]  # (source id, blocks) -> seconds
 
 
 class KVSource(Protocol):
-    """Has the KV of one import. Blocks are counted from the prompt's first; no method waits.
+    """The KV of one import. Blocks are counted from the prompt's first; no method waits.
 
-    names: hashes of the full blocks that it can bring at most.
-    num_tokens: tokens with KV in its blocks, the last of which may be partial; the source keeps
-        them for this sequence, which waits for free blocks. 0: full blocks, which others may use.
-    answer_s: how long to wait for an answer of `find`.
+    names: hashes of the full blocks that it may have.
+    num_tokens: tokens with KV in its blocks, of which the last may be partial. The source keeps
+        them for this sequence, which may wait for free blocks. 0: full blocks for any sequence.
+    answer_s: how long `find` may return None.
     """
 
     names: SequenceOf[BlockHash]
@@ -34,7 +34,7 @@ class KVSource(Protocol):
     answer_s: float
 
     def find(self, first_block: int) -> int | None:
-        """How many blocks it can bring from `first_block` on; None: not known yet."""
+        """How many blocks it has from `first_block` on; None: not known yet."""
         ...
 
     def patience_s(self, num_blocks: int) -> float:

@@ -12,9 +12,10 @@ from disagg.messages import PullCounts
 
 @dataclass(slots=True)
 class PullTally:
-    """Of one worker, since it started. Lanes are few: UCX's names, and one that is empty.
+    """The pulls of one worker since it started.
 
-    counts: one for each lane; made anew when a pull ends, since a status has it with every step.
+    counts: one entry for each lane (UCX's names, or ""). A new tuple when a pull ends, so that the
+        status of every step can contain it without a copy.
     """
 
     counts: tuple[PullCounts, ...] = ()
@@ -23,7 +24,7 @@ class PullTally:
     def ended(self, done: PullDone, *, is_given_up: bool = False) -> None:
         """
         Args:
-            is_given_up: nobody waited for it any more.
+            is_given_up: no sequence waited for it any more.
         """
         before = self._of(done.lane)
         if is_given_up:
@@ -42,7 +43,7 @@ class PullTally:
         self._keep(after)
 
     def refused(self) -> None:
-        """One that could not begin."""
+        """A pull could not begin."""
         before = self._of("")
         self._keep(msgspec.structs.replace(before, num_failed=before.num_failed + 1))
 

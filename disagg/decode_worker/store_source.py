@@ -20,7 +20,7 @@ WriteBlock = Callable[[int, bytes], None]
 
 @dataclass(slots=True, eq=False)
 class HostSource:
-    """Blocks in the worker's own host memory, as long as they are there."""
+    """Blocks in the worker's own host memory; they may be evicted at any time."""
 
     tier: HostTier
     names: SequenceOf[BlockHash]
@@ -41,7 +41,7 @@ class HostSource:
 
 
 class HostLookup:
-    """Host memory, asked for the blocks of a prompt."""
+    """Host memory as a tier."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
@@ -66,7 +66,7 @@ class HostLookup:
 
 @dataclass(slots=True, eq=False)
 class StoreSource:
-    """What the store answers to a lookup of the blocks from `num_here` on."""
+    """A lookup in the store of the blocks from `num_here` on."""
 
     tier: ColdTier
     write_block: WriteBlock
@@ -96,9 +96,9 @@ class StoreSource:
 
 
 class StoreLookup:
-    """The store, asked for the blocks of a prompt, unless it is away."""
+    """The store as a tier; no source while it is unreachable."""
 
-    num_under_way = 0  # who waits for an answer is `wanted`
+    num_under_way = 0  # imports that wait for a lookup are `wanted`
 
     def __init__(self, tier: ColdTier, write_block: WriteBlock) -> None:
         self._tier = tier

@@ -16,10 +16,10 @@ from disagg.kvtransfer.holds import Holds, issue_ticket
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.messages import GenerateRequest, HoldCounts
 
-# A decode worker pulls when it has room. Past this the blocks are wanted here; the ticket then
-# fails its stamp check and the prompt is computed where it is.
+# A decode worker pulls when it has room. After this time the blocks are freed here. A later pull
+# fails its stamp check, and the decode worker computes the prompt.
 HOLD_TTL_S = 60.0
-# The ingress that had the ticket may be dead. A reader that has the ticket pulls within this time.
+# The ingress that had the ticket may be dead. A reader that got the ticket pulls within this time.
 LOST_TTL_S = 1.0
 
 
@@ -31,7 +31,8 @@ class KVExport:
         generations: the slab's stamp table.
 
     Attributes:
-        counts: how holds have ended, made anew when one does: a status has it with every step.
+        counts: how many holds have ended in which way. A new object when one ends, so that the
+            status of every step can contain it without a copy.
     """
 
     def __init__(self, engine: Engine, peer: Peer, generations: Sequence[int]) -> None:
@@ -107,7 +108,7 @@ class KVExport:
         until_s: float,
     ) -> KVTicket:
         """Issue a ticket and hold the blocks for it; on failure free them."""
-        ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # nobody comes later
+        ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # no reader comes after the deadline
         try:
             ticket = issue_ticket(
                 self._peer,
@@ -145,7 +146,7 @@ class KVExport:
         return True
 
     def break_oldest(self) -> None:
-        """Free the blocks of the oldest hold, because work here cannot go on without them."""
+        """Free the blocks of the oldest hold, because no sequence here can continue otherwise."""
         broken = self._loans.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.release(broken)

@@ -8,14 +8,14 @@ from disagg.models.description import describe_model
 
 
 def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
-    """Read the model's description, and do the arithmetic of its memory.
+    """Read the model's description, and check that the model fits into memory.
 
     Args:
-        gpu_nbytes: memory of each GPU; None: not known here, so a worker on one finds out.
+        gpu_nbytes: memory of each GPU; None: not known here, so each worker checks its own.
         is_here: whether workers run on this machine.
 
     Raises:
-        StartupError: in words for the user; `ModelError` and `NotEnoughMemory` are two of them.
+        StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
     """
     from disagg.engine.device.runner import check_engine
 

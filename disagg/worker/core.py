@@ -76,7 +76,7 @@ class WorkerCore:
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Start a request. A refusal is the only delta of its stream."""
         sequence = self._streams.open(link_id, start, now)
-        if sequence.num_output_tokens:  # its client waits for the next token already
+        if sequence.num_output_tokens:  # rerouted: its client waits for the next token
             sequence.stream_since = now, sequence.num_tokens
         with self._ending(sequence):
             if not self.accepting:
@@ -103,7 +103,7 @@ class WorkerCore:
             self._kv_import.prefetch(asked, now)
 
     def drain(self, leave_by_s: float) -> None:
-        """Refuse new requests, and hand over the running ones that will not finish by then."""
+        """Refuse new requests, and hand over running ones that will not finish in time."""
         self.accepting = False
         self._draining = Draining(
             self._engine,
@@ -113,7 +113,7 @@ class WorkerCore:
         )
 
     def cancel(self, link_id: LinkId, stream_id: int) -> None:
-        """Cancel a stream and its sequence, wherever that is; no delta follows."""
+        """Cancel a stream and its sequence, in any state; no delta follows."""
         self._cancel(sequence_id(link_id, stream_id))
 
     def release(self, ticket_id: str) -> None:
@@ -137,11 +137,11 @@ class WorkerCore:
             try:
                 self._transport.add_peer(peer)
             except TransferFailed as error:
-                # Not lost: a ticket of this peer is refused with the same words and computed here.
+                # No request is lost: its tickets are refused, and their prompts computed here.
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
 
     def advance(self, now: float) -> bool:
-        """Between two steps: advance imports, exports and the drain. True: call again soon."""
+        """Advance imports, exports and the drain, between two steps. True: call again soon."""
         self._engine.scheduler.step_budget.now_s = now
         for event in self._transport.poll():
             match event:
@@ -187,7 +187,7 @@ class WorkerCore:
         return self._host.hashes() if self._host is not None else ()
 
     def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
-        """The worker's load: the engine's (by default as of now), imports, holds and transfers."""
+        """The worker's load: the engine's (by default its current one), imports, holds, pulls."""
         status = status or self._engine.status()
         return msgspec.structs.replace(
             status,
@@ -222,7 +222,7 @@ class WorkerCore:
 
     @contextmanager
     def _ending(self, sequence: Sequence) -> Iterator[None]:
-        """A failure inside ends this request, and never the worker."""
+        """A context in which a failure ends this request, and never the worker."""
         try:
             yield
         except DisaggError as error:
@@ -235,17 +235,17 @@ class WorkerCore:
     def _cancel(self, name: str) -> None:
         self._streams.close(name)
         if not self._kv_import.cancel(name) and self._engine.abort(name) is None:
-            self._kv_export.release(name)  # it has left: the ticket will not be used
+            self._kv_export.release(name)  # the sequence has left, so the ticket will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
         """Add early tickets for the finished blocks of prompts that will be handed over."""
         plan = self._engine.last_plan
         for sequence in plan.sequences[plan.num_decodes :]:
             if not sequence.hand_over or not self._streams.is_open(sequence):
-                continue  # it stays, or has left
+                continue  # it is not handed over, or has left
             try:
                 ticket = self._kv_export.early_ticket(sequence)
-            except Exception:  # then all of it is pulled at the end
+            except Exception:  # then all blocks are pulled at the end
                 log.exception("No early ticket for %s.", sequence.request_id)
                 continue
             if ticket is not None:

@@ -23,9 +23,9 @@ class Draining:
     """Empties an engine.
 
     Args:
-        take_waiting: those before it that can as well begin elsewhere.
-        step_times: the model as of now.
-        leave_by_s: Unix seconds; what will not have ended by then goes at once.
+        take_waiting: removes and returns sequences that can start on another worker instead.
+        step_times: the current time model.
+        leave_by_s: Unix seconds; sequences that would end later are handed over at once.
     """
 
     def __init__(
@@ -58,5 +58,5 @@ class Draining:
 
 
 def _num_steps(sequence: Sequence) -> int:
-    """At most, until it ends."""
+    """Upper bound of the steps until a sequence ends."""
     return sequence.max_num_tokens - len(sequence.tokens)

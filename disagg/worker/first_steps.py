@@ -1,8 +1,9 @@
 """Measures an engine's step times before its first request, as the start of its time model.
 
-Without them the first long prompt on a slow machine would look like a hung engine. Routers use them
-too, until a worker of the pool has served requests: workers that start together slow each other
-down, and a worker that seems slow would get no work that could correct the impression.
+Without these times the first long prompt on a slow machine would look like a hung engine. Routers
+also use them, until a worker of the pool has served requests. Workers that start together slow each
+other down while they are measured, and a worker that seems slow would get no requests that could
+correct the figure.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the co
 NUM_DECODES = 3
 NUM_TRIES = 3
 LEAST_OF_PRIOR = 0.01
-NUM_TELLINGS = 32  # a fit moves towards what it hears, and this may be far from its prior
+NUM_TELLINGS = 32  # observations of each time: a fit moves slowly, and may start far away
 
 
 def first_steps(
     engine: Engine, timer: Callable[[], float], prior: StepTimeModel | None = None
 ) -> StepTimeModel:
-    """Step times of a short prompt and its answer. Nothing of it can be found by name.
+    """Step times of a short prompt and its answer. Its blocks are not cached.
 
     Args:
-        engine: with warm kernels, and nothing to do yet.
+        engine: with warm kernels, and without requests.
         timer: monotonic seconds.
-        prior: what to believe of what these steps do not show.
+        prior: used for what these steps do not show.
     """
     scheduler = engine.scheduler
     room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
@@ -41,23 +42,23 @@ def first_steps(
         if num_short < num_tokens:
             engine.submit(_sequence(num_short, max_tokens=1))
             while engine.has_work:
-                engine.step()  # may compile: its time says nothing
+                engine.step()  # may compile, so its time is not used
     tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
     scheduler.enable_prefix_caching, scheduler.prompt_lookup = caching, lookup
     prior = prior or StepTimeModel()
     times = StepTimeFit(prior)
     for same in list(zip(*tries, strict=True)) * NUM_TELLINGS:
         features, _ = same[0]
-        times.observe(features, min(seconds for _, seconds in same))  # others' work only adds
+        times.observe(features, min(seconds for _, seconds in same))  # others only add time
     both = zip(times.model.coefficients, prior.coefficients, strict=True)
-    # They are a prior in their turn, and what is 0 there could never grow again.
+    # The result is a prior again, and a coefficient that is 0 there could never grow.
     return StepTimeModel(tuple(max(found, LEAST_OF_PRIOR * before) for found, before in both))
 
 
 def _timed_steps(
     engine: Engine, timer: Callable[[], float], num_tokens: int
 ) -> list[tuple[StepFeatures, float]]:
-    """One prompt and its answer."""
+    """The steps of one prompt and its answer, with their seconds."""
     seen: list[tuple[StepFeatures, float]] = []
     if num_tokens > 0:
         engine.submit(_sequence(num_tokens, max_tokens=NUM_DECODES + 1))

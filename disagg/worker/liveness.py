@@ -1,41 +1,41 @@
 """Detects a hung engine: its thread completes no iteration, for longer than a step may take.
 
-Time is counted in looks of the watching task, not on a clock: while the process is stopped or gets
-no CPU time, it does not look either, and its engine must not be mistaken for a hung one.
+Time is counted in checks of the watching task, not on a clock. While the process is stopped or gets
+no CPU time, the task makes no checks either, so the engine is not mistaken for a hung one.
 """
 
 from __future__ import annotations
 
-LOOK_S = 0.25  # between two looks
-TURN_S = 3.0  # what a turn may take on top of its step
-STEP_FACTOR = 4.0  # times what the time model predicts for the step under way
-DEAD_FACTOR = 3.0  # routing around a worker costs little, starting it anew costs its cache
+LOOK_S = 0.25  # between two checks
+TURN_S = 3.0  # an iteration may take this long, plus ...
+STEP_FACTOR = 4.0  # ... so many times the predicted seconds of the running step
+DEAD_FACTOR = 3.0  # a worker is replaced later than it is avoided: a restart loses its cache
 
 
 class Liveness:
-    """The verdict over successive looks at one engine."""
+    """Whether one engine hangs, from successive checks."""
 
     def __init__(self) -> None:
-        self.still_s = 0.0  # since the engine was last seen to turn
+        self.still_s = 0.0  # since the engine last completed an iteration
         self._limit_s = TURN_S
         self._num_turns = -1
 
     @property
     def is_stalled(self) -> bool:
-        """The engine hangs: requests should leave it."""
+        """The engine hangs: its requests should be rerouted."""
         return self.still_s > self._limit_s
 
     @property
     def is_dead(self) -> bool:
-        """It will not turn again."""
+        """The engine hangs for good: the worker should be replaced."""
         return self.still_s > DEAD_FACTOR * self._limit_s
 
     def look(self, num_turns: int, step_s: float) -> bool:
-        """Compare with the last look. True when the engine is found stalled, once each time.
+        """Compare with the last check. True once, when the engine is first found stalled.
 
         Args:
-            num_turns: of the engine's thread, so far.
-            step_s: what the step under way should take.
+            num_turns: iterations of the engine's thread so far.
+            step_s: predicted seconds of the running step.
         """
         was_stalled = self.is_stalled
         self.still_s = self.still_s + LOOK_S if num_turns == self._num_turns else 0.0

@@ -17,7 +17,7 @@ from disagg.store.host_tier import HostTier
 
 
 class KVOffload:
-    """Saves what an engine's cache has.
+    """Copies blocks of an engine's cache to host memory and to the store.
 
     Args:
         read_blocks: bytes of blocks, by block id.
@@ -38,10 +38,11 @@ class KVOffload:
             engine.save_evicted = self.save_evicted
 
     def save(self, events: Iterable[KVEvent], ended: Iterable[Sequence]) -> None:
-        """Copy what a step has made findable in the cache.
+        """Copy the blocks that a step has added to the cache.
 
         Args:
-            ended: sequences whose blocks go last now, and their beginning last of all.
+            ended: sequences whose blocks are now the most recently used in host memory, the
+                first block of each most of all.
         """
         if self._host is None:
             return
@@ -52,9 +53,10 @@ class KVOffload:
             self._host.touch(sequence.block_hashes)
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
-        """Keep copies of blocks that are about to be overwritten. `Engine.save_evicted`.
+        """Save blocks that are about to be overwritten. `Engine.save_evicted`.
 
-        To the store goes what is not in host memory, from where it would go there later.
+        Only blocks that are not in host memory go to the store now; host memory writes its blocks
+        there when it evicts them.
         """
         if self._host is not None:
             evicted = [each for each in evicted if each[1] not in self._host]

@@ -33,21 +33,21 @@ from disagg.worker.first_steps import first_steps
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.kv_cache import KVCache
 
-READ_NBYTES = 64 << 20  # of pinned memory for blocks on their way to the store, as it queues
+READ_NBYTES = 64 << 20  # of pinned memory for blocks on their way to the store
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A worker's parts, each made for the others.
+    """A worker's parts.
 
     read_blocks, write_block: bytes of blocks, by block id; for the cold tier.
     host_tier: copies blocks of the same cache.
-    first_times: what steps took before the first request, and where these do not show it, what the
-        roofline says: believed until requests teach better.
-    max_requests_nbytes: what prompts may take here, waiting and running.
-    transfer_prior: what pulls are believed to take until there was one.
+    first_times: the time model before the first request: measured steps, and the roofline for what
+        these do not show.
+    max_requests_nbytes: bound on all prompts in the worker, waiting and running.
+    transfer_prior: predicted times of pulls until one was measured.
     """
 
     engine: Engine
@@ -62,7 +62,7 @@ class Parts:
     transfer_prior: TransferPrior | None = None
 
     def tiers(self) -> list[KVTier]:
-        """Where KV of a prompt may be that is in no worker's cache, the quickest first."""
+        """The tiers behind this worker's cache, the fastest first."""
         tiers: list[KVTier] = []
         if self.host_tier is not None:
             tiers.append(HostLookup(self.host_tier))
@@ -83,10 +83,10 @@ def build_parts(
 
     Args:
         local_fleet: where workers of this process find each other with `transport: local`.
-        progress: hears how far it is, in the calling thread.
+        progress: called with the progress, in the calling thread.
 
     Raises:
-        StartupError: in words for the user.
+        StartupError: with a message for the user.
     """
     # Here, and not above: the scheduler's users must not need torch to import this package.
     from disagg.engine.device.runner import build_engine
@@ -169,13 +169,13 @@ def transfer_interface(config: ServeConfig) -> str | None:
         return config.transfer_interface
     if "UCX_NET_DEVICES" in os.environ:
         return None
-    if config.link_host is None:  # everybody is in this process
+    if config.link_host is None:  # all workers are in this process
         return LOOPBACK
     return interface_of(config.link_host)
 
 
 def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
-    """The way to the store, if there is one and it may hold KV."""
+    """The cold tier, if a store is configured and may hold KV."""
     if config.redis_url is None or not config.cold_tier_nbytes:
         return None
     from disagg.store.redis_store import RedisStore
@@ -202,7 +202,7 @@ def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
 
 
 def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Sequence[bytes]]:
-    """What reads blocks that are evicted together, for the store."""
+    """Reads blocks that are evicted together, for the store."""
     if slab.device_id == HOST:
         return kv_cache.read_blocks
     from disagg.engine.device.stream_copier import BlockReader
@@ -211,7 +211,7 @@ def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Seque
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:
-    """What copies between a cache and `num_slots` blocks of host memory."""
+    """Copies between a cache and `num_slots` blocks of host memory."""
     if slab.device_id != HOST:
         from disagg.engine.device.stream_copier import StreamCopier
 

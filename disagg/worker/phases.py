@@ -1,10 +1,10 @@
 """A request's stages inside one worker, as spans of its trace.
 
-prefill.queue  prefill.compute      when it is computed here from its first token on
-kv.pull        decode.queue         when its KV arrives from elsewhere
+prefill.queue  prefill.compute      if its prompt is computed here
+kv.pull        decode.queue         if its KV comes from another worker
 decode                              from the first token here to the last
 
-A stage that a request does not survive carries the error.
+If a request fails, the span of its last stage has the error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Stage = Literal["prefill.queue", "prefill.compute", "decode.queue", "decode"]
 
 
 class Phases:
-    """The spans of one request on this worker, and what its first token took. Unix seconds.
+    """The spans of one request on this worker, and the times of its first token. Unix seconds.
 
     Spans are free unless tracing is on.
     """
@@ -35,17 +35,17 @@ class Phases:
         self._queue_s = self._pull_s = 0.0
 
     def pulled(self, seconds: float) -> None:
-        """A part of its wait was a transfer."""
+        """A part of its wait was a KV transfer."""
         self._pull_s += seconds
 
     def admitted(self, now: float) -> None:
-        """It is part of a step for the first time."""
+        """The request is part of a step for the first time."""
         self._queue_s = max(0.0, now - self._since_s - self._pull_s)
         self._end(now)
         self._stage = "prefill.compute" if self._stage == "prefill.queue" else "decode"
 
     def times(self, now: float) -> StageTimes:
-        """What led to the first token here, which comes now. Called before `gained` hears of it."""
+        """The times up to the first token here, which comes now. Call it before `gained`."""
         is_prefill = self._stage.startswith("prefill")
         return StageTimes(is_prefill, self._queue_s, self._pull_s, max(0.0, now - self._since_s))
 

@@ -42,14 +42,14 @@ def sequence_id(link_id: LinkId, stream_id: int) -> str:
 
 
 def is_of_link(name: str, link_id: LinkId) -> bool:
-    """Whether a sequence or ticket came about on that link."""
+    """Whether a sequence or ticket belongs to that link."""
     return name.startswith(f"{link_id}/")
 
 
 class Streams:
     """All open streams of a worker.
 
-    nbytes: of their prompts, wherever they are: waiting, on the way in, or running.
+    nbytes: of all their prompts, whether waiting, being imported, or running.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Streams:
         return len(self._by_sequence)
 
     def open(self, link_id: LinkId, start: Start, now: float) -> Sequence:
-        """A sequence for a request. The ingress never uses a stream id twice on a link."""
+        """Make the sequence of a request. The ingress never uses a stream id twice on a link."""
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
         num_elsewhere = 0 if start.ticket is None else start.ticket.num_tokens
-        is_prefill = num_elsewhere < len(sequence.tokens) - 1  # a loan is a part of a prompt
+        is_prefill = num_elsewhere < len(sequence.tokens) - 1  # a loan covers only a prefix
         phases = Phases(start.request, now, is_prefill=is_prefill)
         num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
         grammar = sequence.sampling.grammar
@@ -78,7 +78,7 @@ class Streams:
         return sequence
 
     def close(self, name: str) -> None:
-        """Forget a stream: its client is gone, or it has had its last delta."""
+        """Forget a stream that was cancelled or has had its last delta."""
         stream = self._by_sequence.pop(name, None)
         if stream is not None:
             self.nbytes -= stream.nbytes
@@ -91,7 +91,7 @@ class Streams:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
     def pulled(self, sequence: Sequence, seconds: float) -> None:
-        """KV that a sequence waited for has come, or will not, after so long."""
+        """The transfer that a sequence waited for has ended, successfully or not."""
         stream = self._by_sequence.get(sequence.request_id)
         if stream is not None:
             stream.phases.pulled(seconds)
@@ -104,12 +104,12 @@ class Streams:
         now: float,
         step_s: float,
     ) -> dict[LinkId, list[TokenDelta]]:
-        """What a step gained, for each link.
+        """The deltas of a step, for each link.
 
         Args:
-            leave: turns a sequence that left into a ticket for its blocks.
-            give_up: forgets a sequence wherever it is. Whatever fails for one request ends that
-                request, and not the worker.
+            leave: turns a sequence that was handed over into a ticket for its blocks.
+            give_up: forgets a sequence in any state. A failure for one request ends that request,
+                and not the worker.
             now: Unix seconds at the end of the step, which took `step_s`.
         """
         self._end_queues(now - step_s)
@@ -139,12 +139,12 @@ class Streams:
         return deltas
 
     def early_delta(self, sequence: Sequence, ticket: KVTicket) -> tuple[LinkId, TokenDelta]:
-        """What its stream, which is open, hears of KV that is ready before the rest."""
+        """The delta with an early ticket, for the open stream of a sequence."""
         stream = self._by_sequence[sequence.request_id]
         return stream.link_id, TokenDelta(stream.stream_id, (), early_ticket=ticket)
 
     def fail_all(self, error: DisaggError) -> dict[LinkId, list[TokenDelta]]:
-        """The last delta of every open stream, wherever its sequence is."""
+        """End every open stream with an error. Returns their last deltas."""
         deltas: dict[LinkId, list[TokenDelta]] = {}
         for stream in self._by_sequence.values():
             last = TokenDelta(stream.stream_id, (), error=WireError.of(error))

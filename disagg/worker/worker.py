@@ -37,7 +37,8 @@ DRAIN_POLL_S = 0.05
 
 
 class Worker:
-    """One engine behind a link. Made by `start`; every method is called on its event loop."""
+    """One engine behind a link server. Create it with `start`; call every method on its event
+    loop."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Worker:
         clock: Callable[[], float] = time.time,
         build: Callable[..., Parts] = build_parts,
     ) -> Worker:
-        """Load the model, warm up, listen. Returns when requests can come.
+        """Load the model, warm up and listen. Returns when requests can be served.
 
         Args:
             epoch: unique to this process start; a restarted worker is a new peer.
@@ -87,7 +88,7 @@ class Worker:
             build: makes the engine and the transport; tests give one with a fake model.
 
         Raises:
-            StartupError: in words for the user.
+            StartupError: with a message for the user.
         """
         loop = asyncio.get_running_loop()
         tier = tier.for_role(role)
@@ -141,19 +142,19 @@ class Worker:
         self._thread.post(lambda: self._begin_drain(leave_by_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                # Asked, not told: the engine's thread has no event of this loop to set.
+                # Polled, because the engine's thread cannot set an event of this loop.
                 while not await self._ask(lambda: self._core.is_idle):  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.close()
 
     async def close(self) -> None:
-        """End everything at once; streams that are left end as `WorkerLost`."""
+        """End everything at once; open streams end with `WorkerLost`."""
         if self._watch is not None:
             self._watch.cancel()
         stopped = await self._loop.run_in_executor(None, self._thread.stop, STOP_TIMEOUT_S)
         await self._server.close()
-        if stopped:  # a thread that hangs may still use them
-            # Waits for threads of theirs: for a store that hangs up to seconds.
+        if stopped:  # otherwise a hung thread may still use them
+            # Waits for their threads, up to seconds if the store hangs.
             await self._loop.run_in_executor(None, self._core.close)
 
     async def check(self) -> None:
@@ -165,7 +166,7 @@ class Worker:
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def reply(value: T | None, error: Exception | None) -> None:
-            if answer.done():  # nobody waits any more
+            if answer.done():  # the caller was cancelled
                 return
             if error is not None:
                 answer.set_exception(error)
@@ -200,7 +201,7 @@ class Worker:
                 log.error("Hanging up: %s, of which %.3f s were expected", reason, step_s)
                 self._server.hang_up(reason)
 
-    # On the event loop: what ingresses say.
+    # On the event loop: messages of ingresses.
 
     def _receive(self, link_id: LinkId, message: Received) -> None:
         core, post = self._core, self._thread.post
@@ -230,7 +231,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._core.status())
 
     def _lend(self, link_id: LinkId, start: Start) -> None:
-        # Nobody who asks for a loan should wait for a step to be computed first.
+        # A loan request should not wait until a step is computed.
         delta = self._core.lend(link_id, start, self._clock())
         deltas, status = {link_id: [delta]}, self._core.status()
         self._loop.call_soon_threadsafe(self._server.publish, deltas, (), status)

@@ -2,7 +2,7 @@
 
 Running sequences grow by one block each `block_size` steps. If a new sequence took the last blocks,
 the next step would have to preempt, and recomputing costs more than waiting: so one block per
-running sequence is kept free. Remembers which sequences found too few blocks; allocates none.
+running sequence is kept free. Remembers which sequences found too few blocks. Allocates no blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
 
-_NOBODY = (1 << 62, 0)  # comes after everybody
+_NOBODY = (1 << 62, 0)  # a place after every sequence
 
 
 class AdmissionOrder:
@@ -25,8 +25,8 @@ class AdmissionOrder:
         self._pool = pool
         self._queues = queues
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
-        self._left_out: list[Sequence] = []  # for want of blocks, by the last plan in order ...
-        self._num_spare_then = 0  # ... when so many were to be had
+        self._left_out: list[Sequence] = []  # found too few blocks in the last plan ...
+        self._num_spare_then = 0  # ... when this many were available
 
     @property
     def _num_spare_blocks(self) -> int:
@@ -38,12 +38,14 @@ class AdmissionOrder:
         return num_blocks <= self._num_spare_blocks
 
     def may_reserve(self, num_blocks: int, arrival: tuple[int, int] | None) -> bool:
-        """Whether KV that arrives from elsewhere may have so many blocks.
+        """Whether imported KV may take so many blocks.
 
-        An arrival does not overtake an older waiting sequence that is short of blocks (`arrival`
-        is its place, None counts as the latest), or a stream of arrivals could starve it; and the
-        other way round, the next plan admits no sequence later than a refused arrival, which may
-        ask again before every plan.
+        An import does not overtake an older waiting sequence that is short of blocks; otherwise
+        many imports could starve it. In turn, the next plan admits no sequence that is later than
+        a refused import, which may ask again before every plan.
+
+        Args:
+            arrival: the import's place in the queue; None counts as the latest.
         """
         short = self.short
         if short is not None and (arrival is None or short.arrival < arrival):
@@ -55,7 +57,7 @@ class AdmissionOrder:
         return False
 
     def begin(self) -> None:
-        """A plan begins to admit: who found too few blocks may try again."""
+        """A plan begins to admit: sequences that found too few blocks may try again."""
         self.short = None
         self._left_out.clear()
 
@@ -71,9 +73,9 @@ class AdmissionOrder:
         return arrived if arrived and arrived[0].arrival < waiting[0].arrival else waiting
 
     def may_decode(self, max_num_seqs: int) -> bool:
-        """Whether the first that arrived has one token to compute, and a place for it.
+        """Whether the first arrived sequence has one token to compute, and there is a place for it.
 
-        Older ones that wait keep theirs: it overtakes them only in tokens of the step.
+        Older waiting sequences keep their places: it overtakes them only in tokens of the step.
         """
         queues = self._queues
         if not queues.arrived or queues.arrived[0].num_uncomputed != 1:
@@ -89,7 +91,8 @@ class AdmissionOrder:
             self.short = sequence
 
     def put_back(self, sequence: Sequence) -> None:
-        """It was preempted: a later arrival must not take what it gave up, to give it up again."""
+        """A sequence was preempted. A later arrival must not take the freed blocks: it would be
+        preempted for this sequence in turn."""
         if self.short is None or sequence.arrival < self.short.arrival:
             self.short = sequence
 

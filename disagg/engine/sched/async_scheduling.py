@@ -30,10 +30,11 @@ from disagg.time_model import StepFeatures
 class ProjectedPlan:
     """The state of a plan's sequences after it is applied, if none of them ends early.
 
-    decodes, starts: those with one token to compute, which the plan samples, and its position.
-    growing: those of them that need a block for it.
-    prefills: those in the middle of a prompt, with the position where they go on.
-    num_here: sequences of the plan that are still here; some will have ended.
+    decodes, starts: sequences that will have one token to compute, which the plan samples; and the
+        position of that token.
+    growing: those of `decodes` that need a block for it.
+    prefills: sequences in the middle of a prompt, with the position where they continue.
+    num_here: sequences of the plan that are still here, including those that will have ended.
     num_context: tokens of the decodes.
     """
 
@@ -47,9 +48,8 @@ class ProjectedPlan:
     ) -> None:
         """
         Args:
-            by_id: those that have not ended while the plan was under way; None: none of its own
-                has.
-            reaching: those that reach a milestone with it, if they decode in it.
+            by_id: the sequences that have not ended while the plan ran; None: all of its own.
+            reaching: the sequences that reach a milestone with it, if they decode in it.
         """
         is_here = [True] * len(plan.sequences)
         if by_id is not None:
@@ -103,7 +103,7 @@ def continued(plan: StepPlan) -> StepPlan:
 
 
 def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
-    """Those that need a block for their token after the next. Args: `all_go_on`."""
+    """Sequences that need a block for their token after the next. Args: see `all_go_on`."""
     return [
         each
         for each in reaching
@@ -112,7 +112,7 @@ def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
 
 
 def _ends_next(sequence: Sequence) -> bool:
-    """Whether it ends or leaves with its next token, whatever that is."""
+    """Whether it ends or is handed over with its next token, whichever token that is."""
     return len(sequence.tokens) + 1 >= sequence.max_num_tokens or sequence.hand_over
 
 
@@ -122,10 +122,10 @@ class LateBlocks(NamedTuple):
 
 
 class AsyncScheduling:
-    """Steps that were planned ahead: at most one behind the one that will be applied next.
+    """Steps that were planned ahead: at most one beyond the step that is applied next.
 
-    late_blocks: freed while such a step may write to them; no sequence may get them before it has
-        ended.
+    late_blocks: blocks that were freed while such a step may write to them. No sequence may get
+        them before the step has ended.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -133,7 +133,7 @@ class AsyncScheduling:
         self._pool = pool
         self._num_planned = 0
         self._gone: set[Sequence] = set()
-        self._near_budget: set[Sequence] = set()  # their next tokens need the host
+        self._near_budget: set[Sequence] = set()  # the host must check their next tokens
 
     @property
     def is_under_way(self) -> bool:
@@ -147,12 +147,14 @@ class AsyncScheduling:
         step_budget: StepBudget,
         needs_host: Callable[[Sequence], bool],
     ) -> tuple[StepPlan | None, list[Sequence], int]:
-        """The step after `plan`, which has yet to be applied, if it admits none; None if that
-        has to come first. And the sequences that need a block for it, and the tokens that are left.
+        """Plan the step after `plan` before `plan` is applied.
+
+        Returns None if `plan` must be applied first. Otherwise the step, the sequences that need a
+        block for it, and the tokens that are left of its budget. It admits no sequence.
 
         Args:
             reaching: as for `ProjectedPlan`.
-            needs_host: asked of sequences that run and are not part of `plan`.
+            needs_host: whether a sequence that runs but is not part of `plan` needs the host.
         """
         if self._near_budget and not self._near_budget.isdisjoint(plan.sequences):
             return None, [], 0
@@ -183,30 +185,30 @@ class AsyncScheduling:
         self._num_planned += 1
 
     def watch_thinking(self, sequence: Sequence) -> None:
-        """Its reasoning has a budget, and it is looked at once a block: see `Sequence`.
+        """Check the reasoning budget of a sequence, once a block (see `Sequence`).
 
-        Until it is looked at again it gains a block's tokens, and the step ahead chooses one more.
+        Until the next check it gains a block's tokens, and the step ahead samples one more.
         """
         sequence.watch_thinking(self._pool.block_size + 2)
         (self._near_budget.add if sequence.needs_host else self._near_budget.discard)(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, and a step under way may have a row of it."""
+        """A sequence has ended; a running step may still have a row of it."""
         self._near_budget.discard(sequence)
         if self.is_under_way:
             self._gone.add(sequence)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        """As `BlockPool.release`, but not before the last running step that may write to them."""
         if not self.is_under_way:
             self._pool.release(block_ids, is_spent=is_spent)
         elif block_ids:
             self.late_blocks.append(LateBlocks(block_ids, is_spent))
 
     def end(self) -> set[Sequence]:
-        """The first of them has ended on the device. What it wrote to for nothing is free.
+        """The oldest planned step has ended on the device. Frees the blocks that only it wrote to.
 
-        Returns those who ended after it was planned.
+        Returns the sequences that ended after it was planned.
         """
         self._num_planned -= 1
         late, self.late_blocks = self.late_blocks, []

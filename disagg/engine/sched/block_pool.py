@@ -16,7 +16,7 @@ from disagg.engine.sched.free_runs import FreeRuns
 from disagg.engine.sched.require import require
 from disagg.messages import KVEvent
 
-EXTENT_TOKENS = 256  # neighbours that are given up together where as many are wanted
+EXTENT_TOKENS = 256  # idle neighbours of these positions are evicted together
 
 
 class BlockPool:
@@ -39,7 +39,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the one to give up first comes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self._free = FreeRuns(num_blocks)
         self._extent = max(1, EXTENT_TOKENS // block_size)  # blocks
         self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
@@ -51,7 +51,7 @@ class BlockPool:
         return self._free.num_free + len(self._idle)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The leading run of blocks that are findable under `hashes`. Changes nothing.
+        """The leading run of blocks that are cached under `hashes`. Changes nothing.
 
         The result holds until the next `allocate`; `acquire` it to keep it.
         """
@@ -85,7 +85,7 @@ class BlockPool:
         first, the end of a prefix before its beginning.
 
         Args:
-            apart: they are for as many owners, so short runs are used up, as if by one call each.
+            apart: each block is for another owner, so short runs are used up first.
         """
         if num_blocks > self.num_free:
             return None
@@ -123,7 +123,7 @@ class BlockPool:
         """Cache a held, full block under its hash. If the hash is taken, the first block keeps it.
 
         Raises:
-            ValueError: nobody holds the block, or it has another name.
+            ValueError: the block has no holder, or another hash.
         """
         if self._num_holders[block_id] == 0:
             raise ValueError(f"block {block_id} was published without a holder")
@@ -153,7 +153,7 @@ class BlockPool:
         return evicted
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """All findable names."""
+        """The hashes of all cached blocks."""
         return tuple(self._block_of)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:

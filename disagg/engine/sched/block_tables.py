@@ -22,9 +22,9 @@ def give_blocks(
     leaves_room: Callable[[int], bool],
     enable_prefix_caching: bool,
 ) -> bool:
-    """Blocks for all tokens that a sequence has, found by name or new; False if too few.
+    """Give a sequence the blocks of all its tokens, cached or new; False if there are too few.
 
-    All at once, so that two half-computed prompts never wait for each other's blocks.
+    All blocks at once, so that two half-computed prompts never wait for each other's blocks.
 
     Args:
         leaves_room: whether so many blocks may be taken.
@@ -51,24 +51,24 @@ def give_blocks(
 
 
 def watch_blocks(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
-    """Publish from the block after `num_published` on, as blocks fill up."""
+    """Cache the sequence's blocks as they fill up, from the block after `num_published` on."""
     num_tokens = (sequence.num_published + 1) * pool.block_size
     sequence.publish_at = num_tokens if enable_prefix_caching else _NEVER
 
 
 def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
-    """Findable blocks with the sequence's leading tokens.
+    """Cached blocks with the sequence's leading tokens.
 
-    They never reach its last token: that one is computed, because its logits are wanted.
+    They never include its last token, which is always computed because its logits are needed.
     """
     if sequence.prompt_logprobs is not None:
-        return []  # they come of computing all of it
+        return []  # log-probabilities of the prompt need all of it computed
     num_findable = (len(sequence.tokens) - 1) // pool.block_size
     return pool.match(sequence.block_hashes[:num_findable])
 
 
 def adopt(pool: BlockPool, sequence: Sequence, found: list[int], new: list[int]) -> None:
-    """Own `found`, whose KV is there, and then `new`, whose KV is not."""
+    """Add `found`, blocks with KV, and then `new`, blocks without, to the block table."""
     sequence.block_ids = found + new
     sequence.num_slots = len(sequence.block_ids) * pool.block_size
     sequence.num_computed = len(found) * pool.block_size
@@ -76,7 +76,7 @@ def adopt(pool: BlockPool, sequence: Sequence, found: list[int], new: list[int])
 
 
 def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
-    """Own `num_blocks` more blocks; False, and nothing happens, if there are too few."""
+    """Allocate `num_blocks` more blocks; False, and nothing changes, if there are too few."""
     new = pool.allocate(num_blocks)
     if new is None:
         return False
@@ -86,7 +86,7 @@ def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
 
 
 def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
-    """One more block for each; False, and nothing happens, if there are too few for all."""
+    """Allocate one block for each; False, and nothing changes, if there are too few for all."""
     new = pool.allocate(len(sequences), apart=True)
     if new is None:
         return False
@@ -98,7 +98,7 @@ def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
 
 
 def trim(pool: BlockPool, sequence: Sequence) -> None:
-    """Give back the blocks beyond the sequence's tokens."""
+    """Release the blocks beyond the sequence's tokens."""
     num_kept = -(-len(sequence.tokens) // pool.block_size)
     spare = sequence.block_ids[num_kept:]
     if spare:
@@ -113,7 +113,7 @@ def give_back(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def disown(sequence: Sequence) -> list[int]:
-    """Take its blocks from a sequence, for somebody else to hold or to release."""
+    """Remove and return a sequence's blocks. The caller holds them now."""
     block_ids, sequence.block_ids = sequence.block_ids, []
     sequence.num_slots = sequence.num_listed = 0
     sequence.num_computed = 0
@@ -121,9 +121,9 @@ def disown(sequence: Sequence) -> list[int]:
 
 
 def publish(pool: BlockPool, sequence: Sequence) -> None:
-    """Name and publish the blocks that `num_computed` has filled since the last call.
+    """Cache the blocks that `num_computed` has filled since the last call, under their hashes.
 
-    Blocks that generated tokens have filled get their names here.
+    Blocks that generated tokens have filled are hashed here.
     """
     block_size, hashes = pool.block_size, sequence.block_hashes
     num_full = sequence.num_computed // block_size

@@ -15,12 +15,12 @@ from disagg.time_model import StepFeatures
 
 
 class Chunks:
-    """Work of one step, while its tokens last.
+    """Collects the work of one step until its token budget is used up.
 
     Args:
         budget: tokens.
-        running: a draft leaves a free block for each of these.
-        num_context: tokens of those that decode in the step.
+        running: a draft leaves a free block for each of these sequences.
+        num_context: tokens of the sequences that decode in the step.
     """
 
     __slots__ = ("_num_ahead", "_num_context", "_pool", "_running", "_sizes", "budget")
@@ -36,7 +36,7 @@ class Chunks:
         self._sizes: list[tuple[Sequence, int, int]] = []
 
     def add(self, sequence: Sequence, start: int) -> None:
-        """A sequence's next tokens from `start` on, and its draft if these are the last ones."""
+        """Add a sequence's next tokens from `start` on, and its draft if these are the last."""
         num_left = len(sequence.tokens) - start
         num_tokens = min(self.budget, num_left)
         if num_tokens == num_left and sequence.draft:
@@ -50,19 +50,20 @@ class Chunks:
             self.budget -= num_tokens
 
     def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Those of `decodes` that have a draft. Returns the others."""
+        """Add the sequences of `decodes` that have a draft. Returns the others."""
         others = [sequence for sequence in decodes if not sequence.draft]
         for sequence in [sequence for sequence in decodes if sequence.draft]:
             self._num_context -= len(sequence.tokens)
-            self.budget += 1  # a token of each was left out of it, whatever drafts take
+            self.budget += 1  # one token of each decode was already subtracted
             self.add(sequence, sequence.num_computed)
         return others
 
     def step_plan(self, decodes: list[Sequence], starts: list[int] | None = None) -> StepPlan:
-        """The step: `decodes`, of a token each, and what was added.
+        """The plan: `decodes`, with one token each, and the sequences that were added.
 
         Args:
-            starts: of the decodes, for a step that is planned ahead; their tokens are unread.
+            starts: positions of the decodes, for a step that is planned ahead; their tokens are
+                not read yet.
         """
         num_unread = 0 if starts is None else len(decodes)
         sequences: list[Sequence] = []

@@ -41,7 +41,7 @@ class FreeRuns:
         """Remove and return `num_blocks` members, in as few runs as is cheap to find.
 
         There must be that many. The smallest sufficient class of runs is used, so that single
-        blocks do not chop up the long runs that prompts want.
+        blocks do not split the long runs that prompts need.
 
         Args:
             apart: the members are single blocks: take the shortest runs.

@@ -1,10 +1,10 @@
 """Structured output: which tokens a grammar allows next.
 
 The state of a grammar is a function of the answer's tokens, so a sequence that is rerouted or
-recomputed replays its answer and goes on. Grammars come from clients: their size is bounded before
-llguidance sees them, their memory and time while it works. They are compiled in a thread of their
-own, with a deep stack because llguidance recurses on nesting. Ingresses check grammars with the
-same code with which workers compile them.
+recomputed replays its answer and continues. Grammars come from clients: their size is bounded
+before llguidance reads them, and their memory and time while it compiles. They are compiled in a
+thread of their own, with a deep stack because llguidance recurses on nesting. Ingresses check
+grammars with the same code with which workers compile them.
 
 llguidance is imported with the first grammar: a machine without it serves everything else.
 Must not know logits, devices or requests.
@@ -33,15 +33,15 @@ MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
 MAX_WAITING = 64  # grammars that wait to be compiled
-MAX_WORN = 64  # grammars of which it is remembered how many answers were too many for them
-MAX_CACHED = 16  # that nobody follows; compiling takes about a millisecond
+MAX_WORN = 64  # grammars that ran out of lexer states and are remembered
+MAX_CACHED = 16  # compiled grammars without an answer; compiling takes about a millisecond
 MAX_NBYTES = 512 << 20  # of all compiled grammars, whether followed or only kept
-MAX_LEXER_STATES = 10_000  # of one; who needs more begins anew, with the states of its answer alone
+MAX_LEXER_STATES = 10_000  # of one grammar; an answer that needs more is rerouted
 # Measured: 57 MB at 50,000 states, and 6.8 MB after compiling a schema of 65 kB.
 LEXER_STATE_NBYTES = 1200
 NBYTES_PER_SOURCE_BYTE = 110
 NUM_PROBES = 3
-OUT_OF_STATES = "too many states"  # llguidance's words for it
+OUT_OF_STATES = "too many states"  # in llguidance's error message
 # Recursion over a source of the largest size took 22 MB. Only pages that are touched take memory.
 STACK_NBYTES = 128 << 20
 # Between tokens of JSON: nothing, one space, or a new line and its indentation. Without a bound, a
@@ -56,10 +56,10 @@ _LIMITS: dict[str, Any] = {
 
 
 class Compiled:
-    """A grammar that is ready to be followed.
+    """A compiled grammar.
 
     num_mask_nbytes: of a mask, one bit for each token of the tokenizer.
-    num_followers: answers that have followed it so far, and left lexer states behind.
+    num_followers: answers that have used it so far, and have added lexer states.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, num_mask_nbytes: int) -> None:
@@ -69,7 +69,7 @@ class Compiled:
         self._matcher = matcher
 
     def matcher(self) -> LLMatcher:
-        """At the beginning of an answer. Lexer states are shared with all others, and so found."""
+        """A matcher at the beginning of an answer. All answers share the lexer states."""
         self.num_followers += 1
         return self._matcher.deep_copy()
 
@@ -79,10 +79,10 @@ class Grammars:
 
     Args:
         read_tokenizer: returns the text of the model's tokenizer.json; called when first needed.
-        eos_token_ids: what may follow a complete answer, and nothing else may.
-        max_compile_s: of processor time; what takes longer is refused.
+        eos_token_ids: only these may follow a complete answer.
+        max_compile_s: of processor time; a grammar that takes longer is refused.
         timer: processor seconds of the calling thread.
-        max_nbytes: of the grammars that are followed or kept: one more waits until it has room.
+        max_nbytes: of all compiled grammars; another one waits until there is room.
     """
 
     def __init__(
@@ -102,24 +102,26 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        self._max_followers: OrderedDict[Grammar, int] = OrderedDict()  # of those worn out lately
+        # How many answers may share a grammar, of grammars that ran out of lexer states.
+        self._max_followers: OrderedDict[Grammar, int] = OrderedDict()
         self._states: WeakSet[GrammarState] = WeakSet()
 
     @property
     def nbytes(self) -> int:
-        """What all compiled grammars may come to hold."""
+        """Upper bound of the memory of all compiled grammars."""
         followed = {id(compiled): compiled for compiled in self._followed()}
         of_followed = sum(most_nbytes(compiled.grammar) for compiled in followed.values())
         names = {compiled.grammar for compiled in followed.values()}
         return of_followed + sum(most_nbytes(each) for each in self._compiled if each not in names)
 
     def follow(self, grammar: Grammar, num_prompt_tokens: int) -> GrammarState:
-        """Where an answer begins. The compiled grammar stays for as long as the state does.
+        """The state at the beginning of an answer. It keeps the compiled grammar alive.
 
-        Waits for the compiler unless `is_ready` was true before: not for an engine's thread.
+        Waits for the compiler unless `is_ready` was true before, which an engine's thread must
+        check first.
 
         Raises:
-            GrammarError: it cannot be followed.
+            GrammarError: the grammar cannot be compiled.
         """
         compiled = self.compile(grammar).result()
         state = GrammarState(self, compiled, num_prompt_tokens)
@@ -127,11 +129,11 @@ class Grammars:
         return state
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """Begin to compile a grammar, or find it; its failure is a `GrammarError`.
+        """Begin to compile a grammar, if it is not compiled. A failure is a `GrammarError`.
 
         Raises:
-            GrammarError: it is too large to be looked at.
-            Overloaded: too many others wait.
+            GrammarError: it is too large to be parsed.
+            Overloaded: too many grammars wait to be compiled.
         """
         found = self._compiled.get(grammar)
         if found is not None and not self._has_enough_followers(grammar, found):
@@ -148,8 +150,8 @@ class Grammars:
         return future
 
     def is_ready(self, grammar: Grammar) -> bool:
-        """Whether it is compiled; if not, that has begun, or there is no room for it beside those
-        that are followed. Raises as `compile` does."""
+        """Whether a grammar is compiled. If not, compiling has begun, or it waits for room. Raises
+        as `compile` does."""
         if grammar not in self._compiled and not self._make_room(most_nbytes(grammar)):
             return False
         future = self.compile(grammar)
@@ -164,11 +166,11 @@ class Grammars:
     def _make_room(self, nbytes: int) -> bool:
         while self.nbytes + nbytes > self._max_nbytes:
             if not self._let_one_go():
-                return not self._states  # one alone always may
+                return not self._states  # a single grammar is always allowed
         return True
 
     def _let_one_go(self) -> bool:
-        """Forget the compiled grammar that was asked for longest ago, of those nobody follows."""
+        """Forget the least recently used compiled grammar that no answer uses."""
         names = {compiled.grammar for compiled in self._followed()}
         for grammar, future in self._compiled.items():
             if future.done() and grammar not in names:
@@ -177,12 +179,11 @@ class Grammars:
         return False
 
     def forget(self, worn: Compiled) -> None:
-        """Compile the grammar again when it is asked for, without the lexer states that answers
-        have left behind."""
+        """Forget a compiled grammar with its lexer states. The next answer compiles it again."""
         future = self._compiled.get(worn.grammar)
         if future is not None and future.done() and future.result() is worn:
             del self._compiled[worn.grammar]
-        # Those that come back may come together: each time half as many share the states.
+        # Its answers may all be rerouted here at once: each time half as many share the states.
         self._max_followers[worn.grammar] = max(1, worn.num_followers // 2)
         while len(self._max_followers) > MAX_WORN:
             self._max_followers.popitem(last=False)
@@ -210,10 +211,10 @@ class Grammars:
 
 
 class GrammarState:
-    """The grammar state of one answer. Belongs to the engine's thread.
+    """The grammar state of one answer. Owned by the engine's thread.
 
     Args:
-        compiled: of these grammars; see `Grammars.follow`.
+        compiled: see `Grammars.follow`.
         num_prompt_tokens: after so many of a sequence's tokens the answer begins.
     """
 
@@ -237,12 +238,12 @@ class GrammarState:
         return self.compiled.num_mask_nbytes
 
     def begin_at(self, num_tokens: int) -> None:
-        """The answer, as far as the grammar is concerned, begins after so many tokens."""
+        """Set the number of tokens after which the text under the grammar begins."""
         if num_tokens != self._begins_at:
             self._begins_at = self._num_seen = num_tokens
 
     def fill_mask(self, tokens: Sequence[int], address: int) -> None:
-        """Write which tokens may come next, to `num_mask_nbytes` bytes of memory.
+        """Write a mask of the tokens that may come next to `num_mask_nbytes` bytes of memory.
 
         Bit i of the little-endian 32-bit words is set if token i may come.
 
@@ -250,17 +251,17 @@ class GrammarState:
             tokens: of the prompt and the answer so far; those of the last call are unchanged.
 
         Raises:
-            GrammarError: it has become too complex, or the answer does not follow it.
-            Unavailable: it has become too complex by what other answers needed.
+            GrammarError: it has too many lexer states, or the answer violates it.
+            Unavailable: other answers have used up its lexer states.
         """
         self._advance(tokens, address)
         if not self._matcher.is_error():
             return
         is_worn = OUT_OF_STATES in self._matcher.get_error()
         if is_worn and self.compiled.num_followers > 1:
-            # Lexer states are shared by all answers and never forgotten: with new ones it may fit.
-            # A step must not wait for the compiler, so the request comes back: here or elsewhere
-            # it is let in again when its grammar is ready.
+            # Answers share the lexer states, and these are never forgotten. Compiled again, the
+            # grammar may have enough. A step must not wait for the compiler, so the request is
+            # rerouted, and admitted when the grammar is compiled.
             self._grammars.forget(self.compiled)
             raise Unavailable(
                 "Other answers have used up the states of this request's grammar; it is compiled"
@@ -276,12 +277,12 @@ class GrammarState:
 
 
 def most_nbytes(grammar: Grammar) -> int:
-    """What it may hold, compiled and with all lexer states that it may have."""
+    """Upper bound of its memory: compiled, and with all lexer states that it may have."""
     return MAX_LEXER_STATES * LEXER_STATE_NBYTES + NBYTES_PER_SOURCE_BYTE * len(grammar.source)
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raises `GrammarError` for what is too large to be compiled in bounded time and stack."""
+    """Raises `GrammarError` if a grammar is too large to be compiled in bounded time and stack."""
     nbytes = len(grammar.source.encode())
     max_nbytes = MAX_TEXT_NBYTES if grammar.kind in ("regex", "lark") else MAX_SCHEMA_NBYTES
     if nbytes > max_nbytes:
@@ -324,13 +325,13 @@ def _loaded(source: str) -> Any:
 
 
 def _grammar_text(grammar: Grammar) -> str:
-    """A grammar as llguidance reads it."""
+    """A grammar in llguidance's format."""
     from llguidance import LLMatcher
 
     match grammar.kind:
         case "json":
             schema = _loaded(grammar.source)
-            schema.pop("x-guidance", None)  # the library's own options are not the client's
+            schema.pop("x-guidance", None)  # clients must not set the library's options
             overrides: Any = {"whitespace_pattern": WHITE_SPACE}
             return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
         case "regex":
@@ -344,7 +345,7 @@ def _grammar_text(grammar: Grammar) -> str:
 
 
 def _deep_thread() -> ThreadPoolExecutor:
-    """One thread whose stack is deep; it ends with the process."""
+    """An executor of one thread with a deep stack; it ends with the process."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
     usual_nbytes = threading.stack_size(STACK_NBYTES)
     try:
@@ -366,10 +367,11 @@ def _load_tokenizer(read: Callable[[], str], eos_token_ids: list[int]) -> LLToke
 
 
 def _probe(matcher: LLMatcher) -> None:
-    """A few steps along some answer find what no text shows: no answer exists, or too many do.
+    """Follow a few tokens of some answer. This finds grammars without any answer, and grammars
+    whose answers need too many lexer states.
 
     Raises:
-        GrammarError: they fail.
+        GrammarError: the grammar is one of these.
     """
     _refuse_error(matcher)
     answer = matcher
@@ -391,5 +393,5 @@ def _refuse_error(matcher: LLMatcher) -> None:
 
 
 def _first_line(text: str) -> str:
-    """Of an error, without the grammar that the library repeats after it."""
+    """The first line of an error, without the grammar that the library repeats after it."""
     return text.strip().partition("\n")[0][:200].rstrip(".")

@@ -6,18 +6,17 @@ from disagg.blocks import hash_blocks
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Overloaded, RequestError, StartupError
 
-# Memory of a token of a request while it waits: an integer, its place in a list, and its share of
-# a block's name. Measured: 39.7.
+# Memory of a waiting request's token: an integer, its place in a list, and its share of a block
+# hash. Measured: 39.7.
 TOKEN_NBYTES = 40
 
 
 def check_room(nbytes: int, num_requests: int, max_nbytes: int) -> None:
-    """Whether `num_requests` of `nbytes` in all, the last one included, may be here together.
-
-    One alone always may: what is too long for the model is refused by its length.
+    """Check the bound on the memory of all requests here, with the new one: `num_requests` of
+    `nbytes` in all. A single request is always allowed; its length is checked elsewhere.
 
     Raises:
-        Overloaded: no; another worker may have room.
+        Overloaded: there is no room; another worker may have some.
     """
     if nbytes > max_nbytes and num_requests > 1:
         raise Overloaded(
@@ -46,7 +45,7 @@ def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
     they are valid: a hash covers all tokens up to the end of its block.
 
     Args:
-        named_by: the size that the names were made for; 0: `block_size`.
+        named_by: the block size that the hashes were made for; 0: `block_size`.
     """
     if named_by not in (0, block_size):
         sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
@@ -60,7 +59,7 @@ def token_limit(
     Raises:
         ContextLengthExceeded: there is no room for a single new token.
         RequestError: it is empty, a token is not in the vocabulary, nothing is left to generate,
-            the whole pool is too small, or the block names were made for another block size.
+            the whole pool is too small, or the hashes were made for another block size.
     """
     num_tokens = len(sequence.tokens)
     max_tokens = sequence.sampling.max_tokens

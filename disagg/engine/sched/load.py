@@ -8,10 +8,10 @@ from disagg.messages import WorkerStatus
 
 
 def load_of(scheduler: Scheduler) -> WorkerStatus:
-    """As of now. Transfers, holds and step costs are for the worker to add."""
+    """The current load. The worker adds transfers, holds and step costs."""
     queues, running = scheduler.queues, scheduler.running
     prefills: list[Sequence] = []
-    if queues.num_left > len(running):  # somebody has more to compute than the next token
+    if queues.num_left > len(running):  # some sequence has more than one token to compute
         prefills = [each for each in running if each.num_uncomputed > 1]
     num_uncomputed = sum([each.num_uncomputed for each in prefills])
     return WorkerStatus(

@@ -23,9 +23,9 @@ class Milestones:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._step = 0  # the number of the next one to be applied
+        self._step = 0  # the number of the next step to be applied
         self._reached: dict[int, dict[Sequence, int]] = {}  # by step; tokens of each by then
-        self._num_stopping: Counter[int] = Counter()  # sequences that stop at a token
+        self._num_stopping: Counter[int] = Counter()  # by token: sequences that stop at it
 
     @property
     def next(self) -> list[Sequence]:
@@ -34,8 +34,8 @@ class Milestones:
         return [each for each in self._reached.get(step, ()) if each.milestone == step]
 
     def pass_step(self, num_steps: int = 1) -> list[Sequence]:
-        """Sequences have gained the tokens of so many steps. Returns those that have reached a
-        milestone: each needs a new one."""
+        """Sequences have gained the tokens of so many steps. Returns the sequences that have
+        reached their milestone; each needs a new one."""
         ended, self._step = range(self._step, self._step + num_steps), self._step + num_steps
         reached: list[Sequence] = []
         for step in ended:
@@ -44,12 +44,13 @@ class Milestones:
                     continue
                 if len(sequence.tokens) >= num_tokens:
                     reached.append(sequence)
-                else:  # it had no place in a step
+                else:  # it was not part of every step
                     self.set(sequence)
         return reached
 
     def set(self, sequence: Sequence) -> None:
-        """It decodes from the next step on; the KV of all its tokens but the last is computed."""
+        """Set the milestone of a sequence that decodes from the next step on. The KV of all its
+        tokens but the last is computed."""
         num_full = sequence.num_computed // self._block_size
         num_tokens = min((num_full + 1) * self._block_size + 1, sequence.max_num_tokens)
         if sequence.hand_over:
@@ -58,7 +59,7 @@ class Milestones:
         self._reached.setdefault(step, {})[sequence] = num_tokens
 
     def drop(self, sequence: Sequence) -> None:
-        """It does not decode any more."""
+        """Forget a sequence that does not decode any more."""
         sequence.milestone = NO_MILESTONE
 
     # Tokens to stop at.
@@ -77,7 +78,7 @@ class Milestones:
     def stopping(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
     ) -> list[Sequence]:
-        """Those of the sequences that stop at the tokens that they gain."""
+        """The sequences that stop at the tokens that they gain."""
         if self._num_stopping.keys().isdisjoint(token_ids):
             return []
         pairs = zip(sequences, token_ids, strict=True)
@@ -88,7 +89,7 @@ class Milestones:
         self._num_stopping.clear()
 
     def check(self, running: Iterable[Sequence], known: Iterable[Sequence]) -> None:
-        """Raises `AssertionError`: a milestone is too late, or a token to stop at is forgotten."""
+        """Raises `AssertionError` if a milestone is too late, or a stop token is missing."""
         for sequence in running:
             if sequence.num_uncomputed == 1 and not sequence.draft:
                 num_missing = sequence.milestone - self._step + 1

@@ -15,7 +15,7 @@ MAX_INDEXED = 16_384  # tokens of a prompt, its last ones: about 200 bytes each
 
 
 class Ngrams:
-    """Where each run of `length` tokens ended last in a sequence that only grows."""
+    """The last position at which each n-gram of `length` tokens ended in a growing sequence."""
 
     __slots__ = ("_length", "_next_end", "_places")
 
@@ -25,7 +25,8 @@ class Ngrams:
         self._places: dict[tuple[int, ...], int] = {}
 
     def take_in(self, tokens: list[int]) -> int | None:
-        """Index what is new. Returns where the last run ended before, if it was there before."""
+        """Index the new tokens. Returns where the last n-gram ended before, if it occurred
+        before."""
         length, places, before = self._length, self._places, None
         for end in range(self._next_end, len(tokens) + 1):
             run = tuple(tokens[end - length : end])
@@ -36,11 +37,11 @@ class Ngrams:
 
 
 class PromptLookup:
-    """Proposes a draft wherever a sequence decodes and has none.
+    """Proposes a draft for each decoding sequence that has none.
 
     Args:
         num_tokens: of a draft, at most.
-        match_length: how many last tokens must have been there before.
+        match_length: length of the n-gram that must have occurred before.
     """
 
     def __init__(self, num_tokens: int, match_length: int) -> None:
@@ -48,11 +49,11 @@ class PromptLookup:
         self._match_length = match_length
 
     def propose(self, running: Iterable[Sequence]) -> bool:
-        """True: somebody has a new draft."""
+        """Propose drafts. True: some sequence has a new one."""
         has_drafts = False
         for sequence in running:
             is_decoding = len(sequence.tokens) - sequence.num_computed == 1
-            # Who hands over leaves with the next token.
+            # A sequence that is handed over leaves with the next token.
             is_served = not sequence.hand_over and sequence.takes_drafts
             if is_decoding and is_served and not sequence.draft:
                 sequence.draft = self._draft(sequence)
@@ -67,5 +68,5 @@ class PromptLookup:
         if place is None:
             return ()
         num_tokens = min(self._num_tokens, sequence.max_num_tokens - 1 - len(tokens))
-        period = len(tokens) - place  # what repeats sooner than a draft ends goes round in it
+        period = len(tokens) - place  # a repetition shorter than the draft is continued
         return tuple(tokens[place + i % period] for i in range(num_tokens))

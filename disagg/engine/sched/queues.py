@@ -17,10 +17,10 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 
 
 class Queues:
-    """Three lists, each ordered by priority and then by arrival, which keep their identity.
+    """Three lists, each ordered by priority and then by arrival. The list objects never change.
 
     num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
-    num_computed, num_left: computed and uncomputed tokens of running ones, which `advance` counts.
+    num_computed, num_left: computed and uncomputed tokens of running sequences, kept by `advance`.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class Queues:
             self._next_arrival += 1
 
     def check_new(self, sequence: Sequence) -> None:
-        """Raises `RequestError` if another sequence here has its name."""
+        """Raises `RequestError` if another sequence here has the same request id."""
         if sequence.request_id in self.by_id:
             raise RequestError(f"Request {sequence.request_id!r} is already running here.")
 
     def put(self, sequence: Sequence, queue: list[Sequence]) -> None:
-        """Into `arrived` or `waiting`."""
+        """Insert a sequence into `arrived` or `waiting`."""
         insort(queue, sequence, key=_by_arrival)
         self.num_queued_tokens += sequence.num_uncomputed
 
     def admit(self, queue: list[Sequence], num_uncomputed: int) -> Sequence:
-        """From the head of a queue, where it counted so many tokens, to `running`."""
+        """Move the head of a queue, where it counted so many tokens, to `running`."""
         sequence = queue.pop(0)
         self.num_queued_tokens -= num_uncomputed
         insort(self.running, sequence, key=_by_arrival)
@@ -57,12 +57,12 @@ class Queues:
         return sequence
 
     def num_waiting_before(self, sequence: Sequence) -> int:
-        """How many of `waiting` are older."""
+        """How many waiting sequences are older."""
         return bisect_left(self.waiting, sequence.arrival, key=_by_arrival)
 
     def split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that have one token to compute, and the others; the oldest first."""
-        if self.num_left == len(self.running):  # nobody has less than one
+        """Running sequences with one token to compute, and the others; the oldest first."""
+        if self.num_left == len(self.running):  # each has at least one
             return [*self.running], []
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -71,7 +71,7 @@ class Queues:
         return decodes, prefills
 
     def advance(self, num_computed: int, num_gained: int) -> None:
-        """Running sequences have so many more tokens with KV, and so many more tokens in all."""
+        """Count computed and new tokens of running sequences."""
         self.num_computed += num_computed
         self.num_left += num_gained - num_computed
 
@@ -80,7 +80,7 @@ class Queues:
         self.num_left += sign * sequence.num_uncomputed
 
     def pop_latest(self) -> Sequence:
-        """The least urgent, and of these the latest, that owns blocks; taken out of its list."""
+        """Remove and return the least urgent sequence that owns blocks; of several, the latest."""
         running, arrived = self.running, self.arrived
         if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
             self._count(running[-1], -1)
@@ -102,7 +102,7 @@ class Queues:
                 return
 
     def clear(self) -> list[Sequence]:
-        """Forget all. Returns them."""
+        """Remove and return all sequences."""
         sequences = list(self.by_id.values())
         for queue in (self.running, self.arrived, self.waiting, self.by_id):
             queue.clear()
@@ -110,7 +110,7 @@ class Queues:
         return sequences
 
     def check(self, block_size: int) -> None:
-        """Recount, each sequence's relation to its blocks included.
+        """Recount everything, including each sequence's blocks.
 
         Raises:
             AssertionError: names the first difference.

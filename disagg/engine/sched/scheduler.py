@@ -8,8 +8,8 @@ Older means more urgent (a lower `priority`), or equally urgent and earlier; lat
 
 There are two queues: `waiting` sequences own no blocks; `arrived` sequences own blocks with
 imported KV. Arrived ones are admitted even while an older waiting sequence is short of blocks,
-because the blocks that they hold are freed no other way. Preemption takes the latest sequence and
-recomputes it later: its `num_computed` falls to 0, where every sequence starts.
+because only running frees the blocks that they hold. Preemption takes the latest sequence and
+recomputes it later: its `num_computed` becomes 0, as in a new sequence.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Scheduler:
     """Continuous batching over one block pool.
 
     Args:
-        pool: where KV goes; other holders (arrivals, holds of tickets) may share it.
+        pool: the blocks for KV; KV import and KV export hold blocks of it too.
         max_num_seqs: sequences in one step.
         max_num_batched_tokens: tokens in one step.
         max_model_len: tokens of one sequence, prompt and output.
-        vocab_size: token ids from here on are refused, since a device would trip over them.
-        enable_prefix_caching: find and publish full blocks by name.
-        prompt_lookup: proposes drafts to those that decode.
+        vocab_size: larger token ids are refused, since they would fail on a device.
+        enable_prefix_caching: cache and find full blocks by their hashes.
+        prompt_lookup: proposes drafts for decoding sequences.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Scheduler:
         self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
         self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
-        self.num_preempted = 0  # ever, as the next two
-        self.num_drafted = 0  # tokens that were verified
-        self.num_accepted = 0  # of these
+        self.num_preempted = 0  # since the start, as the next two
+        self.num_drafted = 0  # draft tokens that were verified
+        self.num_accepted = 0  # draft tokens that were right
         self._order = AdmissionOrder(pool, queues)
         self._has_drafts = False  # True: some sequence may have one
         self._async_scheduling = AsyncScheduling(pool)
@@ -97,7 +97,7 @@ class Scheduler:
         """Queue a sequence that owns no blocks.
 
         Raises:
-            RequestError: it can never fit, or it contradicts itself; the message has the numbers.
+            RequestError: it can never fit, or is inconsistent; the message has the numbers.
         """
         if sequence.block_ids or sequence.num_computed:
             raise ValueError(f"{sequence} owns blocks: join it instead")
@@ -107,7 +107,7 @@ class Scheduler:
     def join(self, sequence: Sequence) -> None:
         """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
 
-        Its full blocks become findable at once, since others may share the prefix.
+        Its full blocks are cached at once, since other sequences may share the prefix.
 
         Raises:
             RequestError: as `submit`; the blocks stay the caller's.
@@ -126,7 +126,7 @@ class Scheduler:
         self.queues.put(sequence, self.arrived)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
-        """Blocks for KV that arrives from elsewhere, or None if they are better kept.
+        """Allocate blocks for imported KV; None if running or older sequences need them.
 
         Args:
             arrival: the place that `number` gave; None counts as the latest.
@@ -136,7 +136,7 @@ class Scheduler:
         return self.pool.allocate(num_blocks)
 
     def remove(self, request_id: str) -> Sequence | None:
-        """Forget a sequence in whatever state, and release its blocks. None if it is unknown."""
+        """Remove a sequence in any state, and release its blocks. None if it is unknown."""
         sequence = self.queues.by_id.get(request_id)
         if sequence is not None:
             self._forget(sequence)
@@ -144,17 +144,17 @@ class Scheduler:
         return sequence
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Have a sequence that is running, or has arrived, leave with its next token."""
+        """Make a running or arrived sequence leave with its next token."""
         sequence.hand_over = True
         if sequence.milestone != NO_MILESTONE:
             self.milestones.set(sequence)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """As `BlockPool.release`: now, or when no step under way writes to them any more."""
+        """As `BlockPool.release`, but not before the last running step that may write to them."""
         self._async_scheduling.release(block_ids, is_spent=is_spent)
 
     def abandon(self) -> list[Sequence]:
-        """Forget all sequences without giving back their blocks; for a broken engine."""
+        """Remove all sequences without releasing their blocks; for a broken engine."""
         self._order.short = None
         self.milestones.clear()
         return self.queues.clear()
@@ -172,7 +172,7 @@ class Scheduler:
         return list(self.queues.by_id.values())
 
     def holders(self) -> list[SequenceOf[int]]:
-        """Every list of blocks that is held for a sequence."""
+        """The blocks of each sequence."""
         late = [each.block_ids for each in self._async_scheduling.late_blocks]
         return [*(each.block_ids for each in self.sequences()), *late]
 
@@ -182,13 +182,13 @@ class Scheduler:
 
     @property
     def is_short(self) -> bool:
-        """A waiting sequence found too few blocks in the last plan."""
+        """Whether a waiting sequence found too few blocks in the last plan."""
         return self._order.short is not None
 
     # Deciding.
 
     def plan(self) -> StepPlan:
-        """The next step. Gives and takes blocks, but advances nobody.
+        """Plan the next step. Allocates and frees blocks, but advances no sequence.
 
         `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
         """
@@ -221,10 +221,10 @@ class Scheduler:
     def plan_following(
         self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
     ) -> StepPlan | None:
-        """The step after `plan`, which has yet to be applied; None if that has to come first.
+        """Plan the step after `plan` before `plan` is applied; None if that must be applied first.
 
         Args:
-            needs_host: asked of sequences that run and are not part of `plan`.
+            needs_host: whether a sequence that runs but is not part of `plan` needs the host.
         """
         if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
             self._has_drafts = True
@@ -244,7 +244,7 @@ class Scheduler:
         return following
 
     def _join_decodes(self) -> list[Sequence]:
-        """Move arrived ones that decode to `running`, before prompts share the budget."""
+        """Move arrived sequences that decode to `running`, before prompts use the budget."""
         joined: list[Sequence] = []
         order, caches = self._order, self.enable_prefix_caching
         while order.may_decode(self.max_num_seqs):
@@ -275,22 +275,23 @@ class Scheduler:
                 self.milestones.set(sequence)
             budget -= sequence.num_uncomputed
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
-            self._preempt_latest()  # they hold all blocks, and none can go on: one must give way
+            self._preempt_latest()  # arrived ones hold all blocks, and none can run: preempt one
         order.end()
         return admitted
 
     def _grow_by_turns(self, sequences: list[Sequence]) -> None:
-        """One more block for each, oldest first; the latest ones give way, maybe of these."""
+        """One more block for each, oldest first. If there are too few, preempts the latest
+        sequences, which may be some of these."""
         for sequence in sequences:
             while sequence.block_ids and not extend(self.pool, sequence, 1):
                 self._preempt_latest()
 
     def _preempt_latest(self) -> Sequence:
-        """Send the latest sequence that owns blocks back to `waiting`, without them."""
+        """Preempt the latest sequence that owns blocks: free them, and move it to `waiting`."""
         victim = self.queues.pop_latest()
         self.milestones.drop(victim)
         self.num_preempted += 1
-        victim.draft = ()  # or it would need more room than it had
+        victim.draft = ()  # with it, it would need more room than before
         give_back(self.pool, victim)
         self.queues.put(victim, self.waiting)
         self._order.put_back(victim)
@@ -299,9 +300,9 @@ class Scheduler:
     # Advancing.
 
     def apply(self, plan: StepPlan, sampled: SequenceOf[Sampled]) -> list[TokenEvent]:
-        """Advance every sequence of the plan by what was computed and sampled.
+        """Advance every sequence of the plan by the computed and sampled tokens.
 
-        Those that ended since it was planned are left out.
+        Sequences that have ended since the plan was made are skipped.
         """
         sequences, query_lens, num_plain = plan.sequences, plan.query_lens, plan.num_decodes
         if plan.is_ahead and (gone := self._async_scheduling.end()):
@@ -320,7 +321,7 @@ class Scheduler:
     def _apply_plain(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
     ) -> list[TokenEvent]:
-        """Advance sequences that decode, and have no drafts, by a token each."""
+        """Advance decoding sequences without drafts by one token each."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence.tokens.append(token_id)
             sequence.num_computed += 1
@@ -377,7 +378,7 @@ class Scheduler:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> TokenEvent:
-        """The event of a sequence that has gained tokens, and that may end or leave with them."""
+        """The event of a sequence that has gained tokens, and may end or be handed over now."""
         reason = sequence.finish_reason()
         if reason is None and not sequence.hand_over:
             self._go_on(sequence)
@@ -388,7 +389,7 @@ class Scheduler:
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 
     def _go_on(self, sequence: Sequence) -> None:
-        """It will gain tokens, and is looked at again at its next milestone."""
+        """A sequence goes on decoding. It is checked again at its next milestone."""
         self.milestones.set(sequence)
         if sequence.thinking is not None:
             self._async_scheduling.watch_thinking(sequence)

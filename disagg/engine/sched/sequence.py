@@ -1,7 +1,7 @@
 """A request inside one engine: its tokens so far, and how many of them have KV.
 
-Knows nothing of blocks' states, steps or devices. Prefill, decode, prefix hits, recomputation and
-arrival from another worker are all values of `num_computed`; there are no phases.
+Knows nothing of blocks' states, steps or devices. There are no phases: prefill, decode, prefix
+hits, recomputation and imported KV differ only in the value of `num_computed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NO_MILESTONE = -1
 
 @lru_cache(maxsize=64)
 def _as_set(token_ids: tuple[int, ...]) -> frozenset[int]:
-    """One for all that stop alike: each is looked into for every token, and stays in a cache."""
+    """One set object for all sequences with the same stop tokens: it is read for every token, and
+    so stays in the CPU's cache."""
     return frozenset(token_ids)
 
 
@@ -33,25 +34,25 @@ class Sequence:
 
     tokens: the prompt, then every token generated so far (also those generated elsewhere).
     draft: tokens that are proposed to come after them; see `speculation`.
-    num_computed: leading tokens whose KV lies in `block_ids`; below len(tokens) while it lives.
+    num_computed: leading tokens with KV in `block_ids`; below len(tokens) until it ends.
     block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
-    block_hashes: names of full blocks, extended as blocks fill up with generated tokens.
+    block_hashes: hashes of full blocks, extended as blocks fill up with generated tokens.
     num_listed: leading blocks that are in the runner's table at `slot`.
-    num_published: leading blocks that were offered to the pool under their names.
+    num_published: leading blocks that were offered to the pool's prefix cache.
     arrival: place in every queue: (priority, number that the scheduler gave; -1 before).
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: leave this engine, with the blocks, after one token.
-    grammar_state: where the answer is in its grammar, if it has one; the runner's.
-    needs_host: its next token cannot be chosen before the host has seen the one before it.
-    thinking: where its reasoning stands; None: nothing depends on that, or not any more.
-    prompt_logprobs: of the computed tokens of its prompt but the first, where they are asked for
-        and the answer has not begun; the runner's. Nothing cached is used for it meanwhile.
-    ngrams: where its runs of tokens are, for `prompt_lookup` alone.
-    slot: its row of what the runner keeps of running sequences; see `slots`.
-    max_num_tokens, stop_ids: when to end, as the scheduler worked it out on submission.
+    grammar_state: state of the answer in its grammar, if it has one; used by the runner.
+    needs_host: its next token cannot be chosen before the host has read the one before it.
+    thinking: state of its reasoning; None: nothing depends on it, or not any more.
+    prompt_logprobs: of the computed tokens of its prompt but the first, if they were requested and
+        the answer has not begun; used by the runner. Until then no cached prefix is used.
+    ngrams: the positions of its n-grams, for `prompt_lookup`.
+    slot: its row in the runner's tensors of running sequences; see `slots`.
+    max_num_tokens, stop_ids: when to end, computed by the scheduler on submission.
     milestone: the number of the step that may end it or begin a block, while it decodes; see
         `milestones`.
-    stream_since: when its TPOT is counted from, and its tokens then; None: it does not decode yet.
+    stream_since: start of its TPOT, and its number of tokens then; None: it does not decode yet.
     """
 
     __slots__ = (
@@ -138,20 +139,20 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether tokens may be proposed: not where each is masked by those before it."""
+        """Whether it can use drafts: not if each token's mask depends on the tokens before."""
         return self.sampling.grammar is None and self.thinking is None
 
     @property
     def _has_rules(self) -> bool:
-        # Bad words of one token are known beforehand.
+        # Bad words of one token do not depend on the tokens before.
         long_words = any(len(word) > 1 for word in self.sampling.bad_words_token_ids)
         is_scored = self.prompt_logprobs is not None
         return self.sampling.grammar is not None or long_words or is_scored
 
     def watch_thinking(self, num_tokens: int) -> None:
-        """Find out what depends on the reasoning while `num_tokens` more tokens come.
+        """Update `thinking` and `needs_host` for the next `num_tokens` tokens.
 
-        Until a budget may be used up, the device alone finds the tokens.
+        Until a reasoning budget may be used up, the device does not need the host.
         """
         thinking = self.thinking
         if thinking is None or self.sampling.grammar is not None:
@@ -161,7 +162,7 @@ class Sequence:
         self.needs_host = self._has_rules or thinking.is_near_budget(self.tokens, num_tokens)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Once, when the answer begins; None if they were not asked for."""
+        """Take them once, when the answer begins; None if they were not requested."""
         scored, self.prompt_logprobs = self.prompt_logprobs, None
         self.needs_host = self._has_rules or self.thinking is not None
         if scored is not None and len(scored) != self.num_prompt_tokens - 1:

@@ -86,7 +86,7 @@ def gain(
 class DraftedSequence:
     """A sequence as it will be if the first `num_ahead` tokens of its draft are right.
 
-    What a sampler asks of a sequence, for one row of the logits.
+    Has what a sampler reads of a sequence, for one row of the logits.
     """
 
     __slots__ = ("num_ahead", "num_prompt_tokens", "sampling", "sequence", "slot", "stop_ids")
@@ -116,7 +116,7 @@ Continued: TypeAlias = Sequence | DraftedSequence  # whose next token a row of t
 
 
 def rows(work: Work) -> Iterator[Continued]:
-    """For whom a work item's rows of logits are: none, the sequence, or the draft as well."""
+    """What the rows of logits of a work item belong to: nothing, the sequence, or its draft too."""
     sequence = work.sequence
     num_ahead = work.num_tokens - sequence.num_uncomputed
     if num_ahead >= 0:

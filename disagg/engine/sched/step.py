@@ -1,4 +1,4 @@
-"""The values of one engine step: what was planned, what the device sampled, who gained what."""
+"""The values of one engine step: the plan, the sampled tokens, and the events of sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disagg.time_model import StepFeatures
 class Work(msgspec.Struct, frozen=True, gc=False):
     """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on.
 
-    Where that is more than it has, the rest are the first tokens of its draft.
+    If that is more than it has, the others are the first tokens of its draft.
     """
 
     sequence: Sequence
@@ -29,14 +29,14 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     Two lists and not one of `Work`, which would be an object for each sequence in each step.
 
-    num_decodes: the first so many sequences compute one token, and sample the one after it.
-    features: what the step will cost, in the terms of the time model.
-    num_ahead: tokens of drafts among the new ones.
-    continues: the step before this one has yet to be applied, and has the same sequences: this very
-        object. All decode, each with the token that the step before samples.
-    starts: not empty if the step before has yet to be applied, but does not have the same. Then
-        sequence i goes on at position `starts[i]`, where it will be by then.
-    num_unread: so many of the first sequences go on with the token that the step before samples.
+    num_decodes: so many of the first sequences compute one token, and sample the one after it.
+    features: the step's features for the time model.
+    num_ahead: draft tokens among the new ones.
+    continues: the step before this one is not applied yet and has the same sequences, in the same
+        list object. All decode the token that the step before samples.
+    starts: not empty if the step before is not applied yet and has other sequences. Sequence i
+        then continues at position `starts[i]`.
+    num_unread: so many of the first sequences continue with the token that the step before samples.
     """
 
     sequences: SequenceOf[Sequence]
@@ -51,11 +51,11 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def is_ahead(self) -> bool:
-        """The step before this one has yet to be applied."""
+        """Whether the step before this one is not applied yet."""
         return self.continues or bool(self.starts)
 
     def first_positions(self) -> SequenceOf[int]:
-        """Where each sequence goes on, as long as the step before is not applied."""
+        """The position at which each sequence continues, while the step before is not applied."""
         return self.starts or [each.num_computed + self.continues for each in self.sequences]
 
     @property
@@ -69,22 +69,22 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-# What a step chose for an item of its plan: a token's id, or with its log-probabilities if they
-# were asked for; none where the chunk ends before the sequence's tokens do; several where a draft
-# was computed along, each as if what is before it were right. An error ends that sequence alone.
+# The result of a step for one sequence: a token id; a token with its log-probabilities if they were
+# requested; none if the chunk ends before the sequence's tokens do; several if a draft was
+# verified, each as if the draft before it were right. An error ends only that sequence.
 Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
 
 
 def are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
-    """Whether each is a token's id and nothing else."""
+    """Whether each result is a token id and nothing else."""
     return set(map(type, sampled)) <= {int}
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """What a sequence gained in a step, or how it ended.
+    """The tokens that a sequence gained in a step, or how it ended.
 
-    The last event of a sequence has a finish reason, an error, or `left`: it was asked to hand
-    over, and its blocks are now the receiver's to release.
+    The last event of a sequence has a finish reason, an error, or `left`: it was handed over, and
+    the receiver of the event must release its blocks.
     """
 
     sequence: Sequence
@@ -100,10 +100,10 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Runner(Protocol):
-    """Whatever computes a plan: a model on a device, a fake in tests, a clock in a simulator."""
+    """Computes plans: a model on a device, a fake in tests, or a clock in the simulator."""
 
     def run(self, plan: StepPlan) -> SequenceOf[Sampled]:
-        """One result for each item."""
+        """Compute the plan. Returns one result for each of its sequences."""
         ...
 
 
@@ -114,16 +114,16 @@ class AsyncRunner(Protocol):
     """A runner whose device computes while the host does something else."""
 
     def launch(self, plan: StepPlan) -> Results:
-        """Begin a step behind those that were launched. The result waits for its end.
+        """Launch a step after those already launched. Reading its result waits for its end.
 
-        Results are asked for in the order of launching, and at most one step late.
+        Results are read in the order of launching, and at most one step late.
         """
         ...
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether, once `plan` is launched, steps of its sequences can be launched behind it."""
+        """Whether steps of its sequences can be launched after `plan` before its result is read."""
         ...
 
     def needs_host(self, sequence: Sequence) -> bool:
-        """Whether a token of this sequence is not found by the device alone."""
+        """Whether the device needs the host to choose this sequence's next token."""
         ...

@@ -29,7 +29,7 @@ class StepBudget:
 
     Attributes:
         most: tokens of any step.
-        times: what steps take, as fitted so far; None: not known.
+        times: the fitted time model; None: not known yet.
         now_s: when the next step begins, on any clock.
     """
 
@@ -45,7 +45,7 @@ class StepBudget:
 
         Args:
             num_context: tokens of `decodes`.
-            num_before: of the first prompt, how many are computed; None: no prompt waits.
+            num_before: computed tokens of the first prompt; None: no prompt waits.
         """
         budget = self.most - len(decodes)
         if self.times is None or num_before is None or not decodes:
@@ -57,7 +57,7 @@ class StepBudget:
         return min(budget, num_tokens)
 
     def _allowed_s(self, sequence: Sequence, least_s: float) -> float:
-        """How long the next step of a stream may take; `least_s`: without prompt tokens."""
+        """Seconds that the next step of a stream may take; `least_s`: without prompt tokens."""
         tpot_slo_s = sequence.tpot_slo_s
         if tpot_slo_s == math.inf:
             return math.inf

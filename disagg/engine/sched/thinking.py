@@ -1,7 +1,7 @@
-"""Where an answer's reasoning stands: before which token it must end, and where a grammar begins.
+"""The state of an answer's reasoning: when it must end, and where a grammar begins.
 
-All of it is a function of the answer's tokens, so a sequence that moves or is recomputed goes on as
-if nothing had happened. Knows tokens, not text; must not know logits or devices.
+It is a function of the answer's tokens, so a sequence that moves or is recomputed continues
+unchanged. Knows tokens, not text; must not know logits or devices.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from disagg.messages import Thinking
 
 
 class Allowed(NamedTuple):
-    """What may come next.
+    """The tokens that may come next.
 
-    only: this token. None: what follows says.
-    grammar_at: what the grammar allows, whose text begins with this token of the sequence. None:
-        anything.
-    also: beside what the grammar allows.
+    only: nothing but this token. None: see the other fields.
+    grammar_at: only what the grammar allows; the grammar's text begins with this token of the
+        sequence. None: any token.
+    also: tokens that are allowed in addition to the grammar's.
     is_end: whether the answer may end here.
     """
 
@@ -29,7 +29,7 @@ class Allowed(NamedTuple):
 
 
 class ThinkingState:
-    """Of one answer.
+    """The reasoning state of one answer.
 
     Args:
         num_prompt_tokens: after so many of a sequence's tokens the answer begins.
@@ -41,7 +41,7 @@ class ThinkingState:
         self.thinking = thinking
         self._answer_at = self._num_looked_at = num_prompt_tokens
         self._opened_at = num_prompt_tokens if thinking.is_open else None
-        self._over_at: int | None = None  # the first token behind the reasoning
+        self._over_at: int | None = None  # the first token after the reasoning
 
     def is_over(self, tokens: SequenceOf[int]) -> bool:
         """
@@ -54,7 +54,7 @@ class ThinkingState:
         return self._over_at is not None
 
     def is_near_budget(self, tokens: SequenceOf[int], num_tokens: int) -> bool:
-        """Whether one of the next `num_tokens` tokens may be forced; as `is_over`."""
+        """Whether one of the next `num_tokens` tokens may be forced. Args: see `is_over`."""
         budget = self.thinking.budget
         if self.is_over(tokens) or budget is None:
             return False
@@ -62,7 +62,7 @@ class ThinkingState:
         return len(tokens) + num_tokens > opened_at + budget
 
     def allowed(self, tokens: SequenceOf[int], *, has_grammar: bool) -> Allowed:
-        """What may be the next token; as `is_over`."""
+        """The tokens that may come next. Args: see `is_over`."""
         is_over, num_tokens = self.is_over(tokens), len(tokens)
         thinking, opened_at = self.thinking, self._opened_at
         if not is_over and opened_at is not None and thinking.budget is not None:
@@ -77,11 +77,11 @@ class ThinkingState:
                 return Allowed(thinking.then[place])
             return Allowed(grammar_at=self._over_at + len(thinking.then))
         if is_over or (opened_at is None and not thinking.is_framed):
-            # It answers at once; or else it may begin to think now.
+            # It answers without reasoning, or it may begin to reason now.
             starts = (start[0] for start in thinking.starts if len(start) == 1)
             is_first = num_tokens == self._answer_at
             return Allowed(grammar_at=self._answer_at, also=tuple(starts) if is_first else ())
-        return Allowed(is_end=thinking.is_framed)  # which may end with a call of a function
+        return Allowed(is_end=thinking.is_framed)  # the answer may end with a tool call here
 
     def _look(self, tokens: SequenceOf[int]) -> None:
         thinking = self.thinking
