@@ -22,6 +22,14 @@ CHATML = (
 CORPUS = ["the quick brown fox jumps over the lazy dog, again and again and again. "] * 40
 
 
+def turns_template(call: str) -> str:
+    """Shows messages as `role(content[call]...)`, where `call` says what of each call `c`."""
+    return (
+        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}[" + call + "]{% endfor %}){% endfor %}"
+    )
+
+
 def byte_level_core() -> tokenizers.Tokenizer:
     """Merges on a few English words, every byte, three special tokens."""
     core = tokenizers.Tokenizer(models.BPE())

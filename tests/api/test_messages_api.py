@@ -9,7 +9,7 @@ import pytest
 
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app
-from tests.api.fakes import TOKENIZER, FakeGenerate, served_model
+from tests.api.fakes import TOKENIZER, FakeGenerate, served_model, turns_template
 from tests.api.openai.test_reasoning import OPEN, app
 from tests.api.openai.test_tools import HERMES
 from tests.api.test_responses_api import CALL
@@ -136,11 +136,7 @@ async def test_tokens_of_a_prompt_are_counted() -> None:
 
 
 async def test_a_conversation_with_tools_becomes_a_chat() -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.at }}]"
-        "{% endfor %}){% endfor %}"
-    )
+    template = turns_template("{{ c.function.name }} {{ c.function.arguments.at }}")
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "what is there?"}]},
         {"role": "assistant", "content": [

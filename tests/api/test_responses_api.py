@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.apps import http_client, make_app, openai_client
-from tests.api.fakes import FakeGenerate, served_model
+from tests.api.fakes import FakeGenerate, served_model, turns_template
 from tests.api.openai.test_reasoning import OPEN, app
 from tests.api.openai.test_tools import HERMES
 
@@ -89,11 +89,7 @@ async def test_calls_are_items_of_their_own() -> None:
 
 async def test_a_conversation_with_calls_becomes_a_chat() -> None:
     """Calls that follow each other are of one message, as templates know them."""
-    template = (
-        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }}"
-        " {{ c.function.arguments.at }}]{% endfor %}){% endfor %}"
-    )
+    template = turns_template("{{ c.id }} {{ c.function.name }} {{ c.function.arguments.at }}")
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "what is there?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": []},

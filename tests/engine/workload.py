@@ -115,6 +115,19 @@ def new_sequence(
     return Sequence(request, hand_over=hand_over)
 
 
+def prompt(num_tokens: int, first: int = 4) -> tuple[int, ...]:
+    return tuple(first + i % 50 for i in range(num_tokens))
+
+
+def arrive(engine: Engine, kv: FakeKV, sequence: Sequence, num_computed: int) -> None:
+    """As when its first tokens' KV has come from elsewhere."""
+    block_ids = engine.reserve(-(-num_computed // engine.pool.block_size))
+    assert block_ids is not None
+    sequence.block_ids, sequence.num_computed = block_ids, num_computed
+    kv.compute(sequence, 0, num_computed)
+    engine.join(sequence)
+
+
 @st.composite
 def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
     """Tiny caches, so that every block is fought over; few prefixes, so that many are shared.

@@ -1,4 +1,4 @@
-"""Rows to sample, as tables by slot; for tests of `SamplingOps`."""
+"""Rows to sample, as tables by slot, and checks that any `SamplingOps` must pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from collections.abc import Sequence
 
 import torch
 
-from disagg.kernels.sampling_rows import FIRST_FLOAT, Numbers, SampledRows, SamplingTables
+from disagg.kernels.sampling_rows import (
+    FIRST_FLOAT,
+    Numbers,
+    SampledRows,
+    SamplingOps,
+    SamplingTables,
+)
+from disagg.kernels.torch_sampling import TorchSampling
 
 OFF = 1 << 31
 PLAIN = Numbers(7, OFF, 0, 1.0, math.inf, math.inf, 1.0, 0.0, 0.0)
 VOCAB_SIZE = 5 * 256 + 77
+# Of top-k and top-p, each off, narrow and wide.
+CUTS = [(OFF, 0.9), (20, 0.8), (20, 0.95), (1, 0.5), (3, math.inf), (6, math.inf)]
+CUTS += [(7, math.inf), (300, 0.7), (1000, math.inf), (VOCAB_SIZE - 1, 0.3), (OFF, 1e-9)]
+CUTS += [(OFF, math.inf), (OFF, 0.9999)]
 
 
 def logits_of(num_rows: int, scale: float, seed: int = 0) -> torch.Tensor:
@@ -83,3 +94,45 @@ def rows_of(numbers: Sequence[Numbers], slots: Sequence[int] | None = None) -> S
         has_min_p=any(own[row].reach < math.inf for row in drawn),
         largest_top_k=max((own[row].top_k for row in drawn), default=0),
     )
+
+
+def check_step_after_step(ops: SamplingOps, seed: int) -> None:
+    """Penalties count what was chosen before, by `ops` and by torch, in tables of their own."""
+    rng = random.Random(seed)
+    numbers = [random_numbers(rng) for _ in range(7)]
+    slots = rng.sample(range(7), 5)
+    rows = rows_of(numbers, slots)
+    ours = tables_of(numbers, VOCAB_SIZE, num_ids=30)
+    ours.stop_ids = torch.randint(-1, VOCAB_SIZE + 3, (7, 3), dtype=torch.int32)
+    theirs = copy_of(ours)
+    plain = TorchSampling()
+    for token_id in (3, 9, 3, 1000):
+        before = torch.arange(7), torch.full((7,), token_id), torch.arange(7)
+        ops.remember(ours, *before)
+        plain.remember(theirs, *before)
+    for position in range(6, 11):
+        logits = logits_of(5, 2.0, seed=position)
+        positions, expected = torch.full((5,), position), logits.clone()
+        if rows.adjusted.shape[0]:
+            ops.adjust_(logits, ours, rows, positions)
+            plain.adjust_(expected, theirs, rows, positions)
+        assert torch.equal(logits, expected)
+        found = ops.choose(logits, ours, rows, positions)
+        assert torch.equal(found, plain.choose(expected, theirs, rows, positions))
+        ops.remember(ours, rows.slots, found, rows.remembered)
+        plain.remember(theirs, rows.slots, found, rows.remembered)
+        assert torch.equal(ours.counts, theirs.counts)
+        assert torch.equal(ours.num_seen, theirs.num_seen)
+        for slot, num_seen in enumerate(ours.num_seen.tolist()):
+            assert torch.equal(ours.seen_ids[slot, :num_seen], theirs.seen_ids[slot, :num_seen])
+
+
+def check_greedy_and_unlikely_rows(ops: SamplingOps) -> None:
+    """The first of equal logits; rows in which a grammar or `min_tokens` leaves one token."""
+    numbers = [PLAIN._replace(temperature=0.0), PLAIN, PLAIN._replace(top_p=0.5, top_k=4)]
+    logits = torch.full((3, VOCAB_SIZE), -math.inf)
+    logits[0, [70, 900]] = 2.0
+    logits[1, 1280] = logits[2, 1300] = -5.0
+    tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
+    found = ops.choose(logits, tables, rows, torch.zeros(3, dtype=torch.int64))
+    assert found.tolist() == [70, 1280, 1300]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 
 import pytest
 import torch
@@ -15,19 +14,15 @@ from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.torch_sampling import TorchSampling
 from tests.kernels.compiled import compiled_sampling
 from tests.kernels.sampling_cases import (
-    OFF,
+    CUTS,
     PLAIN,
     VOCAB_SIZE,
-    copy_of,
+    check_greedy_and_unlikely_rows,
+    check_step_after_step,
     logits_of,
-    random_numbers,
     rows_of,
     tables_of,
 )
-
-CUTS = [(OFF, 0.9), (20, 0.8), (20, 0.95), (1, 0.5), (3, math.inf), (6, math.inf)]
-CUTS += [(7, math.inf), (300, 0.7), (1000, math.inf), (VOCAB_SIZE - 1, 0.3), (OFF, 1e-9)]
-CUTS += [(OFF, math.inf), (OFF, 0.9999)]
 
 
 @pytest.fixture(scope="module")
@@ -55,43 +50,11 @@ def test_any_cut(scale: float, dtype: torch.dtype, library: ctypes.CDLL) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_step_after_step(seed: int, library: ctypes.CDLL) -> None:
-    """Penalties count what was chosen before, by both in tables of their own."""
-    rng = random.Random(seed)
-    numbers = [random_numbers(rng) for _ in range(7)]
-    slots = rng.sample(range(7), 5)
-    rows = rows_of(numbers, slots)
-    ours = tables_of(numbers, VOCAB_SIZE, num_ids=30)
-    ours.stop_ids = torch.randint(-1, VOCAB_SIZE + 3, (7, 3), dtype=torch.int32)
-    theirs = copy_of(ours)
-    compiled, plain = CpuSampling(library), TorchSampling()
-    for tables, ops in ((ours, compiled), (theirs, plain)):
-        for token_id in (3, 9, 3, 1000):
-            ops.remember(tables, torch.arange(7), torch.full((7,), token_id), torch.arange(7))
-    for position in range(6, 11):
-        logits = logits_of(5, 2.0, seed=position)
-        positions, expected = torch.full((5,), position), logits.clone()
-        compiled.adjust_(logits, ours, rows, positions)
-        plain.adjust_(expected, theirs, rows, positions)
-        assert torch.equal(logits, expected)
-        found = compiled.choose(logits, ours, rows, positions)
-        assert torch.equal(found, plain.choose(expected, theirs, rows, positions))
-        compiled.remember(ours, rows.slots, found, rows.remembered)
-        plain.remember(theirs, rows.slots, found, rows.remembered)
-        assert torch.equal(ours.counts, theirs.counts)
-        assert torch.equal(ours.num_seen, theirs.num_seen)
-        for slot, num_seen in enumerate(ours.num_seen.tolist()):
-            assert torch.equal(ours.seen_ids[slot, :num_seen], theirs.seen_ids[slot, :num_seen])
+    check_step_after_step(CpuSampling(library), seed)
 
 
 def test_greedy_and_unlikely_rows(library: ctypes.CDLL) -> None:
-    """The first of equal logits; rows in which a grammar or `min_tokens` leaves one token."""
-    numbers = [PLAIN._replace(temperature=0.0), PLAIN, PLAIN._replace(top_p=0.5, top_k=4)]
-    logits = torch.full((3, VOCAB_SIZE), -math.inf)
-    logits[0, [70, 900]] = 2.0
-    logits[1, 1280] = logits[2, 1300] = -5.0
-    tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
-    found = CpuSampling(library).choose(logits, tables, rows, torch.zeros(3, dtype=torch.int64))
-    assert found.tolist() == [70, 1280, 1300]
+    check_greedy_and_unlikely_rows(CpuSampling(library))
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])

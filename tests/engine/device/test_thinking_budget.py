@@ -5,29 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 
-from disagg.engine.device.runner import build_engine
 from disagg.engine.engine import Engine
 from disagg.messages import Grammar, Thinking
-from disagg.models.description import describe_model
-from tests.engine.device.test_token_masks import CONFIG, EOS_ID, answer, run, sequence
-from tests.tiny_model import write_tiny_model
+from tests.engine.device.tiny_engine import EOS_ID, answer, run, sequence
 
 START, END = 63, 31  # bytes that serve as marks; the last bits of their words
 OPEN = Thinking(starts=((START,),), end=(END,), forced_end=(END,), is_open=True, budget=9)
 DIGITS = Grammar("regex", "[0-9]{6}")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return build_engine(CONFIG, describe_model(directory))[0]
 
 
 def test_reasoning_ends_with_its_budget_and_nobody_else_notices(engine: Engine) -> None:

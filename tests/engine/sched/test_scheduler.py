@@ -10,14 +10,18 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, RequestError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams
-from tests.engine.fake_runner import FakeKV, expected_tokens
-from tests.engine.workload import Driver, Workload, new_engine, new_sequence, workloads
+from tests.engine.fake_runner import expected_tokens
+from tests.engine.workload import (
+    Driver,
+    Workload,
+    arrive,
+    new_engine,
+    new_sequence,
+    prompt,
+    workloads,
+)
 
 NO_STOP: frozenset[int] = frozenset()
-
-
-def prompt(num_tokens: int, first: int = 4) -> tuple[int, ...]:
-    return tuple(first + i % 50 for i in range(num_tokens))
 
 
 def run(engine: Engine, num_steps: int = 1000) -> dict[str, list[int]]:
@@ -35,14 +39,6 @@ def run(engine: Engine, num_steps: int = 1000) -> dict[str, list[int]]:
 def step_sizes(engine: Engine) -> list[tuple[str, int]]:
     engine.step()
     return [(work.sequence.request_id, work.num_tokens) for work in engine.last_plan.work]
-
-
-def arrive(engine: Engine, kv: FakeKV, sequence: Sequence, num_computed: int) -> None:
-    block_ids = engine.reserve(-(-num_computed // engine.pool.block_size))
-    assert block_ids is not None
-    sequence.block_ids, sequence.num_computed = block_ids, num_computed
-    kv.compute(sequence, 0, num_computed)
-    engine.join(sequence)
 
 
 @settings(max_examples=200, deadline=None)

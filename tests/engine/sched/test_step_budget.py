@@ -11,17 +11,13 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepTimeModel
 from tests.engine.fake_runner import FakeKV
-from tests.engine.workload import new_engine, new_sequence
+from tests.engine.workload import arrive, new_engine, new_sequence, prompt
 
 NO_STOP: frozenset[int] = frozenset()
 TIMES = StepTimeModel(
     (5e-3, 1e-4, 1e-12, 1e-3, 1e-12)
 )  # 5 ms, 0.1 ms a prompt token, 1 ms a stream
 MOST = 100  # tokens of a step
-
-
-def prompt(num_tokens: int, first: int = 4) -> tuple[int, ...]:
-    return tuple(first + i % 50 for i in range(num_tokens))
 
 
 def stream(tpot_slo_s: float, max_tokens: int = 40) -> Sequence:
@@ -96,14 +92,6 @@ def test_a_stream_spends_what_it_has_saved_and_makes_up_for_what_it_waited() -> 
     assert num_prompt_tokens(engine, 0.040) == usual - 20
     # So late that no 64 steps without prompts would help: as if it were in time.
     assert num_prompt_tokens(engine, 2.0) == usual
-
-
-def arrive(engine: Engine, kv: FakeKV, sequence: Sequence, num_computed: int) -> None:
-    block_ids = engine.reserve(-(-num_computed // engine.pool.block_size))
-    assert block_ids is not None
-    sequence.block_ids, sequence.num_computed = block_ids, num_computed
-    kv.compute(sequence, 0, num_computed)
-    engine.join(sequence)
 
 
 def test_a_stream_that_arrives_goes_on_while_a_long_prompt_fills_steps() -> None:
