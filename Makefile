@@ -9,7 +9,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long.
 CLUSTERS := tests/faults $(patsubst %,tests/e2e/test_%.py,autoscaling running_cluster three_nodes two_ingresses)
 SYSTEM := tests/e2e tests/faults
-BENCH := tests/bench tests/scripts
+# Not for every change: `make test-bench`.
+BENCH := tests/bench tests/scripts tests/kernels/grid
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
@@ -34,7 +35,7 @@ chat: $(READY)
 
 # Tests of the running system wait more than they compute. Without ARGS their two parts run beside
 # each other, types and all other tests, which leave them the processors. Each ends with its 15 slowest
-# tests. Those of `bench/` and `scripts/` are `make test-bench`.
+# tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@began_s=$$(date +%s); \

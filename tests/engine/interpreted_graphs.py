@@ -1,4 +1,4 @@
-"""Decode graphs on the kernels; run by `test_decode_graphs.py` under Triton's interpreter.
+"""Decode graphs on the kernels; run by `test_interpreted.py` under Triton's interpreter.
 
 A recording here repeats its calls on the same tensors, as a captured graph does on a device.
 """

@@ -1,4 +1,4 @@
-"""The compiled kernels of this source tree."""
+"""The compiled kernels of this source tree, for tests that are collected where they can run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from disagg.kernels.cpu_library import SAMPLING, STEP, Found, cpu_flags, load
 
@@ -30,23 +28,21 @@ def _built(directory: Path, file: Path) -> Path:
     return found
 
 
+def can_compile() -> bool:
+    return shutil.which("g++") is not None or shutil.which("c++") is not None
+
+
+def can_run_step() -> bool:
+    """Whether this CPU has the instructions of the compiled step, too."""
+    return can_compile() and not set(STEP.needed) - cpu_flags()
+
+
 def compiled(directory: Path) -> Found:
-    """Skips where nothing can be compiled, or not run: there torch is what is used."""
-    missing = set(STEP.needed) - cpu_flags()
-    if missing:
-        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
-    _need_compiler()
     return load(STEP, _built(directory, STEP.file), cpu_flags())
 
 
 def compiled_sampling(directory: Path) -> ctypes.CDLL:
-    """As `compiled`, of the loops that choose tokens, which every CPU can run."""
-    _need_compiler()
+    """The loops that choose tokens, which every CPU can run."""
     found = load(SAMPLING, _built(directory, SAMPLING.file), cpu_flags())
     assert found.loaded is not None, found.sentence
     return found.loaded
-
-
-def _need_compiler() -> None:
-    if shutil.which("g++") is None and shutil.which("c++") is None:
-        pytest.skip("no C++ compiler is here")

@@ -1,4 +1,4 @@
-"""Each Triton kernel equals its reference; run by `test_triton.py` under Triton's interpreter."""
+"""Kernels in Triton equal their references; run by `test_interpreted.py` under its interpreter."""
 
 from __future__ import annotations
 

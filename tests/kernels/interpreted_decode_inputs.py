@@ -1,4 +1,4 @@
-"""Decodes made by the kernel; run by `test_decode_inputs.py` under Triton's interpreter."""
+"""Decodes made by the kernel; run by `test_interpreted.py` under Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts and sinks in Triton equal their references; run by `test_triton.py`, interpreted."""
+"""Experts and sinks in Triton equal their references; run by `test_interpreted.py`."""
 
 from __future__ import annotations
 

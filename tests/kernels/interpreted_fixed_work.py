@@ -1,4 +1,4 @@
-"""The device's cut of decodes; run by `test_fixed_work.py` under Triton's interpreter."""
+"""The device's cut of decodes; run by `test_interpreted.py` under Triton's interpreter."""
 
 from __future__ import annotations
 

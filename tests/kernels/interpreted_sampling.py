@@ -1,6 +1,6 @@
 """Kernels that choose tokens equal their plain twin, under Triton's interpreter.
 
-Run by `test_triton_sampling.py`.
+Run by `test_interpreted.py`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from disagg.kernels import cpu_library
+from disagg.kernels import cpu_step, dispatch
 from disagg.kernels.cpu_library import CPU_KERNELS, SAMPLING, STEP, Library, find_library, load
+from disagg.kernels.torch_sampling import TorchSampling
+from disagg.models.decoder import Decoder
+from disagg.models.weights import random_weights
+from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 ALL = frozenset(STEP.needed)
 
@@ -60,7 +65,30 @@ def test_the_environment_may_ask_for_torch(
         find_library.cache_clear()
 
 
-def test_the_planner_of_a_start_needs_no_torch() -> None:
-    """The command says which kernels there are before a worker loads torch."""
-    program = f"import sys, {cpu_library.__name__}; assert 'torch' not in sys.modules"
+def test_without_compiled_kernels_a_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without their instructions, a model that they would compute."""
+    found = load(STEP, STEP.file, ALL - {"avx512f"})
+    monkeypatch.setattr(cpu_step, "find_library", lambda library: found)
+    cpu = torch.device("cpu")
+    decoder = Decoder(SMALL, random_weights(SMALL, torch.bfloat16, cpu, seed=2))
+    assert decoder.step is None
+    assert decoder.step_sentence == "torch, as this CPU has no avx512f"
+    slab = new_slab(SMALL, 1, 16, torch.bfloat16)
+    assert decoder.forward(make_batch([(Tokens([1], [0]), 1)], 16), slab).isfinite().all()
+
+
+def test_without_compiled_loops_tokens_are_chosen_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load(SAMPLING, tmp_path / "missing.so", frozenset())
+    monkeypatch.setattr(dispatch, "find_library", lambda library: found)
+    assert isinstance(dispatch.sampling_ops_for(torch.device("cpu")), TorchSampling)
+
+
+@pytest.mark.parametrize(
+    "module", ["disagg.kernels.cpu_library", "disagg.cli.serve", "disagg.cli.server_process"]
+)
+def test_a_start_needs_no_torch(module: str) -> None:
+    """What cannot be served is refused before the seconds that torch takes to load."""
+    program = f"import sys, {module}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

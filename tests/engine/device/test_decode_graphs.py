@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.engine.device.decode_graphs import capture_sizes
 from disagg.engine.device.mixed_graphs import MAX_PROMPT_TOKENS, mixed_sizes
 from disagg.engine.sched.speculation import MAX_AHEAD
-from tests.kernels.interpreter import run_interpreted
 
 
 @given(st.integers(1, 1024))
@@ -36,8 +34,3 @@ def test_prompts_and_drafts_have_graphs_with_few_idle_tokens(
     for tokens in (few, every):
         assert all(after - before <= 32 for before, after in pairwise([0, *tokens]))
     assert not every or every[-1] == max_num_seqs + MAX_AHEAD
-
-
-@pytest.mark.timeout(600)
-def test_graphs_equal_plain_steps_under_the_interpreter() -> None:
-    run_interpreted("tests/engine/interpreted_graphs.py")

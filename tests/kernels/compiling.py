@@ -1,0 +1,220 @@
+"""Compiles Triton kernels for GPUs that need not be here, and checks the code that comes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from disagg.kernels import fixed_work, kv_write, norm_rope, paged_attention, rms_norm, silu_mul
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS
+from disagg.kernels.kv_pages import FORMATS, KVFormat
+from disagg.kernels.paged_work import KEY_TILE
+
+# Registers of a thread, and bytes that went to memory for want of them, of what was compiled last.
+Assembler: TypeAlias = Callable[[], tuple[int, int]]
+
+# Of each architecture: shared memory that a program may use.
+SHARED_NBYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # A100; H100, H200; B200
+SPILLED_NBYTES = {80: 64, 90: 8, 100: 16}  # of a thread: a few values outside the inner loop
+STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS)
+STRIDES = (
+    "token_stride",
+    "block_stride",
+    "scale_block_stride",
+)  # multiples of 16 in every supported model
+POINTERS = {
+    "slots_ptr": "*i64",
+    **dict.fromkeys(
+        (
+            "tables_ptr",
+            "query_start_ptr",
+            "context_lens_ptr",
+            "pieces_ptr",
+            "reductions_ptr",
+        ),
+        "*i32",
+    ),
+    **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr"), "*fp32"),
+}
+STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
+PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
+FLOATS = ("scale", "eps")
+
+
+def compile_for(
+    kernel: Any, arch: int, constants: dict[str, Any], stored: str = "bf16", **options: int
+) -> Any:
+    """Machine code of a kernel for sm_`arch`, with a cache that stores values as `stored`."""
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in FLOATS:
+            return "fp32"
+        if name == "pages_ptr":
+            in_pairs = "ROWS" in constants and _in_pairs(stored, constants["ROWS"])
+            return (PAIRS if in_pairs else STORED)[stored]
+        if name == "weight_ptr" and kernel is not rms_norm._rms_norm_kernel:
+            return "*fp32"
+        return POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+
+    if stored == "bf16" and "scales_ptr" in kernel.arg_names:
+        constants = {**constants, "scales_ptr": None, "scale_block_stride": 0}
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    aligned = [
+        index
+        for index, (name, kind) in enumerate(signature.items())
+        if (kind.startswith("*") and name not in STEP_TENSORS)
+        or (name in STRIDES and kind != "constexpr")
+    ]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _format(stored: str) -> KVFormat:
+    return FORMATS["bfloat16" if stored == "bf16" else stored]
+
+
+def page_constants(stored: str, block_size: int, head_dim: int) -> dict[str, Any]:
+    """Constants of a page."""
+    format = _format(stored)
+    stride = format.page_nbytes(block_size, head_dim) // format.dtype.itemsize
+    return {
+        "PAGE_STRIDE": stride,
+        "SCALE_PAGE_STRIDE": stride // 4,
+        "LARGEST": format.largest,
+        "PACKED": format.packed,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": head_dim,
+    }
+
+
+def _in_pairs(stored: str, rows: int) -> bool:
+    """Whether attention reads int16, two bytes in each, into tiles of so many rows."""
+    format = _format(stored)
+    return format.has_scales and rows * format.packed <= paged_attention.MAX_PAIR_ROWS
+
+
+def _units(stored: str, rows: int, block_size: int, head_dim: int) -> dict[str, Any]:
+    """Constants of a page for attention."""
+    constants = page_constants(stored, block_size, head_dim)
+    packed = constants.pop("PACKED")
+    if not _in_pairs(stored, rows):
+        return {**constants, "PARTS": packed}
+    return {**constants, "PAGE_STRIDE": constants["PAGE_STRIDE"] // 2, "PARTS": 2 * packed}
+
+
+def assembled(said: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that went to memory for want of them.
+
+    Args:
+        said: by the assembler, which Triton ran.
+    """
+    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.findall(r"Used (\d+) registers", said)
+    assert found and registers, said
+    return max(map(int, registers)), sum(int(count) for pair in found for count in pair)
+
+
+def check_attention(
+    assembler: Assembler,
+    arch: int,
+    stored: str,
+    rows: int,
+    head_dim: int,
+    block_size: int,
+    window: int,
+) -> None:
+    """It is pipelined, fits into shared memory, and reads KV in few steps."""
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "GROUP": 4,
+        "ROWS": rows,
+        "TILE": KEY_TILE,
+        "WINDOW": window,
+        "HAS_SINKS": head_dim == 64,  # of gpt-oss
+        **_units(stored, rows, block_size, head_dim),
+    }
+    if not constants["HAS_SINKS"]:
+        constants["sinks_ptr"] = None
+    num_units = head_dim // constants["PARTS"]
+    in_pairs = _in_pairs(stored, rows)
+    unit_nbytes = 2 if in_pairs else _format(stored).dtype.itemsize
+    options = paged_attention.launch_options(rows, num_units * unit_nbytes)
+    kernel = paged_attention._paged_attention_kernel
+    compiled = compile_for(kernel, arch, constants, stored, **options)
+    registers, spilled_nbytes = assembler()
+    print(registers, "registers,", compiled.metadata.shared, "bytes shared")  # pytest -rP shows it
+    assert spilled_nbytes <= SPILLED_NBYTES[arch]
+    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    # Two or more tiles of keys lie in shared memory: one is used while the next one comes. They
+    # lie there as they are stored: nothing is widened before it is needed.
+    kinds = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}
+    unit = "i16" if in_pairs else kinds[stored]
+    tile = rf"memdesc<(\d+)x{KEY_TILE}x{num_units}x{unit}"
+    assert max(map(int, re.findall(tile, compiled.asm["ttgir"]))) >= 2
+    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+    if in_pairs:  # nothing comes byte by byte on its way from shared memory into a product
+        assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", compiled.asm["ptx"])
+
+
+def check_cut(assembler: Assembler, arch: int, window: int, num_seqs: int) -> None:
+    """Of a step of so many sequences on an H200: 49 programs for each of eight KV heads."""
+    constants = {
+        "NUM_PROGRAMS": 49,
+        "WINDOW": window,
+        "TILE": KEY_TILE,
+        "LEAST_KEYS": MIN_SPLIT_KEYS,
+        "ROWS": num_seqs,
+        "PIECES": 64,
+    }
+    compile_for(fixed_work._cut_kernel, arch, constants, "bf16", num_warps=4)
+    assert assembler()[1] == 0
+
+
+# Kernels beside attention, with the sizes of a model of 8 billion parameters.
+OTHERS: list[tuple[Any, dict[str, Any], str]] = [
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADD": True}, "bf16"),
+    (silu_mul._silu_mul_kernel, {"SIZE": 14336, "BLOCK": 1024}, "bf16"),
+    (norm_rope._norm_rope_kernel, {"HEAD_DIM": 128, "BLOCK": 64, "HAS_NORM": True}, "bf16"),
+    *(
+        (
+            kv_write._kv_write_kernel,
+            {
+                "NUM_QUERY_VALUES": 4096,
+                "NUM_PAGES": 16,
+                "PAGES": 16,
+                **page_constants(kind, 64, 128),
+            },
+            kind,
+        )
+        for kind in STORED
+    ),
+    (
+        paged_attention._reduce_kernel,
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 4,
+            "ROWS": 16,
+            "HEAD_DIM": 128,
+            "BLOCK_D": 128,
+            "PARTIALS": paged_attention.REDUCED_AT_ONCE,
+            "HAS_SINKS": True,
+        },
+        "bf16",
+    ),
+]
+
+
+def check_without_spills(
+    assembler: Assembler, arch: int, kernel: Any, constants: dict[str, Any], stored: str
+) -> None:
+    compile_for(kernel, arch, constants, stored, num_warps=4)
+    assert assembler()[1] == 0

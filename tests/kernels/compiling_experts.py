@@ -1,0 +1,81 @@
+"""Compiles the kernels of experts for GPUs that need not be here, and checks what comes out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from disagg.kernels import route, triton_experts
+from disagg.kernels.triton_experts import DEPTH, WIDTH, launch_options
+from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
+
+INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
+# (experts, experts of a token, hidden, inner): Qwen3-30B-A3B and gpt-oss
+QWEN3, GPT_OSS = (128, 8, 2048, 768), (128, 4, 2880, 2880)
+
+
+def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> Any:
+    packed = constants.get("PACKED", False)
+    types = {**INTEGERS, "scales_ptr": "*u8", "matrix_ptr": "*u8" if packed else "*bf16"}
+    if kernel is not triton_experts._gate_up_kernel:
+        types["weights_ptr"] = "*fp32"
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "*bf16" if name.endswith("_ptr") else "fp32")
+        for name in kernel.arg_names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def check_products(
+    assembler: Assembler, model: tuple[int, int, int, int], rows: int, arch: int
+) -> None:
+    """They keep to registers, fit into shared memory, and use the tensor cores."""
+    num_experts, num_chosen, hidden, inner = model
+    packed = model == GPT_OSS
+    constants: dict[str, Any] = {
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS": num_experts,
+        "HIDDEN": hidden,
+        "INNER": inner,
+        "ROWS": rows,
+        "WIDTH": WIDTH,
+        "DEPTH": triton_experts.PACKED_DEPTH if packed else DEPTH,
+        "PACKED": packed,
+        "HAS_BIAS": packed,
+    }
+    if not packed:
+        constants |= {"scales_ptr": None, "bias_ptr": None}
+    for kernel, its in (
+        (triton_experts._gate_up_kernel, {"NUM_CHOSEN": num_chosen, "CLAMPED": packed}),
+        (triton_experts._down_kernel, {}),
+    ):
+        compiled = _compile(kernel, arch, {**constants, **its}, **launch_options(rows))
+        registers, spilled_nbytes = assembler()
+        print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
+        assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+        assert spilled_nbytes <= SPILLED_NBYTES[arch]
+        assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+
+
+def check_routing(assembler: Assembler, arch: int) -> None:
+    constants = {
+        "NUM_EXPERTS": 128,
+        "NUM_CHOSEN": 8,
+        "EXPERTS": 128,
+        "CHOSEN": 8,
+        "NORMALIZED": True,
+    }
+    _compile(route._route_kernel, arch, constants, num_warps=1)
+    assert assembler()[1] == 0

@@ -1,0 +1,55 @@
+"""Compiles the kernels that choose tokens and make a step's inputs, for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from disagg.kernels import triton_floors, triton_sampling
+from disagg.kernels.decode_inputs import _fill_kernel
+
+POINTERS = {
+    **dict.fromkeys(("numbers_ptr", "slots_ptr", "rows_ptr", "positions_ptr"), "*i64"),
+    **dict.fromkeys(("token_ids_ptr", "bounds_ptr"), "*i64"),
+    **dict.fromkeys(("stop_ids_ptr", "seen_ids_ptr", "num_seen_ptr", "counts_ptr"), "*i32"),
+    "chosen_ptr": "*i32",
+    **dict.fromkeys(("logits_ptr", "peaks_ptr", "sums_ptr", "floors_ptr"), "*fp32"),
+    **dict.fromkeys(("scores_ptr", "totals_ptr"), "*fp64"),
+}
+FLOORS = ("groups", "select", "floors")
+LARGE = {"BLOCK": 1024, "TILE": 8, "STOPS": 8}  # 262,144 tokens
+# Names of kernels, each with the argument that is not there, or none.
+KERNELS = [
+    *((name, "") for name in ("adjust", *FLOORS, "remember")),
+    *((name, absent) for name in ("score", "pick") for absent in ("", "floors_ptr")),
+]
+NARROW = {"tables_ptr", "context_lens_ptr", "block_tables_ptr"}
+
+
+def check_sampling(name: str, absent: str, arch: int) -> None:
+    module = triton_floors if name in FLOORS else triton_sampling
+    kernel: Any = getattr(module, f"_{name}_kernel")
+    constants: dict[str, Any] = {k: v for k, v in LARGE.items() if k in kernel.arg_names}
+    if absent:
+        constants[absent] = None
+    signature = {
+        each: "constexpr" if each in constants else POINTERS.get(each, "i32")
+        for each in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constants, {})
+    options = {"num_warps": 8 if name == "floors" else 4}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert compiled.asm["cubin"]
+
+
+def check_decode_inputs(arch: int) -> None:
+    signature = {
+        name: "*i32" if name in NARROW else "*i64" if name.endswith("_ptr") else "i32"
+        for name in _fill_kernel.arg_names
+    }
+    source = ASTSource(_fill_kernel, {**signature, "BLOCK": "constexpr"}, {"BLOCK": 128}, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert compiled.asm["cubin"]

@@ -1,0 +1,112 @@
+"""Every kernel of Triton, compiled in all its sizes for all architectures: minutes of a processor.
+
+A part of `make test-bench`; a representative of each kernel is in `make test`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.kernels.triton_experts import MAX_PACKED_ROWS_SM80, MAX_ROWS, MIN_ROWS
+from tests.kernels.compiling import (
+    OTHERS,
+    SHARED_NBYTES,
+    STORED,
+    Assembler,
+    check_attention,
+    check_cut,
+    check_without_spills,
+)
+from tests.kernels.compiling_experts import GPT_OSS, QWEN3, check_products, check_routing
+from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
+
+ARCHES = sorted(SHARED_NBYTES)
+SHAPES = [  # rows, head_dim, block_size, window
+    (16, 64, 16, 0),
+    (16, 128, 64, 0),
+    (16, 128, 16, 4096),
+    (64, 128, 64, 0),
+    (128, 64, 64, 4096),
+    (128, 128, 64, 0),
+    (128, 128, 16, 0),
+]
+FEW_SHAPES = [(16, 128, 64, 0), (16, 64, 16, 4096), (128, 128, 64, 0)]
+ATTENTION = [
+    *((90, "bf16", *shape) for shape in SHAPES),
+    *((90, stored, *shape) for stored in ("int8", "int4", "fp8") for shape in FEW_SHAPES),
+    *((100, stored, *shape) for stored in STORED for shape in FEW_SHAPES[::2]),
+    *((80, stored, *shape) for stored in ("bf16", "int8", "int4") for shape in FEW_SHAPES[::2]),
+]
+
+
+@pytest.mark.parametrize(("arch", "stored", "rows", "head_dim", "block_size", "window"), ATTENTION)
+def test_attention(
+    arch: int,
+    stored: str,
+    rows: int,
+    head_dim: int,
+    block_size: int,
+    window: int,
+    assembler: Assembler,
+) -> None:
+    check_attention(assembler, arch, stored, rows, head_dim, block_size, window)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("window", [0, 4096])
+@pytest.mark.parametrize("num_seqs", [64, 512])
+def test_the_cut_of_decodes(num_seqs: int, window: int, arch: int, assembler: Assembler) -> None:
+    check_cut(assembler, arch, window, num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "constants", "stored"),
+    [
+        (arch, *other)
+        for arch in ARCHES
+        for other in OTHERS
+        if (arch, other[2]) != (80, "fp8")  # refused: `test_e4m3_needs_an_sm_89`
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_kernels(
+    arch: int, kernel: Any, constants: dict[str, Any], stored: str, assembler: Assembler
+) -> None:
+    check_without_spills(assembler, arch, kernel, constants, stored)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "arch"),
+    [
+        (QWEN3, MIN_ROWS, 90),
+        (QWEN3, MAX_ROWS, 90),
+        (GPT_OSS, MIN_ROWS, 90),
+        (GPT_OSS, MAX_ROWS, 90),
+        (QWEN3, MAX_ROWS, 80),
+        (GPT_OSS, MAX_PACKED_ROWS_SM80, 80),
+        (QWEN3, MAX_ROWS, 100),
+        (GPT_OSS, MIN_ROWS, 100),
+    ],
+)
+def test_products_of_experts(
+    model: tuple[int, int, int, int], rows: int, arch: int, assembler: Assembler
+) -> None:
+    check_products(assembler, model, rows, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_routing(arch: int, assembler: Assembler) -> None:
+    check_routing(assembler, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("name", "absent"), KERNELS)
+def test_sampling(name: str, absent: str, arch: int) -> None:
+    check_sampling(name, absent, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_decode_inputs(arch: int) -> None:
+    check_decode_inputs(arch)
