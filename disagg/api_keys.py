@@ -1,6 +1,6 @@
-"""API keys: whose they are, and what may be one.
+"""API keys: which tenant a key belongs to, and which keys are valid.
 
-A key stands in a configuration as itself or as `sha256:` and the 64 hexadecimal digits of its hash.
+A configuration has the key itself, or `sha256:` and the 64 hexadecimal digits of its hash.
 """
 
 from __future__ import annotations

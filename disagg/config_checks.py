@@ -1,4 +1,5 @@
-"""Plain data to a `ServeConfig`, and all that can be wrong with one before it is deployed."""
+"""Builds a `ServeConfig` from plain data, and checks everything that can be checked before it is
+deployed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Non-negative least squares on relative errors, solved a little further by each observation.
+"""Non-negative least squares on relative errors, improved by one sweep per observation.
 
 Normal equations of rows whose target is 1, forgotten exponentially, and coordinate descent from
 where it ended (Franc, Hlaváč and Navara, 2005). `time_model` says why.

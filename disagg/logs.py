@@ -1,7 +1,7 @@
-"""Log lines as JSON objects, each with the request and trace that it is about.
+"""Log lines as JSON objects, each with its request id and trace id.
 
-The request is a context variable, set where its work begins and inherited by tasks; a line about
-another request names it in `extra={"request_id": ...}`. Nothing that a client wrote is logged.
+The request is a context variable, set where its work begins and inherited by tasks. A line about
+another request has `extra={"request_id": ...}`. No text that a client wrote is logged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Declares a worker's metric beside the field of `WorkerStatus` that carries it.
+"""Declares a worker's metric beside its field in `WorkerStatus`.
 
     num_holds: Annotated[int, gauge("kv_holds", "KV tickets ...")] = 0
 
-That line is all that a new figure needs besides the one that fills the field in. Must not know
-Prometheus: workers do without its client.
+A new metric needs this line, and one that fills the field in. Must not import Prometheus, whose
+client workers do not need.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """The time model: predicts seconds of engine steps and KV transfers; fitted while serving.
 
 A step's seconds are a non-negative linear combination of features whose shape comes from the
-roofline: something per step (launches, reading the weights), per new token (matrix products), per
-new token and token it attends to (prefill attention), per decoding sequence, per token of decode
-context (reading KV). Everything that compares choices (router, admission, autoscaler, simulator)
-asks these models, so all of them speak in seconds.
+roofline: per step (launches, reading the weights), per new token (matrix products), per new token
+and token that it attends to (prefill attention), per decoding sequence, and per token of decode
+context (reading KV). Router, admission, autoscaler and simulator all compare choices with these
+models, in seconds.
 
 Fitting is non-negative least squares on the *relative* error (a 1 ms decode step counts as much
 as a 1 s prefill step, and a stall of 100 steps' length counts for little), over normal equations
 that forget exponentially, solved by one sweep of coordinate descent per observation from where
 the last one ended (Franc, Hlaváč and Navara, 2005). Coefficients are kept in units of the prior,
-which makes them comparable, and a weak pull to the prior decides what nothing was observed about.
+which makes them comparable. A weak pull to the prior decides features that were never observed.
 
-A machine that becomes faster or slower as a whole (another process beside it, a clock that is
-throttled) is noticed after a few steps that all took longer, or all less, than predicted. Then what
-is known is kept and its scale corrected, so that a worker that was slow is soon believed again.
+If a machine becomes faster or slower as a whole (another process, a throttled clock), a few steps
+in a row all take longer, or all less, than predicted. Then all coefficients are scaled together, so
+that the predictions for a worker that was slow for a while are soon right again.
 
-Pure arithmetic: no clock, no torch, no knowledge of who measures.
+Pure arithmetic: no clock and no torch.
 """
 
 from __future__ import annotations

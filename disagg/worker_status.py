@@ -1,7 +1,7 @@
 """A worker's status, sent with every step: routers predict seconds from it, and `/metrics` shows
 its fields under the names declared beside them.
 
-It is part of every frame, so its figures are small and need no loop over requests.
+It is part of every frame, so it is small, and computing it needs no loop over requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The APIs that are served, each by how it reads requests and writes answers."""
+"""The table of served APIs: for each, the functions that read requests and write answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The model "auto" as the API sees it, derived from the tiers of a cascade.
 
-A larger tier takes the rendered prompt and the tokens of a smaller one. So all tiers must have the
-same tokenizer, chat template and end tokens; a difference is refused at start.
+A larger tier continues with the rendered prompt and the tokens of a smaller one. So all tiers must
+have the same tokenizer, chat template and end tokens; a difference is refused at start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JSON bodies, read once and strictly, and msgspec's complaints in OpenAI's terms.
+"""Parses JSON bodies strictly, and words msgspec's errors as OpenAI's API does.
 
-How many values a text holds is counted before it is parsed: five million empty lists are 15 MB of
-text and half a gigabyte of objects, made in seconds in which no other thread runs.
+The values of a body are counted before it is parsed: five million empty lists are 15 MB of text and
+half a gigabyte of objects, and while the parser creates them no other thread runs for seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the work of a request runs that grows with its size: a few threads, not the event loop.
+"""Runs work that grows with the size of a request in a few threads instead of on the event loop.
 
-Every stream of this process is written by that loop, so what one request needs for long, all of
-them would wait for. Little work stays on it: handing it over would cost more than doing it.
+The event loop writes every stream of this process, so all streams would wait for one large request.
+Small work stays on the loop, because a thread switch would cost more than the work.
 """
 
 from __future__ import annotations

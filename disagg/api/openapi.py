@@ -1,6 +1,7 @@
-"""`/openapi.json`: the requests that are taken, as OpenAPI 3.1 describes them.
+"""`/openapi.json`: a description of all requests in OpenAPI 3.1.
 
-Made of the structs that read them, so it says what is checked: types, limits, required fields.
+It is generated from the structs that read requests, so it has exactly what is checked: types,
+limits and required fields.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Errors that only the HTTP side raises, and the one function that turns an error into a reply.
 
-They never cross a process. Messages name no file, address or class, since clients read them.
+They are never sent to another process. Their messages name no file, address or class, because
+clients read them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the API must know of a model: tokenizer, chat template, limits, defaults, identity.
+"""A model as the API uses it: tokenizer, chat template, limits, defaults, fingerprint.
 
-Made of the model's description, without torch.
+Built from the model's description, without torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From the bytes of a request to what workers are asked, in five steps.
+"""Turns the bytes of a request into `GenerateRequest`s in five steps, and runs them.
 
-Everything that can be wrong with a request is found here, before any worker hears of it. APIs
-differ in the first two steps and in how they answer (`apis`). Knows nothing of HTTP and nothing of
-where an answer is computed: that is `generate`.
+The steps are read, understand, tokenize, fit and name. An invalid request is refused here, before
+it is sent to a worker. APIs differ in the first two steps and in the format of answers (`apis`).
+Knows neither HTTP nor workers: the function `generate` is an argument.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The SLOs that a request asks for itself, in headers or in its body, within what it may ask for.
+"""The SLOs of a single request, within the limits of its tenant.
 
-`x-slo-ttft-ms` and `x-slo-tpot-ms`, or `slo_ttft_ms` and `slo_tpot_ms` in the body, which come
-first. "none": it has no such SLO, as batch work; then it never goes before those that have one.
-Nothing: its model's.
+Set by the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, or by `slo_ttft_ms` and `slo_tpot_ms` in the
+body, which take precedence. "none" marks batch work: the request has no such SLO, and never goes
+before requests that have one. Without any of these the SLOs of the model apply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What engines must know of reasoning: the marks around it, in tokens, and its budget."""
+"""The reasoning settings for engines: the marks around the reasoning, as tokens, and its budget."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A request independent of any API's format: the result of the second of its five steps.
 
-The later steps know nothing of the API that it came through (`service`).
+The later steps do not know which API the request came through (`service`).
 """
 
 from __future__ import annotations

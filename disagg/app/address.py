@@ -1,7 +1,7 @@
-"""Whether a Ray cluster is there and lets us in, before Ray is imported.
+"""Checks whether a Ray cluster answers and accepts our token, before Ray is imported.
 
-Ray itself asks a head that refuses its token, or says nothing, again for a minute; and which of the
-two it was stands in its log alone. So its head is asked once here, over gRPC.
+Ray itself repeats a connection that is refused or gets no answer for a minute, and writes the cause
+only to its log. So the head is asked once here, over gRPC.
 """
 
 from __future__ import annotations

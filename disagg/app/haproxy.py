@@ -1,8 +1,8 @@
-"""HAProxy in front of the ingresses: Serve runs it, and this is what Serve does not do.
+"""HAProxy in front of the ingresses: settings for Serve, which runs it, and a stand-in.
 
-Serve looks after its HAProxy through an actor, and needs seconds to replace one that died; its
-successor begins without routes. Meanwhile a stand-in listens here, with the routes of the dead one.
-Does not import Ray: Serve reads its switches from the environment when it is first imported.
+Serve needs seconds to replace a HAProxy that died, and the new one starts without routes. Until it
+has them, a second HAProxy (the stand-in) listens here with the routes of the dead one. Does not
+import Ray: Serve reads its settings from the environment when it is first imported.
 """
 
 from __future__ import annotations

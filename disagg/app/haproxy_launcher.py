@@ -3,19 +3,19 @@
     python haproxy_launcher.py HAPROXY HOST CERTIFICATE [arguments of HAProxy...]
     disagg-haproxy [arguments of HAProxy...]      # on the nodes of a Ray cluster
 
-Serve's configuration is made for a trusted network. Here HAProxy meets strangers, so:
+Serve's configuration is made for a trusted network. Here untrusted clients connect, so:
 
-- It listens where the user said (IPv6 too, which Serve's ingresses behind it cannot; on a cluster
-  where Serve's `http_options` say) on a port that a stand-in can share. Its statistics are on the
-  loopback, its socket is for its own user.
-- A head must be complete within `HEAD_S`, and a client that is to send something may be silent for
-  `SILENT_S`. One address cannot hold all connections.
-- Headers that Serve obeys are removed or checked: they would cut streams, or be errors 500.
-- HAProxy's refusals are OpenAI's JSON with a request id, but for bytes that it cannot read as HTTP:
-  it has fixed texts for these. Serve's 404 while there are no routes and 500 while no server is up
-  are 503 with `Retry-After`, since clients take a 404 for their own mistake.
+- HAProxy listens on the host that the user configured (also IPv6, which Serve's ingresses behind it
+  do not support; on a cluster on the one in Serve's `http_options`), on a port that a stand-in can
+  share. Its statistics listen on the loopback, and its socket belongs to its own user.
+- Request headers must be complete within `HEAD_S`, and a client that has data to send may be silent
+  for `SILENT_S`. One address cannot have all connections.
+- Headers that Serve obeys are removed or checked: they could cut streams or cause errors 500.
+- HAProxy's error replies are OpenAI's JSON with a request id, except for bytes that are not HTTP,
+  for which it has fixed texts. Serve's 404 without routes and its 500 without servers become 503
+  with `Retry-After`, because clients take a 404 for their own mistake.
 
-Run as a script with the standard library alone: it must be as fast as HAProxy's own start.
+Runs as a script with the standard library only, so that it does not slow down HAProxy's start.
 """
 
 from __future__ import annotations

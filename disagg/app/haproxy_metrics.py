@@ -1,4 +1,4 @@
-"""HAProxy's own counts for `/metrics`: what it took, and refused before an ingress saw it."""
+"""HAProxy's own counters for `/metrics`: requests that it accepted and refused."""
 
 from __future__ import annotations
 

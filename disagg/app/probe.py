@@ -1,4 +1,4 @@
-"""Questions to the server of this machine. Does not import Ray."""
+"""HTTP checks of the server on this machine. Does not import Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the servers of a Serve replica listen: HTTP of an ingress, and gRPC of all."""
+"""The addresses on which a Serve replica listens: HTTP of an ingress, and gRPC of all replicas."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Everything that a command has started, down to the last grandchild, and how to end it.
+"""Finds and ends all processes that a command has started, including grandchildren.
 
-What a run keeps on disk lies in one directory, which its processes have in their environments. The
-directory says whether its run is alive by a lock, which the kernel takes away from a process that
-dies in whatever way. So the next start finds what a killed one has left.
+The files of a run are in one directory, whose path is in the environment of all its processes. The
+run holds a lock on the directory, which the kernel releases when the process dies in any way. So
+the next start finds what a killed run has left behind.
 """
 
 from __future__ import annotations

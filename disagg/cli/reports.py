@@ -1,4 +1,4 @@
-"""Messages between the command and the process that serves: its order, and its reports."""
+"""Messages between the command and the server process: the order to start, and reports back."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The process that serves: it starts Ray, deploys, watches, and takes everything down again.
+"""The server process: starts Ray, deploys, watches, and stops everything again.
 
     python -m disagg.cli.server_process FD        (the Order on standard input, Reports to FD)
 
-A process of its own, so that the command in front of it answers signals whatever Ray does: Ray
-replaces signal handlers, waits inside C++ and ends its process when it loses its node. It stops
-when it is told to, and at once when the command is gone.
+It is separate from the command, so that the command can always handle signals: Ray replaces signal
+handlers, waits inside C++ and ends its process when it loses its node. It stops when the command
+tells it to, and at once when the command has died.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks before Ray starts: each failure is one sentence, at once."""
+"""Checks before Ray starts. Each failure is reported at once, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a start: how far each pool's workers are, for a terminal and for a log."""
+"""The progress lines of a start: how far each pool's workers are, for a terminal and for a log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The command in front of the process that serves: it answers signals, shows lines, cleans up.
+"""The command of `disagg serve`: handles signals, prints lines, and cleans up after the server
+process.
 
-It imports nothing that could keep it from doing so within milliseconds, Ray above all.
+It imports nothing that could delay a signal by more than milliseconds, in particular not Ray.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of one machine that need neither torch nor Ray: processor, memory, limits, ports.
 
-Every check is a function of plain numbers with a function beside it that reads them, so that tests
-can show each verdict. Reads Linux's files; where they are absent a check says so.
+Every check is a function of plain numbers, and a second function reads these numbers, so that tests
+can produce each result. Reads Linux's files; if they are absent, the check says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model: what it is, what it needs, and how many tokens of KV fit here beside it."""
+"""Checks of a model: what it needs, and how many tokens of KV fit into memory beside it."""
 
 from __future__ import annotations
 

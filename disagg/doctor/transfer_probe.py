@@ -1,8 +1,8 @@
 """One side of a measured transfer: `python -m disagg.doctor.transfer_probe NAME DEVICE INTERFACE`.
 
-In a process of its own, since a transport that cannot work may take its process along. Writes one
-line of JSON, a `Peer` to pull from. For each line with a `Peer` of another probe that it reads, it
-pulls from that probe and writes `Figures`. Ends with its input.
+Runs in a process of its own, because a broken transport may crash its process. Writes one line of
+JSON, a `Peer` to pull from. For each `Peer` of another probe that it reads, it pulls from that
+probe and writes `Figures`. Ends when its input ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures KV transfers between two probes, and judges them by what lies between the two."""
+"""Measures KV transfers between two probes, and compares them with what their connection allows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The thread that owns an engine, and the only bridge between it and an asyncio loop.
 
-Other threads post messages; results leave through `publish`, once per iteration that has any. If
-the engine fails, every sequence ends with an error that reaches its caller, and the thread goes on
-to refuse new requests, so that none waits for ever.
+Other threads post messages; results are passed to `publish`, once per iteration that has any. If
+the engine fails, every sequence ends with an error, and the thread keeps running to refuse new
+requests, so that none waits for ever.
 """
 
 from __future__ import annotations

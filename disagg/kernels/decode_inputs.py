@@ -1,7 +1,7 @@
-"""A step of decodes as a device reads it, made of what the host has uploaded: one launch.
+"""Builds the input tensors of a decode step on the device from what the host has uploaded.
 
-The step's tensors stay where they are, so that a captured graph can read them: rows beyond those of
-the step write no KV. The twin is `engine.device.batching.Batching.batch`.
+One launch. The tensors keep their addresses, so that a captured graph can read them. Rows beyond
+those of the step write no KV. The reference is `engine.device.batching.Batching.batch`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

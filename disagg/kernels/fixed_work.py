@@ -1,12 +1,12 @@
-"""The attention work of decode steps in buffers of one shape, cut by the device that reads it.
+"""The attention work of decode steps in buffers of fixed shape, split by the device itself.
 
-A captured graph launches the grids of its capture, from the addresses that it saw then. So the list
-of pieces has room for the worst case, and what a step does not need of it is empty: a piece without
-queries and keys ends at once and writes nothing. A row without a sequence has a piece without keys,
-which writes zeros.
+A captured graph launches the grids of its capture, with the addresses of that time. So the list of
+pieces has room for the worst case, and unused pieces are empty: a piece without queries and keys
+ends at once and writes nothing. A row without a sequence has a piece without keys, which writes
+zeros.
 
-The cut is that of `attention_work.split_keys`, which is its oracle. Every program works out the
-sizes of all pieces, which are a few sums over the step's sequences, and writes those of its own.
+The split is that of `attention_work.split_keys`, which is its oracle. Every program computes the
+sizes of all pieces, which are a few sums over the step's sequences, and writes its own pieces.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,8 +1,8 @@
 """Moves memory that every step reads into huge pages.
 
-A weight of 100 MB has 25,000 pages of 4 KB, more than a processor's TLB holds: products of few rows
-read it at half the speed of memory. The system gives huge pages to large new
-mappings only, and a thread of its own moves what is there already within minutes or hours.
+A weight of 100 MB has 25,000 pages of 4 KB, more than a processor's TLB holds, so products of few
+rows read it at half the speed of memory. Linux gives huge pages to large new mappings only, and its
+background thread moves existing memory within minutes or hours.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ own page:
     scales  block_size * 4 bytes
 
 each part padded to 16 bytes, the widest load of a GPU, so that every page and its scales are
-aligned. A block, scales included, is one contiguous run of bytes, and transfers need not know the
-format. Must not know who holds a block, or where the memory comes from.
+aligned. A block, including its scales, is one contiguous run of bytes, and transfers need not know
+the format. Must not know which sequence holds a block, or where the memory comes from.
 
 An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Two neighbours
 share a byte, the first in its lower half: a shift and a mask give both as int8 values, next to each

@@ -1,13 +1,12 @@
-"""Launches Triton kernels without repeating Triton's search for the compiled code.
+"""Launches Triton kernels without repeating Triton's lookup of the compiled code.
 
-`kernel[grid](...)` binds names, asks each argument what it specialises, and finds the compiled
-code under a text of all of that: 12 to 20 us of Python, six times a layer. What it finds is a
-compiled kernel that can be launched by itself, the way Triton's own tutorials do
-(`compiled[grid](...)`, Triton 3.6 and 3.7). A `KernelLauncher` remembers it under a key that tells
-apart everything that Triton tells apart, and more:
+`kernel[grid](...)` binds arguments, specialises each, and looks the compiled code up by a string
+made of all that: 12 to 20 us of Python, six times a layer. The result is a compiled kernel that can
+be launched directly, as in Triton's own tutorials (`compiled[grid](...)`, Triton 3.6 and 3.7). A
+`KernelLauncher` caches it by a key that distinguishes everything that Triton distinguishes:
 
-- tensors by their type, and only while each one that Triton asks about begins on 16 bytes;
-- integers by their value, or where Triton specialises nothing, only while they fit into 32 bits;
+- tensors by their type, and only if those that Triton specialises are aligned to 16 bytes;
+- integers by their value; those that Triton does not specialise only if they fit into 32 bits;
 - constants and options by name and value, and the current device.
 
 All other launches go through Triton each time, and so does everything under the interpreter.

@@ -1,7 +1,7 @@
 """The operations of a decoder in plain torch, arranged for CPUs.
 
-One torch call per thing, because at a few tokens a step the calls are the cost. The attention
-half, with the block tables, is `torch_attention.py`.
+One torch call per operation where possible, because with a few tokens in a step the calls are the
+cost. Attention, with the block tables, is in `torch_attention.py`.
 """
 
 from __future__ import annotations

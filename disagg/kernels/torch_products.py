@@ -1,4 +1,4 @@
-"""Attention as two matrix products with a softmax between them, for what torch's own cannot do."""
+"""Attention as two matrix products and a softmax, for cases that torch's own attention lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choosing tokens in plain torch: how a CPU does it, and what the kernels are tested against."""
+"""Applies sampling parameters and chooses tokens in plain torch.
+
+The reference of the Triton kernels and of the C++ loops, and what a CPU uses without these.
+"""
 
 from __future__ import annotations
 

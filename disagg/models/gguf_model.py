@@ -1,7 +1,7 @@
-"""A GGUF file in the words of a Hugging Face directory, so that one reader understands both.
+"""Presents a GGUF file as a Hugging Face directory, so that one reader understands both.
 
-Names and settings follow `convert_hf_to_gguf.py` of llama.cpp, whose work is undone here. Values
-stay where they are; `gguf_values` reads them.
+Reverses `convert_hf_to_gguf.py` of llama.cpp for names and settings. Reads no values;
+`gguf_values` does.
 """
 
 from __future__ import annotations

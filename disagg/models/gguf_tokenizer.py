@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, as the `tokenizer.json` that transformers has for the same model.
 
-A GGUF file holds tokens, merges and the name of a rule that cuts text into words; the rules
-themselves lie in whoever reads it. Those known here are byte-level, as each model's own
-`tokenizer.json` has them, and SentencePiece (Llama 2, Mistral), which has scores instead of merges.
+A GGUF file has tokens, merges and the name of a rule that cuts text into words. The rules
+themselves must be in the reader. This reader knows byte-level rules, copied from each model's own
+`tokenizer.json`, and SentencePiece (Llama 2, Mistral), which has scores instead of merges.
 """
 
 from __future__ import annotations

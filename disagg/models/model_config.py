@@ -1,8 +1,8 @@
-"""What config.json says about a decoder, as transformers reads it: checked, and in our words.
+"""The settings of a decoder from config.json, read as transformers reads it, and checked.
 
-A key that is absent has the value that the family's configuration class of transformers gives it.
-What transformers refuses or would ignore is refused here in words. Reads no file, knows no torch,
-no devices and no batches.
+An absent key has the default of the family's configuration class in transformers. Settings that
+transformers refuses or would ignore are refused with a message. Reads no file, knows no torch, no
+devices and no batches.
 """
 
 from __future__ import annotations

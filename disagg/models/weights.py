@@ -1,7 +1,7 @@
 """Weights from safetensors or GGUF into the fused tensors of a decoder.
 
-Checks every name, shape and value before the first forward pass. Which tensors are fused, and in
-which order, `parts` says; nothing here computes.
+Checks every name, shape and value before the first forward pass. `parts` defines which tensors are
+fused, and in which order. Nothing here computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether to disaggregate at all, and why; or why no fleet will do, and what would.
+"""Advises whether to disaggregate, and why; or why no fleet meets the SLOs, and what would.
 
-Puts the two fleets of `sizing.py` side by side. Apart must be cheaper than together, and must not
-move KV for longer than computing it anew would take.
+Compares the two fleets of `sizing.py`. The disaggregated one must be cheaper, and must not take
+longer to move KV than to compute it again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans which workers run on which GPUs, and refuses fleets that do not fit.
 
-A worker uses one GPU, or a share of one; by default one for itself. If there are too few GPUs and
-the number of prefill workers was not given, a tier gets workers that both prefill and decode. What
-still does not fit is refused with the numbers. Knows no driver, no torch and no Ray.
+A worker uses one GPU, or a share of one; by default it has a GPU of its own. If there are too few
+GPUs and the number of prefill workers was not given, a tier gets workers that both prefill and
+decode. A fleet that still does not fit is refused with the numbers. Knows no driver, torch or Ray.
 """
 
 from __future__ import annotations

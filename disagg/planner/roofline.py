@@ -1,12 +1,11 @@
-"""How long a step takes on given GPUs, from what must be computed and what must be read.
+"""How long a step takes on given GPUs, from the arithmetic and the memory reads that it needs.
 
-A step reads and multiplies with every weight, of experts with those that its tokens go through; the
-slower of the two counts. Prompt
-attention computes, decode attention reads KV, and tensor parallelism exchanges activations: these
-come on top. Steps are described by the time model's own features (`StepFeatures`), so a roofline
-is a prior of the time model, and what a fit learns later can be laid beside it.
+A step reads every weight and multiplies with it; the slower of the two counts. Of experts, only
+those that its tokens use count. Prompt attention (arithmetic), decode attention (KV reads) and the
+exchanges of tensor parallelism are added. Steps are described by the time model's own features
+(`StepFeatures`), so a roofline is a prior of the time model and can be compared with a later fit.
 
-Everything here is a prediction. Nothing knows a load, a price or a clock.
+Everything here is a prediction. Knows no load, price or clock.
 
 Sources: Williams, Waterman and Patterson (CACM 2009) for the roofline; Pope et al. (arXiv
 2211.05102) for its use on decoders. docs/planning.md has the formulas in one place.

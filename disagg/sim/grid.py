@@ -1,12 +1,12 @@
 """A grid of simulations: which split of a few workers serves how much within both SLOs, by load.
 
-A row is one load and one TPOT SLO; its columns are splits of the same workers into prefill and
-decode workers, all of them with the policy as it is, and `collocated`: workers of which each
-prefills and decodes for itself, and whose prompts take no account of who decodes there.
+A row is one load and one TPOT SLO. Its columns are the splits of the same workers into prefill and
+decode workers, with the current policy, and `collocated`: each worker prefills and decodes its own
+requests, and prompts do not consider the streams that decode there.
 
-Arrivals are a Poisson process, since a load that is named should be steady; lengths and shared
-prefixes are those of a window of a trace. Saturation is the rate at which all workers would compute
-all the time, if no prefix were computed twice and batches were full.
+Arrivals are a Poisson process, so that the load is steady; lengths and shared prefixes come from a
+window of a trace. Saturation is the rate at which all workers would compute all the time, if no
+prefix were computed twice and batches were full.
 """
 
 from __future__ import annotations

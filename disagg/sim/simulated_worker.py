@@ -2,8 +2,8 @@
 
 Does what `engine_thread` and `links` do for a real worker: takes messages between steps, reports
 each step to the router's fleet when it ends, and passes tokens to their streams. Only the first and
-the judged tokens of a stream are passed on one by one; the others come with the last, since nobody
-reads them earlier.
+the judged tokens of a stream are passed on one by one. The others are passed on with the last,
+because the simulation does not read them earlier.
 """
 
 from __future__ import annotations

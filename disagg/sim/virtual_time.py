@@ -1,6 +1,6 @@
 """An asyncio loop whose clock jumps to the next timer: the events of a simulation, and their heap.
 
-Nothing outside of the process is ever waited for, so two runs of the same coroutine are the same.
+It never waits for anything outside of the process, so two runs of the same coroutine are equal.
 """
 
 from __future__ import annotations

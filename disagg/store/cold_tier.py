@@ -3,8 +3,8 @@
 Owned by the engine's thread; no method waits. The network is behind `StoreThread`. Every failure is
 a cache miss: blocks that are lost, late or damaged are computed.
 
-After a failure the store counts as unreachable until it has answered a probe, for which no request
-waits.
+After a failure the store counts as unreachable until it has answered a probe. No request waits for
+the probe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The host tier: host memory behind a worker's cache, with copies of full blocks by hash.
 
-Blocks are copied when they fill, not when they are evicted: at eviction a prompt is waiting for the
-space, and then nothing is left to copy. A copy never delays the reuse of a block either: it is
-valid only if the block's generation is still the same after the copy, as for a block that is pulled
-by another worker (`kvtransfer.stamps`).
+Blocks are copied when they fill, not when they are evicted: at eviction a prompt waits for the
+space, and would have to wait for the copy. A copy never delays the reuse of a block: it is valid
+only if the block's generation is unchanged after the copy, as for a block that is pulled by another
+worker (`kvtransfer.stamps`).
 
 Bounded by its slots; the least recently used block goes first, and may go on to the store. Owned by
 the engine's thread; no method waits. A `BlockCopier` moves the bytes.

@@ -1,4 +1,4 @@
-"""The twin of Redis in this process, for tests."""
+"""A store in this process instead of Redis, for tests."""
 
 from __future__ import annotations
 

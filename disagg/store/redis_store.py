@@ -2,11 +2,11 @@
 its client.
 
 Blocks' keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout
-and the cluster's key, so clusters and models that share a server never meet. A value is the block
-behind a digest of it that is keyed in the same way and covers the block's name: a truncated,
-damaged, misplaced or forged value is not accepted. The server bounds memory (`maxmemory` with
-`maxmemory-policy allkeys-lru`, or `volatile-lru` if others keep in it what must not go), a time to
-live bounds age.
+and the cluster's key, so clusters and models can share a server. A value is a digest and the block.
+The digest uses the same key and covers the block's hash too, so a truncated, damaged, misplaced or
+forged value is not accepted. The server bounds the memory (`maxmemory` with `maxmemory-policy
+allkeys-lru`, or `volatile-lru` if the server also has data that must not be evicted); a time to
+live bounds the age.
 """
 
 from __future__ import annotations

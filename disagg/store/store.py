@@ -1,4 +1,4 @@
-"""What a cold KV tier keeps blocks in. A store is a cache: whatever it lost is computed again."""
+"""The interface of stores for evicted blocks. A store is a cache: lost blocks are recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer gains, as readers of its format find it: reasoning, text, calls of functions."""
+"""The parsed parts of an answer as they arrive: reasoning, text and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits a streamed answer into reasoning, text and calls, in the format of its model."""
+"""Splits a streamed answer into reasoning, text and tool calls, in the format of its model."""
 
 from __future__ import annotations
 

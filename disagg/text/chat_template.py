@@ -1,9 +1,8 @@
 """Renders messages to a prompt text with the model's own Jinja template, in a sandbox.
 
-Equal to transformers' `apply_chat_template`, whose filters and globals templates are written
-against. The template comes from the operator's model directory, never from a request. The sandbox
-bounds the time and the size of whatever is made on the way, so that a bad template fails the
-request that meets it and nothing else.
+Equal to transformers' `apply_chat_template`, for whose filters and globals templates are written.
+The template comes from the operator's model directory, never from a request. The sandbox bounds the
+time and the size of all intermediate texts, so a bad template fails only the request that uses it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The text of an answer that is still being generated, read as if all of it were there.
 
-Readers are generators: one stops at `yield` where it needs text that has not come yet, and goes on
-when more is there, or when the answer is over. So a format is written down as one reads it, from
-left to right, and the result cannot depend on how the answer was cut into deltas. What is unread is
-never more than a piece and the beginning of a mark, so an answer takes time linear in its length.
+Readers are generators: a reader stops at `yield` if it needs text that has not arrived, and
+continues when there is more, or when the answer has ended. So a format is parsed from left to
+right as if the answer were complete, and the result cannot depend on how the answer was cut into
+deltas. The unread text is never more than a piece and the beginning of a mark, so the time is
+linear in the length of the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reasoning: what a model thinks before it answers, between marks of its format.
+"""Reasoning: the text before the answer, between the marks of a model's format.
 
-A chat template may write the first mark itself, so that the answer begins inside, or both, so that
-the model does not think.
+A chat template may write the first mark itself, so that the output begins inside the reasoning, or
+both marks, so that the model does not reason.
 """
 
 from __future__ import annotations

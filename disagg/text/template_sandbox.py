@@ -1,9 +1,9 @@
-"""The sandbox that chat templates run in: bounded in time, and in the size of what they make.
+"""The sandbox that chat templates run in: bounds their time and the size of their texts.
 
-Jinja's own forbids attributes and mutation. On top, time is looked at in every iteration of every
-loop, and the length of a text is reckoned before the text is made wherever few words ask for a long
-one: widths, replacements, concatenations, products, lists written out as text. What lists refer to
-twice counts twice, as it would be written twice.
+Jinja's own sandbox forbids attributes and mutation. In addition, the time is checked in every
+iteration of every loop. Where a short expression can produce a long text (widths, replacements,
+concatenations, products, lists written as text), the length is computed before the text is created.
+An object to which a list refers twice counts twice, because it would be written twice.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Text to token ids and back, over a model's `tokenizer.json`. No code from a model directory runs.
 
-A prompt that the client wrote whole (`/v1/completions`) is parsed as it stands, special tokens
-included. Text inside chat messages never becomes a control token: the writer of a message must
-not be able to end it and open one of another role. `shield` breaks such text before the template
-sees it, and `encode_chat` removes the breaks again while it encodes.
+In a prompt that the client wrote itself (`/v1/completions`), special tokens are parsed. Text inside
+chat messages never becomes a control token, because the writer of a message must not be able to end
+it and start one of another role. `shield` breaks such text before the template sees it, and
+`encode_chat` removes the breaks while it encodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a value ends that comes piece by piece: by its brackets and strings, without reading it."""
+"""Finds the end of a JSON value that arrives in pieces, by its brackets and strings only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: its requests, read strictly and put as the chats that they are."""
+"""Anthropic's `/v1/messages`: reads requests strictly and converts them to chat requests."""
 
 from __future__ import annotations
 

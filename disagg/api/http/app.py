@@ -1,8 +1,8 @@
 """The HTTP API as a plain ASGI application: URLs, keys, limits, streams, disconnects.
 
-Decides on `scope["path"]` alone (never on a URL rebuilt from `Host`), refuses by default where a
-key is set, and turns every error into one reply in one place. Runs under uvicorn and inside Ray
-Serve. What a request means is `service`'s part.
+Routes by `scope["path"]` only (never by a URL rebuilt from `Host`), requires a key on every path
+that is not listed as open, and turns every error into a reply in one place. Runs under uvicorn and
+inside Ray Serve. `service` interprets the requests.
 """
 
 from __future__ import annotations

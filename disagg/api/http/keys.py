@@ -1,4 +1,4 @@
-"""Whose request it is: bearer keys, from the configuration and from a file that may change."""
+"""Finds the tenant of a request by its API key, which the configuration or a file defines."""
 
 from __future__ import annotations
 

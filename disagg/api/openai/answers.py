@@ -1,7 +1,7 @@
 """Runs the choices of one request: token deltas in, text pieces out, exactly one end each.
 
-A stop string closes its choice at once. A slow client delays nobody: deltas that arrive meanwhile
-are merged at their source.
+A stop string ends its choice at once. A slow client delays no other request: deltas that arrive
+while it is busy are merged where they arrive.
 """
 
 from __future__ import annotations

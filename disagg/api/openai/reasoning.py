@@ -1,6 +1,7 @@
-"""The fields of a request that say whether, how long and how hard a model thinks.
+"""The fields of a request that control reasoning: on or off, its budget and its effort.
 
-Each is honoured or refused in words. What a model can do is what its chat template reads.
+Each field is applied, or refused with a message. What a model supports is read from its chat
+template.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first step of a request: bytes to one of OpenAI's requests, of the right shape.
 
 Types are strict (no `"5"` for 5, no 1 for true) and every number, string and list has a bound.
-Unknown fields are ignored because clients send extras; fields that would change the answer's
-meaning and are not supported are refused by name. What fields mean together is `understand`'s.
+Unknown fields are ignored because clients send extras. Fields that would change the answer and are
+not supported are refused by name. `understand` checks fields that depend on each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole answers to chats and text completions, and what else OpenAI's API tells as JSON."""
+"""Whole answers to chats and text completions, and the other JSON replies of OpenAI's API."""
 
 from __future__ import annotations
 

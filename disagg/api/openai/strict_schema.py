@@ -1,9 +1,9 @@
-"""Closes what a schema leaves open, where the client does not say `strict: false`.
+"""Makes the schema of a request strict, unless the client sets `strict: false`.
 
-Objects have no other members than they name, and integers at most 18 digits. Whatever a schema
-leaves open a weak model may go on with until its tokens are used up. What is written then is right
-by the client's own schema too. Texts and lists without bounds stay so: a bound of ours would cut
-answers that have room.
+Objects may have only the properties that the schema names, and integers at most 18 digits.
+Otherwise a weak model may generate more properties or digits until its tokens are used up. An
+answer by the stricter schema is also valid by the client's. Strings and lists without bounds get
+none, because a bound would cut valid answers.
 """
 
 from __future__ import annotations

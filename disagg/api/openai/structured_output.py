@@ -1,9 +1,9 @@
 """Structured output: from request fields to a checked grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. A schema is
-always followed; a `response_format` is also closed unless it has `strict: false` (`strict_schema`).
-What cannot be followed is refused here, before any worker hears of it. Knows no tokens: what a
-grammar allows is known to `engine/sched/grammar.py`.
+always enforced; a `response_format` is also made strict unless it has `strict: false`
+(`strict_schema`). Schemas that cannot be enforced are refused here, before a request is sent to a
+worker. Knows no tokens: `engine/sched/grammar.py` computes which tokens a grammar allows.
 """
 
 from __future__ import annotations

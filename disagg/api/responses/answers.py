@@ -1,7 +1,7 @@
 """OpenAI's `/v1/responses`: whole answers and the events of streams.
 
-An answer is a list of items: a message with the text, and each call of a function. In a stream
-every event has a number, and every item is added, grows and is done before the next is added.
+An answer is a list of items: a message with the text, and one item per function call. In a stream
+every event has a number, and each item is complete before the next one is added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: its requests, read strictly and put as the chats that they are.
+"""OpenAI's `/v1/responses`: reads requests strictly and converts them to chat requests.
 
 Nothing is stored between requests: the client sends the whole conversation each time.
 """

@@ -1,9 +1,9 @@
-"""A step plan as tensors, most of which are on the device already.
+"""Turns a step plan into tensors, most of which are already on the device.
 
-The block tables of running sequences and the tokens that were sampled last stay there, in a row for
-each slot. A step uploads what it changes of them, and where each of its tokens goes, in one copy:
-worked out on the host, where a sum costs less than a launch. Must not know what a model does with
-it.
+The block tables of running sequences and their last sampled tokens stay on the device, in a row for
+each slot. A step uploads the changes of the block tables, and the position and KV slot of each of
+its tokens, in one copy. These are computed on the host, where a sum costs less than a launch. Must
+not know what a model does with them.
 """
 
 from __future__ import annotations

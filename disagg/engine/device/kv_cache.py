@@ -1,8 +1,8 @@
-"""The memory that KV lives in, and how much of it there should be.
+"""The memory of the KV cache, and its size.
 
-Blocks lie one after the other, each with all layers, keys and values, and the scales of a quantised
-format (`kernels.kv_pages`): a block is one run of bytes, which is what lets transfers and the cold
-tier know nothing of models and formats. Must not know who holds a block.
+Blocks are stored one after the other, each with all layers, keys and values, and the scales of a
+quantised format (`kernels.kv_pages`). A block is one run of bytes, so transfers and the cold tier
+need to know nothing of models and formats. Must not know which sequence holds a block.
 """
 
 from __future__ import annotations

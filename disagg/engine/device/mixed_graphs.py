@@ -1,8 +1,8 @@
 """Small steps with prompts or drafts as captured graphs, beside `decode_graphs`.
 
-A short prompt, or the verification of drafts, is over on the device before the host has launched
-its kernels one by one. These graphs are captured for some numbers of tokens, in whatever way
-sequences share them; tokens too many write nothing and belong to nobody.
+A device finishes a short prompt, or the verification of drafts, before the host could launch all
+its kernels one by one. These graphs are captured for some numbers of tokens, however the sequences
+divide them. Unused tokens belong to no sequence and write nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Log-probabilities of the tokens of prompts, made as the prompts are computed.
+"""Log-probabilities of prompt tokens, computed with each chunk of a prompt.
 
-A row of logits is as wide as the vocabulary, so those of a prompt are made a few at a time, from
-the hidden states of its chunk. They are gone before the step samples, and take less than that does
-(`workspace.SAMPLING_NBYTES`).
+A row of logits is as wide as the vocabulary, so a prompt's logits are computed a few rows at a
+time, from the hidden states of its chunk. Their memory is freed before the step samples, and is
+less than sampling takes (`workspace.SAMPLING_NBYTES`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model runner: executes step plans with a model; `build_engine` assembles an engine.
 
-Knows devices, dtypes and weights. Must not know why a plan is what it is.
+Knows devices, dtypes and weights. Must not know the reasons for a plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What readers of calls have in common.
+"""The common parts of tool call parsers.
 
-A reader is a generator function that takes the rest of an answer, from where reasoning ended, and
-puts text and calls into a sink. A call is put there as it is generated. What turns out to be no
-call before its name is known stays text.
+A parser is a generator function that reads an answer after its reasoning, and puts text and calls
+into a sink. A call is put there while it is generated. Text that turns out not to be a call before
+its name is known stays text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JSON of arguments that a model wrote one by one, as text: Qwen3-Coder, GLM and others.
+"""Makes JSON of arguments that a model writes one by one, as text: Qwen3-Coder, GLM and others.
 
-Such text says nothing of types, so the schema of the function does. A text is handed on as it
-comes; anything else when it is complete.
+Such text has no types, so they are taken from the schema of the function. A string is passed on as
+it arrives; any other value when it is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All formats of calls: by vLLM's names for their parsers, and by what chat templates show."""
+"""All tool call formats, with vLLM's names, and how they are recognised from chat templates."""
 
 from __future__ import annotations
 
