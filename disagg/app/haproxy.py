@@ -43,8 +43,12 @@ def haproxy_environment(
         free_port: gives ports for what Serve runs beside it.
 
     Raises:
-        StartupError: there is no HAProxy.
+        StartupError: there is no HAProxy, or a variable of ours is wrong.
     """
+    try:
+        haproxy_launcher.connections_of_one(haproxy_launcher.MOST_CONNECTIONS)
+    except ValueError as error:
+        raise StartupError(str(error), param="haproxy") from None
     directory.mkdir(parents=True, exist_ok=True)
     launcher = directory / "haproxy"
     certificate = _certificate(directory, http)

@@ -35,6 +35,8 @@ OTHER_FILES = 512  # that HAProxy opens beside those of its connections
 FILES_EACH = 2.5  # to the client, to the ingress, and a pipe for every fourth
 SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of many clients
 
+# Variable: connections that one address may have, instead of `SHARE_OF_ONE`.
+OF_ONE_ADDRESS = "DISAGG_HAPROXY_CONNECTIONS_PER_ADDRESS"
 CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"  # variable: a file with a chain and its key, for HTTPS
 
 MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
@@ -104,6 +106,20 @@ def most_connections() -> int:
     return max(256, min(MOST_CONNECTIONS, int((hard - OTHER_FILES) / FILES_EACH)))
 
 
+def connections_of_one(num_connections: int) -> int:
+    """Connections that one address may have, of so many in all.
+
+    Raises:
+        ValueError: `OF_ONE_ADDRESS` is no number of connections; in words.
+    """
+    said = os.environ.get(OF_ONE_ADDRESS, "")
+    if not said:
+        return int(num_connections * SHARE_OF_ONE)
+    if not said.isdecimal() or int(said) < 1:
+        raise ValueError(f"{OF_ONE_ADDRESS} is {said!r}; set it to a number of connections.")
+    return int(said)
+
+
 def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
     """Serve's configuration with our answers and limits in the place of its own.
 
@@ -129,7 +145,7 @@ def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ..
     options = " v4v6" if host == "::" else ""
     if certificate:
         options += f' ssl crt "{certificate}" ssl-min-ver TLSv1.2 alpn http/1.1'
-    rules = _rules(int(num_connections * SHARE_OF_ONE))
+    rules = _rules(connections_of_one(num_connections))
     return (
         _Edit("error files", r"( {4}errorfile 50\d .*\n)+", lambda _: _refusals()),
         _Edit(

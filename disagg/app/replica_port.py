@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from disagg.app.request_heads import BoundedHeads
+
 log = logging.getLogger(__name__)
 
 _ALL_INTERFACES = ("0.0.0.0", "::", "")
@@ -19,7 +21,8 @@ def bind_to_node() -> None:
     Serve starts them when the replica is constructed: gRPC, which unpickles what it receives, on
     all interfaces, and HTTP where HAProxy listens for clients, though only HAProxy uses it. Peers
     use the node's address alone. Serve has no setting for either (Ray 2.60,
-    `serve/_private/replica.py`). The replica's `__init__` calls this.
+    `serve/_private/replica.py`), nor for the heads that its HTTP waits for. The replica's
+    `__init__` calls this.
     """
     from ray.serve._private import replica
 
@@ -48,4 +51,6 @@ def _add_port(add_port: Any, server: Any, address: str) -> int:
 async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
     if options.host in _ALL_INTERFACES:
         options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
-    return await start(app, options, **others)
+    task, server = await start(app, options, **others)
+    server.config.http = BoundedHeads  # read when the task begins
+    return task, server

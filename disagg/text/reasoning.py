@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from disagg.text.answer_delta import Sink, Trimmed
 from disagg.text.incoming import Incoming, Marks, Reading
+from disagg.text.tool_parsers.format import choose_format
 from disagg.text.tool_parsers.harmony import FINAL, FORCE_FINAL
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 
@@ -98,10 +99,7 @@ def reasoning_format_of(template_source: str, name: str = "") -> ReasoningFormat
     Args:
         name: of a parser; "": as the chat template shows.
     """
-    for each in FORMATS:
-        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
-            return each
-    return None
+    return choose_format(FORMATS, template_source, name)
 
 
 def read_reasoning(

@@ -23,9 +23,10 @@ CORPUS = ["the quick brown fox jumps over the lazy dog, again and again and agai
 
 
 def turns_template(call: str) -> str:
-    """Shows messages as `role(content[call]...)`, where `call` says what of each call `c`."""
+    """Shows messages as `role(reasoning content[call]...)`, where `call` says what of each call `c`."""
     return (
-        "{% for m in messages %}{{ m.role }}({{ m.content or '' }}"
+        "{% for m in messages %}{{ m.role }}({{ m.reasoning_content ~ ' ' if m.reasoning_content }}"
+        "{{ m.content or '' }}"
         "{% for c in m.tool_calls or [] %}[" + call + "]{% endfor %}){% endfor %}"
     )
 

@@ -125,6 +125,40 @@ async def test_a_call_that_is_cut_off_is_no_fault_of_the_server() -> None:
         assert message["stop_reason"] in ("max_tokens", "tool_use")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"at": "\\ud800"}',
+        '{"at": ' * 2000 + "1" + "}" * 2000,
+        '{"at": NaN}',
+    ],
+    ids=["half a pair", "deep", "no number"],
+)
+async def test_arguments_that_are_no_json_are_no_fault_of_the_server(arguments: str) -> None:
+    said = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+    model = served_model(template=HERMES, max_model_len=1 << 16)
+    async with http_client(make_app(FakeGenerate(said), model)) as client:
+        reply = await client.post(URL, json=ASKED | {"tools": [LOOK], "max_tokens": 1 << 15})
+    (call,) = reply.json()["content"]
+    assert (call["name"], call["input"]) == ("look", {})
+
+
+@pytest.mark.parametrize("said", [CALL, "So.\n</think>\n\nHi!", "So, yes, and", "</think>"])
+async def test_a_stream_adds_up_to_the_message_wherever_it_is_cut_off(said: str) -> None:
+    model = served_model(template=HERMES + OPEN, max_model_len=2048)
+    for max_tokens in range(1, 40):
+        asked = ASKED | {"max_tokens": max_tokens, "tools": [LOOK]}
+        async with http_client(make_app(FakeGenerate(said), model)) as client:
+            whole = (await client.post(URL, json=asked)).json()
+            streamed = await client.post(URL, json=asked | {"stream": True})
+        kinds = [
+            event["content_block"]["type"]
+            for kind, event in events_of(streamed.text)
+            if kind == "content_block_start"
+        ]
+        assert kinds == [block["type"] for block in whole["content"]], max_tokens
+
+
 async def test_tokens_of_a_prompt_are_counted() -> None:
     asked = {name: ASKED[name] for name in ("model", "messages")} | {"system": "be brief"}
     usage = (await post(FakeGenerate(TEXT), **asked)).json()["usage"]
@@ -151,7 +185,7 @@ async def test_a_conversation_with_tools_becomes_a_chat() -> None:
     system = [{"type": "text", "text": "look", "cache_control": {"type": "ephemeral"}}]
     await post(generate, template, messages=messages, system=system)
     said = served_model().tokenizer.decode(list(generate.requests[0].token_ids))
-    assert said == "system(look)user(what is there?)assistant(wait[look x])tool(fox)user(so?)"
+    assert said == "system(look)user(what is there?)assistant(hm wait[look x])tool(fox)user(so?)"
 
 
 async def test_a_last_message_of_the_assistant_is_continued() -> None:

@@ -92,7 +92,8 @@ async def test_a_conversation_with_calls_becomes_a_chat() -> None:
     template = turns_template("{{ c.id }} {{ c.function.name }} {{ c.function.arguments.at }}")
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "what is there?"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "reasoning", "id": "rs_1", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "function_call", "call_id": "a", "name": "look", "arguments": '{"at": "x"}'},
         {"type": "function_call", "call_id": "b", "name": "look", "arguments": '{"at": "y"}'},
         {"type": "function_call_output", "call_id": "a", "output": "fox"},
@@ -104,8 +105,29 @@ async def test_a_conversation_with_calls_becomes_a_chat() -> None:
         reply = await client.post(URL, json={"input": items, "instructions": "look"})
     assert reply.status_code == 200, reply.text
     said = model.tokenizer.decode(list(generate.requests[0].token_ids))
-    calls = "assistant([a look x][b look y])"
+    calls = "assistant(hm [a look x][b look y])"
     assert said == f"system(look)user(what is there?){calls}tool(fox)assistant(a fox)"
+
+
+@pytest.mark.parametrize("said", [CALL, "So.\n</think>\n\nHi!" + CALL, "So, yes, and"])
+async def test_a_stream_adds_up_to_the_answer_wherever_it_is_cut_off(said: str) -> None:
+    """What is cut off is the last item."""
+    model = served_model(template=HERMES + OPEN, max_model_len=2048)
+    for max_output_tokens in range(1, 50):
+        asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK]}
+        asked["max_output_tokens"] = max_output_tokens
+        async with openai_client(make_app(FakeGenerate(said), model)) as client:
+            whole = await client.responses.create(**asked)
+            async with client.responses.stream(**asked) as stream:
+                events = [event async for event in stream]
+        last: Any = [event for event in events if hasattr(event, "response")][-1]
+        outputs: list[Any] = [each.to_dict()["output"] for each in (whole, last.response)]
+        for items in outputs:
+            for item in items:
+                del item["id"]
+            statuses = [item["status"] for item in items]
+            assert statuses == ["completed"] * (len(items) - 1) + [whole.status]
+        assert outputs[0] == outputs[1]
 
 
 async def test_a_schema_is_followed() -> None:

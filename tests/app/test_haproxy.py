@@ -21,6 +21,7 @@ from disagg.app.haproxy import HAProxyWatch, as_stand_in, find_haproxy, haproxy_
 from disagg.app.haproxy_launcher import mended
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
+from disagg.errors import StartupError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
 
@@ -342,6 +343,20 @@ def test_one_address_cannot_hold_all_connections(
         assert num_held in (30, 31)
     assert counts(proxy)["haproxy_frontend_denied_connections_total{}"] == num_refused
     proxy.close()
+
+
+def test_what_one_address_may_have_can_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For clients that all come through one NAT or load balancer."""
+    of_serve = serve_config(tmp_path, 18000)
+    for said, number in (("", 300), ("400", 400), ("20", 20)):
+        monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, said)
+        assert f"sc0_conn_cur gt {number} }}" in mended(of_serve, "127.0.0.1", "", 400)
+    for wrong in ("0", "-1", "many", "1.5"):
+        monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, wrong)
+        with pytest.raises(StartupError, match="number of connections"):
+            haproxy_environment(tmp_path / "h", HttpConfig(), free_port)
 
 
 def test_https(tmp_path: Path) -> None:

@@ -77,6 +77,13 @@ def codes() -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
+def routes() -> dict[str, dict[str, str]]:
+    """Path -> its method, and who may call it."""
+    found: dict[str, dict[str, str]] = _load("routes")
+    return found
+
+
 def headers(**others: str) -> dict[str, str]:
     own = {"host": "test", "content-type": "application/json", "authorization": f"Bearer {KEY}"}
     return own | others

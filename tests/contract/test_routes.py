@@ -6,15 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app
-from tests.contract.contract import KEY
+from tests.contract.contract import KEY, routes
 
-ROUTES: dict[str, dict[str, str]] = yaml.safe_load(
-    (Path(__file__).parent / "routes.yaml").read_text()
-)
+ROUTES = routes()
 SECURITY_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 
 

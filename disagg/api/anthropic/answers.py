@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +31,10 @@ def message_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     content: list[dict[str, Any]] = []
     if answer.reasoning:
         content.append(_thinking(answer.reasoning))
-    if answer.text or not answer.calls:
+    if answer.text or not (answer.calls or content):
         content.append({"type": "text", "text": answer.text})
     content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _read(call.arguments)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
         for call in joined(answer.calls)
     ]
     return _to_json(
@@ -43,12 +42,13 @@ def message_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     )
 
 
-def _read(arguments: str) -> Any:
-    """Nothing of what was cut off: the message says so."""
+def _input(arguments: str) -> msgspec.Raw:
+    """An object as the model wrote it. `{}` for what is none, or was cut off: the message says so."""
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return {}
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return msgspec.Raw(b"{}")
+    return msgspec.Raw(arguments.encode())
 
 
 def _thinking(text: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
-from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.api.slo import in_headers
 from disagg.config import AUTO, HttpConfig
@@ -339,11 +338,10 @@ class HttpApp:
     # The rest
 
     async def _models(self, request: HttpRequest) -> Reply:
-        models = [_describe(model) for model in self._service.models.values()]
-        return Reply(msgspec.json.encode(responses.ModelList(models)))
+        return Reply(responses.models_body(self._service.models.values()))
 
     async def _one_model(self, request: HttpRequest) -> Reply:
-        return Reply(msgspec.json.encode(_describe(self._service.model(request.rest))))
+        return Reply(responses.model_body(self._service.model(request.rest)))
 
     async def _told(
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
@@ -397,9 +395,3 @@ def _say_why(run: RunningJob, request: HttpRequest) -> None:
     if words:
         text = "; ".join(words).encode("ascii", "replace")
         request.reply_headers.append((b"x-disagg-cascade", text))
-
-
-def _describe(model: ServedModel) -> responses.Model:
-    return responses.Model(
-        model.name, model.created_unix_s, model.max_model_len, model.name, model.num_parameters
-    )

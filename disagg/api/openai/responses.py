@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from disagg.api.openai.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
+from disagg.api.served_model import ServedModel
 from disagg.text.answer_delta import joined
 
 _to_json = msgspec.json.Encoder().encode
@@ -135,6 +136,20 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
+
+
+def models_body(models: Iterable[ServedModel]) -> bytes:
+    return _to_json(ModelList([_described(model) for model in models]))
+
+
+def model_body(model: ServedModel) -> bytes:
+    return _to_json(_described(model))
+
+
+def _described(model: ServedModel) -> Model:
+    return Model(
+        model.name, model.created_unix_s, model.max_model_len, model.name, model.num_parameters
+    )
 
 
 def usage_of(run: RunningJob) -> Usage:

@@ -93,13 +93,12 @@ def understand_completion(
 
 def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
     """Raises `InvalidRequest`."""
-    arguments = template_arguments(request.chat_template_kwargs, None, model)
-    conversation = _conversation(request, request.tools or (), arguments, model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid_value("prompt", "Give either prompt or messages.")
-    if request.prompt is None:
-        return conversation
-    return Text(request.prompt, request.add_special_tokens is not False)
+    if request.prompt is not None:
+        return Text(request.prompt, request.add_special_tokens is not False)
+    arguments = template_arguments(request.chat_template_kwargs, None, model)
+    return _conversation(request, request.tools or (), arguments, model)
 
 
 def _wanted(

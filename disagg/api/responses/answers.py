@@ -21,12 +21,13 @@ _to_json = msgspec.json.Encoder().encode
 
 def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     (answer,) = answers
-    items, status = [], _status(answer)
+    items = []
     if answer.reasoning:
-        items.append(_reasoning(run.job, answer.reasoning, status))
-    if answer.text or not answer.calls:
-        items.append(_message(run.job, answer.text, status))
+        items.append(_reasoning(run.job, answer.reasoning, "completed"))
+    if answer.text or not (answer.calls or items):
+        items.append(_message(run.job, answer.text, "completed"))
     items += [_call(call, "completed") for call in joined(answer.calls)]
+    items[-1]["status"] = _status(answer)  # what is cut off is the last
     return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
 
 
@@ -165,7 +166,7 @@ class ResponseFrames:
     def closing(self, run: RunningJob) -> bytes:
         says_nothing = not self._kind and not self._items
         events = [self._begin("message")] if says_nothing else []
-        events.append(self._end_item())
+        events.append(self._end_item(_status(self._answer)))
         response = _response(self._job, run.model_name, self._answer, self._items)
         response["usage"] = _usage(run)
         events.append(self._event(f"response.{response['status']}", response=response))
@@ -188,7 +189,7 @@ class ResponseFrames:
         self._parts.append(text)
         return self._event(f"response.{what}.delta", delta=text, **self._place())
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         """Nothing where none has begun."""
         text = "".join(self._parts)
         match self._kind:
@@ -202,7 +203,7 @@ class ResponseFrames:
             case "call":
                 kind, name = "response.function_call_arguments.done", self._call.name
                 done = self._event(kind, name=name, arguments=text, **self._place())
-        item = self._item("completed" if self._kind == "call" else _status(self._answer))
+        item = self._item(status)
         done += self._item_event("done", item)
         self._items.append(item)
         self._kind = ""

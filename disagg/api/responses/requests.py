@@ -63,7 +63,9 @@ class OutputItem(msgspec.Struct, tag="function_call_output"):
 
 
 class ReasoningItem(msgspec.Struct, tag="reasoning"):
-    """What was thought before; the model is not shown it again."""
+    """What was thought before the next item; chat templates get it as they do in chats."""
+
+    content: list[Part] | None = None
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
@@ -209,9 +211,13 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
         messages.append(ChatMessage("system", request.instructions))
     if isinstance(request.input, str):
         return [*messages, ChatMessage("user", request.input)]
+    thought = ""
     for index, item in enumerate(request.input):
         path = f"input[{index}]"
         match item:
+            case ReasoningItem():
+                thought = "\n".join(part.text for part in item.content or () if part.text)
+                continue
             case MessageItem():
                 content = _content(item.content, f"{path}.content")
                 messages.append(ChatMessage(item.role, content))
@@ -225,6 +231,10 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
                 calls = messages[-1].tool_calls or []
                 calls.append(call)
                 messages[-1].tool_calls = calls
+        if thought and messages[-1].role == "assistant":
+            before = messages[-1].reasoning_content
+            messages[-1].reasoning_content = f"{before}\n{thought}" if before else thought
+        thought = ""
     return messages
 
 

@@ -7,9 +7,9 @@ its name is known stays text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from disagg.text.answer_delta import CallIdStyle, Sink, Trimmed
 from disagg.text.incoming import Incoming, Marks, Reading
@@ -35,6 +35,27 @@ class ToolFormat:
     shown_by: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     call_id_style: CallIdStyle = "openai"
+
+
+class _Named(Protocol):
+    """A format of calls, or of reasoning."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def shown_by(self) -> tuple[str, ...]: ...
+
+
+Named = TypeVar("Named", bound=_Named)
+
+
+def choose_format(formats: Iterable[Named], template_source: str, name: str) -> Named | None:
+    """The one of this name; "": the first that the chat template shows. None: there is none."""
+    for each in formats:
+        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
+            return each
+    return None
 
 
 def read_marked(

@@ -71,17 +71,22 @@ class NamedArguments:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say."""
+    """The JSON types that a schema allows; empty: it does not say.
+
+    Nobody has checked the schema: without a grammar it is only shown to the model.
+    """
     if not isinstance(schema, Mapping):
         return frozenset()
     said = schema.get("type")
-    found = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
+    found = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     for branch in ("anyOf", "oneOf"):
-        for option in schema.get(branch) or ():
+        options = schema.get(branch)
+        for option in options if isinstance(options, list) else ():
             found |= types_of(option)
-    if not found and isinstance(schema.get("enum"), list):
-        found = {_TYPE_NAMES.get(type(value), "") for value in schema["enum"]}
-    return frozenset(each for each in found if isinstance(each, str))
+    values = schema.get("enum")
+    if not found and isinstance(values, list):
+        found = {_TYPE_NAMES.get(type(value), "") for value in values}
+    return frozenset(found)
 
 
 _TYPE_NAMES: dict[type, str] = {
@@ -110,12 +115,14 @@ def json_of(text: str, types: frozenset[str] = frozenset()) -> str:
 
 
 def literal_to_json(source: str) -> str | None:
-    """A Python literal as JSON; None: it is none."""
+    """A Python literal as JSON; None: it is none, or has half of a surrogate pair in it."""
     if len(source) > MAX_LITERAL_NUM_CHARS:
         return None
     try:
         value = ast.literal_eval(_ESCAPE.sub(_kept_escape, source))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return text
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from functools import partial
 
-from disagg.text.tool_parsers.format import ToolFormat
+from disagg.text.tool_parsers.format import ToolFormat, choose_format
 from disagg.text.tool_parsers.glm45 import read_glm45
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.harmony import read_harmony
@@ -61,7 +61,4 @@ def tool_format_of(template_source: str, name: str = "") -> ToolFormat | None:
     Args:
         name: of a parser; "": as the chat template shows.
     """
-    for each in FORMATS:
-        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
-            return each
-    return None
+    return choose_format(FORMATS, template_source, name)

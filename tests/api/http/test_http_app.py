@@ -169,6 +169,9 @@ async def test_tokenize_and_back() -> None:
         ).json()
         assert chat["token_strs"][0] == "<|im_start|>"
         assert (await client.post("/tokenize", json={})).status_code == 400
+        of_chats = {"continue_final_message": True, "chat_template_kwargs": {"a": 1}}
+        again = await client.post("/tokenize", json={"prompt": text} | of_chats)
+        assert again.json() == found
         for wrong in ([-1], [2**40], [1.5], [10**6]):
             assert (await client.post("/detokenize", json={"tokens": wrong})).status_code == 400
 

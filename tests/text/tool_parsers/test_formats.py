@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.text.tool_parsers.named_arguments import types_of
 from disagg.text.tool_parsers.registry import tool_format_of
 from tests.text.answers import Found, cut, read, syntax_of
 
@@ -150,6 +151,8 @@ PYTHONIC = [
     ("[look( where = 'a' ,)]", Found(calls=(called(where="a"),))),
     ("[look(where='\\d+\\n\\1')]", Found(calls=(called(where="\\d+\n\\1"),))),
     ("[look(where=here)]", Found(calls=(called(where="here"),))),  # no literal: as it was written
+    # Half of a surrogate pair has no UTF-8, so no answer could have it.
+    ("[look(where='\\ud800')]", Found(calls=(called(where="'\\ud800'"),))),
     ("[look(where='Par", Found(calls=(("look", '{"where": '),))),
     ("[1, 2]", Found(text="[1, 2]")),
     ("[look('a')]", Found(text="[look('a')]")),
@@ -213,3 +216,17 @@ def test_nonsense_reads_the_same_however_it_is_cut(
 def test_the_template_says_how_calls_are_written(source: str, name: str) -> None:
     form = tool_format_of(source)
     assert (form.names[0] if form else "") == name
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"anyOf": [{"type": "string"}, {"enum": [1, None]}]}, {"string", "integer", "null"}),
+        ({"type": ["string", {}, 5]}, {"string"}),  # clients send what they like
+        ({"type": {}, "oneOf": 5, "anyOf": [3, {"type": []}]}, set()),
+        ({"enum": {}}, set()),
+        (True, set()),
+    ],
+)
+def test_types_are_read_from_any_schema(schema: Any, types: set[str]) -> None:
+    assert types_of(schema) == types

@@ -1,0 +1,90 @@
+"""The HTTP port of an ingress, as Serve starts it: where it listens, and the heads that it awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from disagg.app import replica_port, request_heads
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the request's body, when all of it is there."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
+    """Where Serve's own server listens that was asked to listen everywhere."""
+    from ray.serve._private.http_util import start_asgi_http_server
+    from ray.serve.config import HTTPOptions
+
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.3")
+    start = partial(replica_port._start_http, start_asgi_http_server)
+    options = HTTPOptions(host="0.0.0.0", port=0)
+    task, server = await start(echo, options, event_loop=asyncio.get_running_loop())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()
+    server.should_exit = True
+    await task
+
+
+async def talk(address: tuple[str, int], *parts: bytes) -> bytes:
+    """What comes back until the other side closes."""
+    reader, writer = await asyncio.open_connection(*address)
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        found = await reader.read()
+    writer.close()
+    return found
+
+
+async def test_it_listens_on_the_address_of_its_node(address: tuple[str, int]) -> None:
+    assert address[0] == "127.0.0.3"
+    close = b"Connection: close\r\n\r\n"
+    answer = await talk(address, HEAD + close + b"body")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nbody")
+
+
+@pytest.mark.parametrize(("before", "head"), [(b"", b""), (b"", HEAD), (HEAD + b"\r\nbody", HEAD)])
+async def test_a_head_that_does_not_end_is_given_up(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, before: bytes, head: bytes
+) -> None:
+    """The first of a connection, and one after an answer. A body may take longer."""
+    monkeypatch.setattr(request_heads, "HEAD_S", 0.2)
+    answer = await talk(address, *([before] if before else []), head)
+    assert answer.count(b"HTTP/1.1 200") == bool(before)
+    slow = await talk(address, HEAD + b"Connection: close\r\n\r\n", b"bo", *[b""] * 8, b"dy")
+    assert slow.endswith(b"\r\n\r\nbody")
+
+
+async def test_a_head_that_is_too_long_is_given_up(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_heads, "HEAD_S", 600.0)
+    monkeypatch.setattr(request_heads, "MAX_HEAD_NBYTES", 4096)
+    line = b"x-much: " + b"a" * 1000 + b"\r\n"
+    assert await talk(address, HEAD, *[line] * 5) == b""
+    whole = await talk(address, HEAD, *[line] * 3, b"Connection: close\r\n\r\nbody")
+    assert whole.endswith(b"\r\n\r\nbody")
