@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from disagg.errors import InvalidRequest, ModelError
-from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox, check_json
+from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox, check_form, check_json
 
 RENDER_LIMIT_S = 10.0
 PROBE_LIMIT_S = 1.0
@@ -104,9 +104,9 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = environment.watched(_to_json)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: now().strftime(check_form(form))
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -170,7 +170,7 @@ class ChatTemplate:
                 code="invalid_prompt",
                 param="messages",
             ) from None
-        except (AttributeError, RecursionError, MemoryError):
+        except (AttributeError, RuntimeError, MemoryError):  # recursion is one of the second
             raise InvalidRequest(
                 "The model's chat template fails on these messages.",
                 code="invalid_prompt",

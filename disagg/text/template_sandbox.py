@@ -1,7 +1,7 @@
 """The sandbox that chat templates run in: bounds their time and the size of their texts.
 
 Jinja's own sandbox forbids attributes and mutation. In addition, the time is checked in every
-iteration of every loop. Where a short expression can produce a long text (widths, replacements,
+iteration of every loop, and at every filter, test and call. Where a short expression can produce a long text (widths, replacements,
 concatenations, products, lists written as text), the length is computed before the text is created.
 An object to which a list refers twice counts twice, because it would be written twice.
 """
@@ -26,12 +26,15 @@ MAX_NUM_CHARS = 32 << 20  # of a rendered prompt, and of any text that a templat
 _MAX_PRODUCT = 1 << 20  # of a repeated text or list
 _MAX_ITEMS = 1 << 21  # of what is written out: looking at so many takes about a second
 _MAX_WIDTH = 1 << 16  # that a text is filled up to
+_MAX_PRECISION = 300  # decimal digits: a float has no more
 
-# In formats: more than four digits, or a width that is an argument.
+# In formats: more than four digits, or a width that is an argument. In linear time.
 _WIDE = {
     "%": re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)"),
-    "{": re.compile(r"\{[^{}]*(\d{5}|:[^{}]*\{)"),
+    "{": re.compile(r"\{[^{}]*\d{5}|\{[^{}:]*+:[^{}]*+\{"),
 }
+# Nothing for a prompt, and without bounds, or slow on long texts.
+_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap")
 
 
 class TemplateTooSlow(InvalidRequest):
@@ -50,13 +53,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(finalize=_writable, **options)
         self._timer = timer
         self._limits = threading.local()
-        del (
-            self.globals["lipsum"],
-            self.filters["urlize"],
-        )  # nothing for a prompt, and without bounds
-        for name, rule in {**_WRITTEN_OUT, **_FILTERS}.items():
-            self.filters[name] = _bounded(self.filters[name], rule)
+        del self.globals["lipsum"]
+        for name in _LEFT_OUT:
+            del self.filters[name]
         self.filters["join"] = _join
+        for name, filter_ in self.filters.items():
+            self.filters[name] = self.watched(filter_, _RULES.get(name))
 
     def begin(self, limit_s: float) -> None:
         """The calling thread may spend so much time from now on."""
@@ -71,6 +73,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 code="invalid_prompt",
                 param="messages",
             )
+
+    def watched(
+        self, filter_: Callable[..., Any], rule: Callable[..., None] | None = None
+    ) -> Callable[..., Any]:
+        """A filter that looks at the time first, and at what `rule` says of its arguments."""
+        num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument, before the value
+
+        @functools.wraps(filter_)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            if rule is not None:
+                rule(*args[num_own:], **kwargs)
+            return filter_(*args, **kwargs)
+
+        return checked
+
+    def call_test(self, *args: Any, **kwargs: Any) -> bool:
+        """Of `select` and the like, for each item."""
+        self.tick()
+        return super().call_test(*args, **kwargs)
 
     @staticmethod
     def join_texts(*values: Any) -> str:
@@ -118,6 +140,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        __self.tick()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes | int) and name in _METHODS:
             if name == "join":
@@ -160,6 +183,12 @@ def check_json(
     _check_width(width)
     _check_width(between)
     _check_size(value, width, between)
+
+
+def check_form(form: str) -> str:
+    """A form of dates. Raises `SecurityError` when it is too long: each mark becomes a text."""
+    _check_width(len(form))
+    return form
 
 
 def _check(num_chars: float) -> None:
@@ -256,12 +285,9 @@ def _formatted(form: Any, *args: Any, **kwargs: Any) -> None:
     _check_form(str(form), "%", args, kwargs)
 
 
-def _wrapped(
-    text: str, width: int = 79, break_long_words: bool = True, wrapstring: str | None = None,
-    break_on_hyphens: bool = True,
-) -> None:  # fmt: skip
-    num_lines = 1 + len(text.splitlines()) + 2 * len(text) // max(width, 1)
-    _check(len(text) + num_lines * len(wrapstring or "\n"))
+def _rounded(value: Any, precision: int = 0, method: str = "common") -> None:
+    if abs(precision) > _MAX_PRECISION:
+        raise SecurityError(f"a precision is above {_MAX_PRECISION}")
 
 
 def _filled(items: Any, number: int, fill_with: Any = None) -> None:
@@ -275,17 +301,6 @@ def _summed(items: Any, attribute: Any = None, start: Any = 0) -> None:
 
 def _written_out(value: Any, *_: Any, **__: Any) -> None:
     _check_size(value)
-
-
-def _bounded(filter_: Callable[..., Any], rule: Callable[..., None]) -> Callable[..., Any]:
-    num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument, before the value
-
-    @functools.wraps(filter_)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        rule(*args[num_own:], **kwargs)
-        return filter_(*args, **kwargs)
-
-    return checked
 
 
 @jinja2.pass_environment
@@ -310,20 +325,19 @@ _METHODS: dict[str, Callable[..., None]] = {
     "translate": _translated,
     "to_bytes": _as_bytes,
 }
-_FILTERS: dict[str, Callable[..., None]] = {
+_WRITTEN_OUT = (
+    "capitalize", "e", "escape", "forceescape", "lower", "string", "title", "trim", "truncate",
+    "upper", "urlencode", "wordcount", "xmlattr",
+)  # fmt: skip
+_COMPARED = ("dictsort", "groupby", "max", "min", "sort", "unique")
+_RULES: dict[str, Callable[..., None]] = {
+    **dict.fromkeys((*_WRITTEN_OUT, *_COMPARED), _written_out),
     "center": _padded,
     "indent": _indented,
     "format": _formatted,
     "replace": _replaced,
-    "wordwrap": _wrapped,
+    "round": _rounded,
     "batch": _filled,
     "slice": _filled,
     "sum": _summed,
 }
-_WRITTEN_OUT: dict[str, Callable[..., None]] = dict.fromkeys(
-    (
-        "capitalize", "e", "escape", "forceescape", "lower", "pprint", "string", "striptags",
-        "title", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
-    ),
-    _written_out,
-)  # fmt: skip

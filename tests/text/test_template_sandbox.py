@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from disagg.errors import InvalidRequest, ModelError
 from disagg.text import template_sandbox
 from disagg.text.chat_template import ChatTemplate
-from disagg.text.template_sandbox import MAX_NUM_CHARS
+from disagg.text.template_sandbox import MAX_NUM_CHARS, TemplateTooSlow
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "a\tb\nc" * 20}]
 
@@ -61,10 +62,15 @@ def render(source: str) -> str:
         "{{ (['a' * 1000000] * 100000)|string }}",
         "{{ (['a' * 1000000] * 100000)|upper }}",
         "{{ ([['a' * 1000000] * 1000] * 1000)|tojson }}",
-        "{{ ('a b ' * 100000)|wordwrap(1, wrapstring='b' * 100000) }}",
         "{{ [1]|batch(4000000000, 1)|list }}",
         "{{ [1]|slice(4000000000, 1)|list }}",
         "{{ lipsum(n=4000000000) }}",
+        "{{ 5|round(-1000000000) }}",
+        "{{ 5|round(precision=1000000000, method='floor') }}",
+        "{{ ('{' ~ ':' * 1000000).format(1) }}",  # looking for widths takes linear time
+        "{{ strftime_now('%Y' * 100000) }}",
+        "{{ (['a' * 1000000] * 1000000)|max }}",
+        "{{ ([{'a': 'b' * 1000000}] * 1000000)|sort(attribute='a')|length }}",
         "{% set n = namespace(t='a') %}{% for i in range(60) %}"
         "{% set n.t = n.t ~ n.t %}{% endfor %}",
         "{% set n = namespace(t='a') %}{% for i in range(60) %}"
@@ -97,9 +103,58 @@ def test_what_refers_to_itself_many_times_is_not_looked_at_to_the_end(
         render(doubled + "{% endfor %}{{ n.t|tojson }}")
 
 
-def test_filters_that_are_of_no_use_for_a_prompt_are_not_there() -> None:
-    with pytest.raises(ModelError, match="urlize"):
-        render("{{ ('http://a.b ' * 1000)|urlize(target='x' * 1000000) }}")
+@pytest.mark.parametrize("name", ["urlize", "pprint", "striptags", "wordwrap"])
+def test_filters_that_are_of_no_use_for_a_prompt_are_not_there(name: str) -> None:
+    with pytest.raises(ModelError, match=name):
+        render(f"{{{{ 'a'|{name} }}}}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set x = messages|length %}" * 20,
+        "{% set x = messages[0].content.upper() %}" * 20,
+        "{{ range(20)|select('even')|list }}",
+        "{{ range(20)|map('string')|list }}",
+        "{% for x in range(20) %}{% endfor %}",
+    ],
+)
+def test_time_is_looked_at_all_along(source: str) -> None:
+    """By a clock on which a second passes at each look."""
+    template = ChatTemplate(source, {}, timer=itertools.count().__next__)
+    template.render(MESSAGES, limit_s=100)
+    with pytest.raises(TemplateTooSlow):
+        template.render(MESSAGES, limit_s=10)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}{{ ''|attr('__class__') }}{{ ['']|map(attribute='__class__')|first }}",
+        "{{ '{0.__class__}'.format('') }}{{ ('{0.__class__}'|attr('format'))('') }}",
+        "{{ (['{0.__class__}']|map(attribute='format')|first)('') }}",
+        "{{ strftime_now.__globals__ }}{{ strftime_now|attr('__closure__') }}",
+    ],
+)
+def test_what_python_is_made_of_is_not_there(source: str) -> None:
+    assert render(source) == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ '{a.__class__.__mro__}'.format_map({'a': ''}) }}",
+        "{{ messages.append(1) }}",
+        "{% include 'x' %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{{ cycler().next() }}",
+    ],
+)
+def test_whatever_fails_is_a_refusal(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(source)
 
 
 def test_the_refusal_says_why() -> None:
@@ -122,7 +177,8 @@ def test_the_refusal_says_why() -> None:
         ("{{ 'aXbX'.replace('X', '-') }}|{{ 'aXbX'|replace('X', '-', 1) }}", "a-b-|a-bX"),
         ("{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}", "a1None[2]"),
         ("{{ 'a' + 'b' }}|{{ [1] + [2] }}", "ab|[1, 2]"),
-        ("{{ [1, 2, 3]|batch(2, 0)|list }}|{{ 'a b'|wordwrap(1) }}", "[[1, 2], [3, 0]]|a\nb"),
+        ("{{ [1, 2, 3]|batch(2, 0)|list }}|{{ 2.345|round(1) }}", "[[1, 2], [3, 0]]|2.3"),
+        ("{{ [2, 1]|sort }}|{{ ['b', 'a']|max }}|{{ 'a'|upper|lower }}", "[1, 2]|b|a"),
         ("{{ {'a': [1]}|tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
         ("{{ [1, 2.5]|sum }}|{{ [{'a': 1}]|sum('a') }}", "3.5|1"),
         ("{{ [1, {'a': 2}]|tojson(separators=(',', ':')) }}", '[1,{"a":2}]'),
