@@ -94,8 +94,12 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_that_are_named_exist(document: Path) -> None:
     """Those of a `disagg` command at that command, others in the sources of some command here."""
-    sources = (path for room in ("disagg", "bench", "scripts") for path in (ROOT / room).rglob("*.py"))
-    known = {flag for path in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
+    sources = (
+        path for room in ("disagg", "bench", "scripts") for path in (ROOT / room).rglob("*.py")
+    )
+    known = {
+        flag for path in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
+    }
     known |= {f"--no-{flag[2:]}" for flag in known}
     missing = []
     for command in _commands(document):

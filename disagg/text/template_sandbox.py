@@ -1,8 +1,9 @@
 """The sandbox that chat templates run in: bounds their time and the size of their texts.
 
 Jinja's own sandbox forbids attributes and mutation. In addition, the time is checked in every
-iteration of every loop, and at every filter, test and call. Where a short expression can produce a long text (widths, replacements,
-concatenations, products, lists written as text), the length is computed before the text is created.
+iteration of every loop, and at every filter, test and call. Where a short expression can produce a
+long text (widths, replacements, concatenations, products, lists written as text), the length is
+computed before the text is created.
 An object to which a list refers twice counts twice, because it would be written twice.
 """
 
@@ -92,7 +93,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_test(self, *args: Any, **kwargs: Any) -> bool:
         """Of `select` and the like, for each item."""
         self.tick()
-        return super().call_test(*args, **kwargs)
+        return bool(super().call_test(*args, **kwargs))
 
     @staticmethod
     def join_texts(*values: Any) -> str:
