@@ -23,7 +23,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog, again and again and agai
 
 
 def turns_template(call: str) -> str:
-    """Shows messages as `role(reasoning content[call]...)`, where `call` says what of each call `c`."""
+    """Shows messages as `role(reasoning content[call]...)`; `call` says what of each call `c`."""
     return (
         "{% for m in messages %}{{ m.role }}({{ m.reasoning_content ~ ' ' if m.reasoning_content }}"
         "{{ m.content or '' }}"

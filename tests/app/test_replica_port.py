@@ -1,4 +1,4 @@
-"""The HTTP port of an ingress, as Serve starts it: where it listens, and the heads that it awaits."""
+"""The HTTP port of an ingress, as Serve starts it: where it listens, and the heads it awaits."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def message_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """An object as the model wrote it. `{}` for what is none, or was cut off: the message says so."""
+    """An object, as the model wrote it. `{}` for what is none, as where the answer was cut off."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
