@@ -38,7 +38,7 @@ def tenants_by_digest(keys: Iterable[tuple[str, str]]) -> dict[Digest, str]:
         if name and (not _TENANT_NAME.fullmatch(name) or name == DEFAULT_TENANT):
             raise StartupError(
                 f"{name[:64]!r} cannot be the name of a tenant: up to 64 letters, digits, '.', '_'"
-                f" and '-' can, and {DEFAULT_TENANT!r} is whoever has no name.",
+                f" and '-' can; {DEFAULT_TENANT!r} stands for keys without a tenant's name.",
                 param="api_keys",
             )
         if not key or not key.isascii() or not key.isprintable() or " " in key:

@@ -104,28 +104,28 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
         host: where HTTP will listen; None: others decide that.
 
     Raises:
-        StartupError: the cluster key can be guessed, or whoever reaches `host` may ask.
+        StartupError: the cluster key can be guessed, or clients of `host` need no API key.
     """
     if config.insecure:
         return
     for param, secret in (("cluster_key", config.cluster_key), *_named_keys(config.http)):
         if secret.startswith(EXAMPLE_PREFIX):
             raise StartupError(
-                f"{param} is still the one of the example, which everybody knows;"
+                f"{param} is still the one of the example, which is public;"
                 " `openssl rand -hex 32` makes another one.",
                 param=param,
             )
     if len(config.cluster_key) < MIN_CLUSTER_KEY_LENGTH:
         raise StartupError(
-            f"The cluster key has {len(config.cluster_key)} characters and can be guessed: whoever"
-            " has it can read KV and steer workers. `openssl rand -hex 32` makes one; or say"
-            " insecure: true.",
+            f"The cluster key has {len(config.cluster_key)} characters and can be guessed, and with"
+            " it a stranger can read KV and control workers. `openssl rand -hex 32` makes a good"
+            " one; or set insecure: true.",
             param="cluster_key",
         )
     if host is not None and config.http.is_open and not _is_loopback(host):
         raise StartupError(
-            f"Everybody who reaches {host} could use this server, since it has no API key. Set"
-            " --api-key, --tenants or --api-keys-file; or say --insecure.",
+            f"Any client that reaches {host} could use this server, since it has no API key. Set"
+            " --api-key, --tenants or --api-keys-file; or pass --insecure.",
             param="host",
         )
 
@@ -161,8 +161,8 @@ def _check_autoscaling(tier: TierConfig) -> None:
             )
         if limits.min_replicas == 0 and tier.engine.block_size is None:
             raise StartupError(
-                f"Tier {tier.name!r} may have no {role} worker that says how long its blocks are;"
-                " set engine.block_size (16 on a CPU and 64 on a GPU are usual).",
+                f"Tier {tier.name!r} may be scaled to no {role} worker, from which ingresses learn"
+                " the block size; set engine.block_size (usually 16 on a CPU and 64 on a GPU).",
                 param="block_size",
             )
 
@@ -191,7 +191,7 @@ def _check_cascade(cascade: CascadeConfig, names: list[str]) -> None:
         )
     if AUTO in names:
         raise StartupError(
-            f"With a cascade no model may be named {AUTO!r}: that name has it choose one. Set"
+            f"With a cascade no model may be named {AUTO!r}: that name lets the cascade choose. Set"
             " served_model_name.",
             param="served_model_name",
         )

@@ -13,8 +13,8 @@
     │   └── RequestTooLarge
     ├── Overloaded              refused early; try again after `retry_after_s`
     │   └── RateLimited         a tenant has used up its limits
-    ├── Unavailable             nobody can serve this at the moment
-    ├── DeadlineExceeded        the request's time is over
+    ├── Unavailable             no worker can serve this at the moment
+    ├── DeadlineExceeded        the request's deadline has passed
     ├── WorkerLost              a worker died or hung up; the request moves elsewhere
     ├── TransferFailed          KV did not arrive intact; it is computed instead
     └── EngineFailed            a bug or a device failure inside an engine

@@ -16,24 +16,23 @@ from disagg.metric import counter, gauge
 _store = partial(
     counter,
     "store_blocks",
-    "KV blocks between a worker and the cold store (Redis), by what became of them. hit: loaded"
-    " back instead of being computed; miss: looked up in vain; stored: written; known: evicted, and"
-    " the store had it already; dropped: not written, the store being away or the queue full;"
-    " failed: a write that failed; damaged: read back with a digest that is not its own, deleted"
-    " and counted as a miss too",
+    "KV blocks between a worker and the cold store (Redis), by outcome. hit: loaded instead of"
+    " computed; miss: looked up and not found; stored: written; known: evicted, and already in the"
+    " store; dropped: not written, because the store was unreachable or the queue full; failed: a"
+    " write that failed; damaged: read with a wrong digest, deleted, and also counted as a miss",
 )
 _host = partial(
     counter,
     "host_tier_blocks",
-    "KV blocks copied between a worker's KV cache and its host memory, by what became of them."
-    " saved: copied to host memory; torn: reused by the cache during the copy, which is void;"
-    " dropped: not copied, all of host memory being read; loaded: copied back",
+    "KV blocks copied between a worker's KV cache and its host memory, by outcome. saved: copied"
+    " to host memory; torn: reused by the cache during the copy, which is discarded; dropped: not"
+    " copied, because all of host memory was being read; loaded: copied back",
 )
 _hold = partial(
     counter,
     "kv_holds_ended",
     "KV tickets that a worker issued to others, by how the hold on their blocks ended. released:"
-    " the reader has its copy, or wants none; expired: nobody came in time; broken: the worker"
+    " the reader has its copy, or needs none; expired: no reader came in time; broken: the worker"
     " needed the memory, or had too many holds; unknown: a release of a ticket that was not held"
     " any more. After expired and broken the reader computes the prompt itself",
 )
@@ -74,7 +73,7 @@ class PullCounts(msgspec.Struct, frozen=True, array_like=True):
     num_ok: int = 0
     num_torn: int = 0  # the source used the blocks again meanwhile
     num_failed: int = 0  # also those that could not begin
-    num_given_up: int = 0  # ended well or not, when nobody waited any more
+    num_given_up: int = 0  # ended, successfully or not, when no sequence waited any more
     nbytes: int = 0  # of those that are ok
     seconds: float = 0.0  # that these took
 
@@ -92,12 +91,12 @@ class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
     """Blocks between a worker and the store, since the worker started."""
 
     num_hits: Annotated[int, _store(outcome="hit")] = 0  # came back
-    num_misses: Annotated[int, _store(outcome="miss")] = 0  # looked up in vain
+    num_misses: Annotated[int, _store(outcome="miss")] = 0  # not found
     num_stored: Annotated[int, _store(outcome="stored")] = 0
     num_known: Annotated[int, _store(outcome="known")] = 0  # not sent: the store has them
     # Not sent: the store is away, or too many wait.
     num_dropped: Annotated[int, _store(outcome="dropped")] = 0
-    num_failed: Annotated[int, _store(outcome="failed")] = 0  # sent in vain
+    num_failed: Annotated[int, _store(outcome="failed")] = 0  # writes that failed
     num_damaged: Annotated[int, _store(outcome="damaged")] = 0  # came back as something else
 
 

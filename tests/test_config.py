@@ -105,10 +105,10 @@ SECRET = "0123456789abcdef"
         ({"cluster_key": "change-me-at-the-first-start"}, None, "cluster_key is still the one"),
         ({"http": {"api_key": "change-me"}}, None, "api_key is still the one"),
         ({"http": {"api_keys": {"a": "change-me-1"}}}, None, "api_keys is still the one"),
-        ({}, "0.0.0.0", "Everybody who reaches 0.0.0.0"),
-        ({}, "::", "Everybody who reaches ::"),
-        ({}, "10.0.0.7", "Everybody who reaches 10.0.0.7"),
-        ({}, "gpu-7.example.org", "Everybody who reaches gpu-7"),
+        ({}, "0.0.0.0", "Any client that reaches 0.0.0.0"),
+        ({}, "::", "Any client that reaches ::"),
+        ({}, "10.0.0.7", "Any client that reaches 10.0.0.7"),
+        ({}, "gpu-7.example.org", "Any client that reaches gpu-7"),
     ],
 )
 def test_secrets_that_are_none(fields: dict[str, Any], host: str | None, reason: str) -> None:

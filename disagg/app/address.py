@@ -56,7 +56,9 @@ def check_address(address: str) -> None:
                 " head frozen, or the machine overloaded?"
             )
         case code:
-            raise _refusal(f"What listens at {address} is no Ray head ({code.lower()}): {WHERE}.")
+            raise _refusal(
+                f"The server that listens at {address} is no Ray head ({code.lower()}): {WHERE}."
+            )
     raise _refusal(f"The Ray cluster at {address} {words}")
 
 

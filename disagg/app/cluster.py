@@ -86,11 +86,11 @@ class Cluster:
         except (RayError, TimeoutError) as error:
             raise StartupError(
                 "Ray Serve's HTTP proxy did not start; is the machine too busy for Ray?"
-                f" Its own words: {str(error).splitlines()[0]}"
+                f" Serve reports: {str(error).splitlines()[0]}"
             ) from error
 
     def _try_ray(self, init: Callable[[], None]) -> None:
-        """Raises `StartupError` with Ray's own words, of which there are many."""
+        """Raises `StartupError` with the important part of Ray's long message."""
         try:
             init()
         except Exception as error:  # Ray raises this very class when its node is not there in time
@@ -149,10 +149,11 @@ class Cluster:
     def wait(
         self, progress: Callable[[StartsByPool], None], timeout_s: float, stop: threading.Event
     ) -> None:
-        """Until every replica runs. `progress` hears how far they are; `stop` ends the wait.
+        """Wait until every replica runs. Calls `progress` with their progress; `stop` ends the
+        wait.
 
         Raises:
-            StartupError: a replica cannot start, in the replica's own words.
+            StartupError: a replica cannot start, with the replica's own message.
         """
         try:
             self._wait(progress, timeout_s, stop)

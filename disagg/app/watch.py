@@ -89,7 +89,7 @@ class Watch:
         if dead:
             self.broken = (
                 f"Ray's {dead[0]} process died, and everything that it ran ends with it; start"
-                " again. Its own words are in the log directory."
+                " again. Its output is in the log directory."
             )
             self._stop.set()
 

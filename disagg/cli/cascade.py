@@ -159,7 +159,7 @@ def read_prompts(file: Path) -> list[Question]:
         except msgspec.MsgspecError as error:
             raise RequestError(
                 f'{where}: {error}. A line is {{"prompt": "2 + 3 =", "label": "5"}}; the label is'
-                " the right answer, against which both models are held.",
+                " the right answer, with which the answers of both models are compared.",
                 param="prompts",
             ) from error
         if (labelled.prompt is None) == (labelled.messages is None):
@@ -181,8 +181,8 @@ async def _from_server(
         if not served.get(model):
             known = ", ".join(name for name, size in served.items() if size)
             raise StartupError(
-                f"{arguments.url} serves no model {model!r} of which it says how many parameters it"
-                f" has; it serves {known or 'none such'}.",
+                f"{arguments.url} does not serve {model!r}, or does not say how many parameters it"
+                f" has; it serves {known or 'no such model'}.",
                 param="url",
             )
 

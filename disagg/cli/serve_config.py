@@ -163,7 +163,7 @@ def _transfer_prior(path: str | None) -> dict[str, float] | None:
     if prior is None:
         raise StartupError(
             f"{path} has no measured KV transfer in it: run `disagg doctor --json` without"
-            " --no-transfers, and mend what it finds.",
+            " --no-transfers, and fix what it reports.",
             param="doctor_report",
         )
     return {"latency_s": prior.latency_s, "bytes_per_s": prior.bytes_per_s}

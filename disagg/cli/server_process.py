@@ -94,7 +94,7 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         said = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[0]}"
-        reports.send(Broken(f"It failed in a way that nobody foresaw: {said:.300}"))
+        reports.send(Broken(f"An unexpected error ended it: {said:.300}"))
         return 1
 
 

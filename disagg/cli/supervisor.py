@@ -92,7 +92,7 @@ class Supervisor:
             0 after a stop, 1 when it broke, 128 and the signal's number after a second signal.
 
         Raises:
-            StartupError: it cannot serve, in its own words.
+            StartupError: it cannot serve, with the server process's message.
         """
         process_tree.adopt_orphans()
         began_s = time.monotonic()
@@ -272,7 +272,7 @@ class Supervisor:
         status = self._process.wait()
         self._lines.say(
             "broken",
-            f"The process that serves ended by itself ({_how(status)}); its own words are in"
+            f"The server process ended by itself ({_how(status)}); its output is in"
             f" {self._order.log_directory}/server.log.",
         )
         return 1

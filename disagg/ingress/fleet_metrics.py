@@ -150,8 +150,8 @@ def _of_pulls(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Fami
         "worker_kv_pulls",
         "Transfers of KV that a worker pulled from another one. lane: what carried it (cma,"
         " cuda_ipc, rc_mlx5, tcp, ...; empty if that is not known). outcome: ok; torn (the source"
-        " had used the blocks again, so the copy does not count); failed; given_up (nobody waited"
-        " for it any more). After all but ok the prompt is computed where it is",
+        " had used the blocks again, so the copy was discarded); failed; given_up (no request"
+        " waited for it any more). After all but ok the worker that pulled computes the prompt",
         (*WORKER, "lane", "outcome"),
     )
     nbytes = _counter(

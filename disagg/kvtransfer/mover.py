@@ -263,7 +263,7 @@ class Mover:
             self._broken.add(name)
             if ticket_id:
                 self._unsaid.append((peer, ticket_id))
-            _log.warning("%s did not hear of ticket %r: %r", name, ticket_id, error)
+            _log.warning("%s could not be notified of ticket %r: %r", name, ticket_id, error)
 
     def _say_again(self, unsaid: list[tuple[Peer, str]]) -> None:
         """Send the notification once more over a new connection, so that a live source frees its
@@ -274,7 +274,7 @@ class Mover:
                 self._wire.notify(agent_name(peer), ticket_id.encode())
             except Exception as error:
                 self._broken.update(self._connected & {agent_name(peer)})
-                _log.warning("%s hears no more: %r", agent_name(peer), error)
+                _log.warning("%s cannot be notified any more: %r", agent_name(peer), error)
                 return
 
     def _look(self) -> None:

@@ -297,8 +297,8 @@ def _warn_of_strangers(opened: Iterable[Listener]) -> None:
     for listener in opened:
         if listener.is_public:
             _log.warning(
-                "UCX listens on %s:%d, which other networks may reach. It checks no key: whoever"
-                " can connect can write into this worker's memory. Set transfer_interface to a"
+                "UCX listens on %s:%d, which other networks may reach. It checks no key: any host"
+                " that connects can write into this worker's memory. Set transfer_interface to a"
                 " private network (docs/security.md).",
                 *listener,
             )

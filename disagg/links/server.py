@@ -344,7 +344,7 @@ class _IngressLink(Connection):
         num_names = len(block_hashes) + len(host_block_hashes)
         if num_names > MAX_SNAPSHOT_NAMES:  # routers then know of fewer prefixes, and no wrong ones
             log.warning(
-                "A snapshot names %d blocks of %d; ingresses will not find the others.",
+                "A snapshot has %d of %d cached blocks; routers do not know of the others.",
                 MAX_SNAPSHOT_NAMES,
                 num_names,
             )

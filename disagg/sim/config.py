@@ -140,12 +140,13 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_judged_tokens < 1 or self.max_shift < 0.0:
             raise RequestError(
-                "At least one token is judged, and a shift of the threshold is at least 0.",
+                "num_judged_tokens must be at least 1, and max_shift at least 0.",
                 param="num_judged_tokens",
             )
         if self.max_shift and math.isinf(self.ttft_slo_s):
             raise RequestError(
-                "Load moves a threshold by what part of the TTFT SLO it takes; set one.",
+                "max_shift needs a TTFT SLO, because the load is measured as a share of it; set"
+                " ttft_slo_s.",
                 param="max_shift",
             )
 

@@ -291,6 +291,6 @@ class ColdTier:
 
     def _failed(self, error: str) -> None:
         if not self._is_away:
-            log.warning("The store is away, so evicted prefixes are computed: %s", error)
+            log.warning("The store is unreachable, so evicted prefixes are computed: %s", error)
         self._is_away = True
         self._known.clear()  # a server that was away may come back empty

@@ -59,7 +59,7 @@ class _Server:
         left_s = self._breaker.left_s(self._clock())
         if left_s > 0:
             raise Unavailable(
-                f"Redis is away ({self._why}); the next attempt is in {left_s:.1f} s."
+                f"Redis is unreachable ({self._why}); the next attempt is in {left_s:.1f} s."
             )
         try:
             yield

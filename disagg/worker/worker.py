@@ -198,7 +198,7 @@ class Worker:
             is_stalled = self._liveness.look(self._thread.num_turns, step_s)
             if is_stalled and self._thread.failed is None:
                 reason = f"the engine has not finished a step for {self._liveness.still_s} s"
-                log.error("Hanging up: %s, of which %.3f s were expected", reason, step_s)
+                log.error("Closing all links: %s; %.3f s were expected", reason, step_s)
                 self._server.hang_up(reason)
 
     # On the event loop: messages of ingresses.

@@ -69,7 +69,7 @@ def test_two_starts_at_once_on_one_address() -> None:
     ("fields", "words"),
     [
         ({"cluster_key": "short"}, "can be guessed"),
-        ({"http": {"host": "0.0.0.0"}}, "Everybody who reaches 0.0.0.0"),
+        ({"http": {"host": "0.0.0.0"}}, "Any client that reaches 0.0.0.0"),
     ],
 )
 @pytest.mark.parametrize("ray_address", [None, "127.0.0.1:1"])

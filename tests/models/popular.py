@@ -142,14 +142,14 @@ POPULAR: dict[str, Popular] = {
     "meta-llama/Llama-3.2-11B-Vision-Instruct": Popular(
         _other("MllamaForConditionalGeneration", "mllama"), why_not="images"),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": Popular(
-        _other("Llama4ForConditionalGeneration", "llama4"), why_not="attention in chunks"),
+        _other("Llama4ForConditionalGeneration", "llama4"), why_not="chunked attention"),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Popular(_LLAMA_8B, 8.03),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Popular(
         _qwen2(64, 5120, 27648, 40, 8, 152064, 131072, max_window_layers=64), 32.76),
     "deepseek-ai/DeepSeek-R1": Popular(
         _other("DeepseekV3ForCausalLM", "deepseek_v3"), why_not=r"\(MLA\)"),
     "deepseek-ai/DeepSeek-V3.2": Popular(
-        _other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"\(MLA\) over chosen tokens"),
+        _other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"sparse .* \(MLA\)"),
     "moonshotai/Kimi-K2-Instruct": Popular(
         _other("DeepseekV3ForCausalLM", "kimi_k2"), why_not=r"\(MLA\)"),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": Popular(
@@ -199,7 +199,7 @@ POPULAR: dict[str, Popular] = {
     "Qwen/Qwen3-235B-A22B-Instruct-2507": Popular(
         _qwen3_moe(94, 4096, 12288, 64, 4, 151936, 262144, inner=1536), 235.09),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Popular(
-        _other("Qwen3NextForCausalLM", "qwen3_next"), why_not="a state instead of KV"),
+        _other("Qwen3NextForCausalLM", "qwen3_next"), why_not="recurrent state instead of KV"),
     "openai/gpt-oss-20b": Popular(_gpt_oss(24, 32), 20.91),
     "openai/gpt-oss-120b": Popular(_gpt_oss(36, 128), 116.83),
     "google/gemma-3-27b-it": Popular(
@@ -213,12 +213,12 @@ POPULAR: dict[str, Popular] = {
                partial_rotary_factor=0.75, rope_scaling={"type": "longrope"},
                tie_word_embeddings=True), why_not="rope type 'longrope' is not supported"),
     "zai-org/GLM-4.5-Air": Popular(
-        _other("Glm4MoeForCausalLM", "glm4_moe"), why_not="turned in part"),
+        _other("Glm4MoeForCausalLM", "glm4_moe"), why_not="partial rotary"),
     "zai-org/GLM-5": Popular(_other("GlmMoeDsaForCausalLM", "glm_moe_dsa"), why_not=r"\(MLA\)"),
     "MiniMaxAI/MiniMax-M2": Popular(
-        _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="turned in part"),
+        _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="partial rotary"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": Popular(
-        _other("NemotronHForCausalLM", "nemotron_h"), why_not="a state instead of KV"),
+        _other("NemotronHForCausalLM", "nemotron_h"), why_not="recurrent state instead of KV"),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": Popular(
         {**_LLAMA_8B, "quantization_config": _FP8}, why_not="quantised"),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": Popular(

@@ -371,7 +371,10 @@ class HttpApp:
     async def _debug_request(self, request: HttpRequest) -> Reply:
         found = self._explain(request.rest, request.tenant)
         if found is None:
-            raise UnknownUrl("No decision is kept for a request of this id.")
+            raise UnknownUrl(
+                "No routing decision is known for this request id: it may be too old, or another"
+                " ingress served it (send the request again to reach that one)."
+            )
         return Reply(found)
 
     async def _read_json(self, request: HttpRequest) -> bytes:

@@ -41,7 +41,10 @@ class Bodies:
     def check(self, nbytes: int) -> None:
         """Raises `Overloaded` when so many more do not fit."""
         if self.nbytes + nbytes > self._max_nbytes:
-            raise Overloaded(f"The requests in flight here fill {self._max_nbytes} bytes already.")
+            raise Overloaded(
+                f"The bodies of requests in flight already fill their {self._max_nbytes} bytes;"
+                " try again shortly."
+            )
 
     def take(self, nbytes: int) -> None:
         """Raises `Overloaded` when they do not fit; nothing was taken then."""
