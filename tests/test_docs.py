@@ -15,6 +15,7 @@ from tests.contract.contract import routes
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TESTS = [*(ROOT / "tests").rglob("test_*.py")]
 SOURCES = [*sorted((ROOT / "disagg").rglob("*.py")), *DOCUMENTS]
 
 
@@ -37,6 +38,14 @@ def test_tests_that_are_named_exist(document: Path) -> None:
             if not path.is_file() or (name and f"def {name}(" not in path.read_text()):
                 missing.append(f"{file}::{name}")
     assert not missing, missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_that_are_named_without_a_file_exist(document: Path) -> None:
+    there = {name for path in TESTS for name in re.findall(r"def (test_\w+)\(", path.read_text())}
+    named = set(re.findall(r"`(test_\w+)`", document.read_text()))
+    modules = {path.stem for path in TESTS}
+    assert not named - there - modules, named - there - modules
 
 
 def _anchors(document: Path) -> set[str]:
