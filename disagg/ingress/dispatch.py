@@ -41,7 +41,6 @@ from disagg.router.fleet import Fleet, FleetView, RequestLoad, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 
-PAUSE_S = 0.05  # before workers that refused a request are asked again
 LOAN_PATIENCE_S = 1.0  # how long to wait for a lender's ticket; then the prefix is computed
 
 
@@ -271,7 +270,7 @@ class Dispatcher:
                 state.excluded.clear()
                 left_s = max(0.0, waits_until - self._now())
                 if self._awaiting.has_worker(state.model):  # it refused this request
-                    await asyncio.sleep(min(PAUSE_S, left_s))
+                    await asyncio.sleep(min(state.pause_s, left_s))
                 else:
                     await self._awaiting.wait(state.model, left_s, again=has_waited)
                     has_waited = True

@@ -18,6 +18,10 @@ from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.fleet import Reservation
 from disagg.router.route import Candidate
 
+# Before workers that refused a request are asked again: longer each time, since one that is full
+# stays so for as long as its requests take.
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
+
 
 class Visit(NamedTuple):
     """One worker of a route. With `hand_over` it stops after the first token and issues a ticket;
@@ -48,6 +52,7 @@ class RequestState:
         self._generated: list[int] = []  # beyond `_request.token_ids`
         self._is_first = True
         self._had_engine_failure = False
+        self._num_refusals = 0  # one after the other, since its answer has begun
 
     @property
     def request_id(self) -> str:
@@ -125,6 +130,11 @@ class RequestState:
             prompt_logprobs=delta.prompt_logprobs,
         )
 
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before workers that refused it are asked again."""
+        return min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
+
     def may_move(self, error: DisaggError) -> bool:
         """Whether to reroute after `error`. A failed engine fails all its requests, so after one
         such failure this request may be innocent. After a second one it is not rerouted: it must
@@ -135,8 +145,13 @@ class RequestState:
 
     def move(self, error: DisaggError) -> None:
         self._had_engine_failure |= isinstance(error, EngineFailed)
-        self.num_moves += 1
-        self.is_turned_away = isinstance(error, Overloaded) and not self.num_output_tokens
+        is_full, has_begun = isinstance(error, Overloaded), self.num_output_tokens > 0
+        self.is_turned_away = is_full and not has_begun
+        if is_full and has_begun:  # no failure: it waits for room, until its deadline
+            self._num_refusals += 1
+        else:
+            self.num_moves += 1
+            self._num_refusals = 0
         self.because = f"{error.code}: {error.message}"
         self.excluded.add(self.worker_id)
 

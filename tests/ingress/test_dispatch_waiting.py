@@ -14,6 +14,7 @@ from disagg.errors import (
     Overloaded,
     Unavailable,
 )
+from disagg.ingress import request_state
 from disagg.ingress.request_metrics import RequestMetrics
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
@@ -80,12 +81,14 @@ async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
     assert_nothing_reserved(fleet)
 
 
-async def test_a_request_that_has_begun_waits_for_room() -> None:
+async def test_a_request_that_has_begun_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than any number of failures would let it go on."""
+    monkeypatch.setattr(request_state, "MOST_PAUSE_S", 0.01)
     full = Script(after=0, then=Overloaded("Full."))
-    workers = ScriptedWorkers(deque([Script(after=3), full, full]))
+    workers = ScriptedWorkers(deque([Script(after=3), *[full] * 20]))
     fleet, request = make_fleet("d0"), make_request()
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    assert [call.worker_id for call in workers.calls] == ["d0"] * 4
+    assert [call.worker_id for call in workers.calls] == ["d0"] * 22
 
 
 async def test_a_stuck_worker_has_what_is_left_until_the_deadline() -> None:
