@@ -108,7 +108,7 @@ class Command:
 
     def named(self, words: str) -> list[psutil.Process]:
         """The processes below it with this name or in whose title these words are."""
-        return [each for each in self.family() if _is_named(each, words)]
+        return [each for each in self.family() if is_named(each, words)]
 
     def one(self, words: str) -> psutil.Process:
         """The only such process. Waits for it: HAProxy may be two while one takes over from the
@@ -204,7 +204,8 @@ def ask(url: str) -> httpx.Response:
     return plain_http.post(f"{url}/v1/completions", json=body, timeout=30)
 
 
-def _is_named(process: psutil.Process, words: str) -> bool:
+def is_named(process: psutil.Process, words: str) -> bool:
+    """Whether it lives, and has this name or a title with these words."""
     with contextlib.suppress(psutil.Error):  # it has ended meanwhile
         return process.name() == words or words in " ".join(process.cmdline()[:1])
     return False

@@ -18,6 +18,7 @@ from tests import plain_http
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 150.0  # it gives itself 80 after the first signal
+LEFT_TIMEOUT_S = 60.0  # for its processes to end after it
 
 
 class Served:
@@ -84,7 +85,7 @@ def served(
                 process.wait(STOP_TIMEOUT_S)
             finally:
                 process.kill()
-                _, left = psutil.wait_procs(family, timeout=10)
+                _, left = psutil.wait_procs(family, timeout=LEFT_TIMEOUT_S)
                 for each in left:
                     each.kill()
     assert process.returncode == 0, log.read_text()

@@ -15,7 +15,7 @@ from tests.faults.system import Pool, System, running_system
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RATE = 3.0  # requests a second, of which each takes a prefill worker about half a second
-CHANGE_TIMEOUT_S = 120.0
+CHANGE_TIMEOUT_S = 240.0
 QUICK = {"start_s": 5, "look_back_s": 10, "down_after_s": 5}
 
 BURSTS = Pool(

@@ -28,7 +28,7 @@ from disagg.cli.ports import free_port
 from disagg.config import EngineConfig, HttpConfig
 from disagg.doctor.findings import DoctorReport
 from tests import plain_http
-from tests.e2e.command import until
+from tests.e2e.command import is_named, until
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
@@ -146,7 +146,7 @@ def check_strangers(nodes: RayNodes, environment: dict[str, str]) -> None:
     """Replicas unpickle for holders of the token alone, and HAProxy has the limits of disagg."""
     num_replicas = 0
     for process in nodes.processes():
-        if "ServeReplica" not in process.name():
+        if not is_named(process, "ServeReplica"):
             continue
         num_replicas += 1
         addresses = {
@@ -162,7 +162,7 @@ def check_strangers(nodes: RayNodes, environment: dict[str, str]) -> None:
     haproxy = Path(environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
     (config,) = haproxy.glob("*/haproxy.cfg")
     # Serve writes it anew for each change, and then starts an HAProxy, which mends it.
-    until(lambda: "timeout http-request 10s" in config.read_text(), timeout_s=60)
+    until(lambda: "timeout http-request 10s" in config.read_text(), timeout_s=120)
 
 
 def decision_of(url: str, request_id: str) -> str:

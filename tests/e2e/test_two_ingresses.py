@@ -30,12 +30,12 @@ RATE = 4.0  # requests a second
 BEFORE_S = 1.0  # of load
 NUM_STREAMS = 16
 LONG = 600  # tokens of streams that a fault is to hit
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 NUM_PREFIXES, PREFIX_TOKENS, REST_TOKENS, ANSWER_TOKENS = 6, 40 * BLOCK_SIZE, 40, 12
 NUM_ASKED, NUM_AT_ONCE = 60, 6
 NUM_AFTERWARDS = 20
-CONVERGED_S = 30.0  # it takes less than one; a busy machine may need more
+CONVERGED_S = 90.0  # it takes less than one; a busy machine may need more
 
 Tokens = tuple[int, ...]
 
@@ -145,7 +145,7 @@ async def test_an_ingress_that_is_killed_under_load_soon_knows_again(
     async with asker.asking():
         before = system.ingress_urls()
         victim, (survivor,) = next(iter(before)), list(before.values())[1:]
-        await asyncio.to_thread(until, lambda: asker.num_answers > NUM_AT_ONCE, 60.0)
+        await asyncio.to_thread(until, lambda: asker.num_answers > NUM_AT_ONCE, TIMEOUT_S)
         victim.kill()
 
         def replacements() -> list[str]:
@@ -164,7 +164,7 @@ async def test_an_ingress_that_is_killed_under_load_soon_knows_again(
         print(f"the new ingress knew as much after {time.monotonic() - began_s:.2f} s under load")
         num_before = asker.num_answers
         enough = num_before + NUM_AFTERWARDS
-        await asyncio.to_thread(until, lambda: asker.num_answers > enough, 60.0)
+        await asyncio.to_thread(until, lambda: asker.num_answers > enough, TIMEOUT_S)
 
     def agree_with_the_workers() -> bool:
         known = {num_known(system, url) for url in (fresh, survivor)}

@@ -25,7 +25,7 @@ from disagg.cli.embedded_redis import EmbeddedRedis
 from tests.faults.relay import Fate
 from tests.faults.system import Member
 
-EFFECT_TIMEOUT_S = 20.0
+EFFECT_TIMEOUT_S = 60.0
 
 
 class NoEffect(AssertionError):

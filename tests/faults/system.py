@@ -28,6 +28,8 @@ from tests.faults.fake_model import BACK_DOORS, write_fake_model
 ROOT = Path(__file__).parent.parent.parent
 ANSWER_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 120.0
+LEFT_TIMEOUT_S = 60.0  # for its processes to end after it
+METRICS_TIMEOUT_S = 60.0  # a busy ingress answers late
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class System:
 
     def counters_of(self, url: str) -> dict[str, float]:
         """Of one ingress."""
-        text = plain_http.get(f"{url}/metrics", timeout=10).text
+        text = plain_http.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_S).text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -295,7 +297,7 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
         finally:
             process.kill()
             process.stdout.close()
-            _, left = psutil.wait_procs(family, timeout=10)
+            _, left = psutil.wait_procs(family, timeout=LEFT_TIMEOUT_S)
             for each in left:
                 each.kill()
     assert not left, f"still running afterwards: {[_title(each) for each in left]}"
