@@ -103,7 +103,10 @@ async def test_an_evicted_prefix_comes_back_sound_or_not_at_all(
         "prefill": {"num_replicas": 0},
     }
     expected = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1)).chat(PROMPT, 8)
-    with EmbeddedRedis(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as values:
+    with (
+        EmbeddedRedis(tmp_path / "redis", rules="~* +@all") as server,
+        redis.Redis.from_url(server.url) as values,
+    ):
         config = parse_config(
             {
                 "tiers": [tier],

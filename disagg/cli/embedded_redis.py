@@ -9,6 +9,7 @@ used for is decided in `store/`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -30,6 +31,15 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _NUM_PORTS_TRIED = 5
 _HOST = "127.0.0.1"
+
+# What `store/redis_store.py` asks for, and nothing else: no Lua, no settings, no keys of others. In
+# the server's own words for access rules.
+RULES = (
+    "~disagg:* -@all +@connection -@dangerous"
+    " +mget +set +exists +unlink +hset +hdel +hgetall +pexpire"
+)
+# A client that asks and does not read is closed. Nobody asks for so much at once.
+_MOST_UNREAD = "1gb"
 
 # Becomes the server by execv, after asking the kernel to kill it with its parent. `prctl` must run
 # in the child; doing it here and not in a preexec_fn keeps Python code out of a fork of a process
@@ -57,10 +67,11 @@ class EmbeddedRedis:
     it.
 
     Args:
-        directory: for the configuration (which holds the password, mode 0600) and the log.
+        directory: for the configuration (with a digest of the password, mode 0600) and the log.
         max_memory_nbytes: of the server's values.
         port: a port that must be used; None takes a free one.
         executable: a server's binary; None finds one.
+        rules: what those who know the password may do.
     """
 
     def __init__(
@@ -70,12 +81,14 @@ class EmbeddedRedis:
         max_memory_nbytes: int = 1 << 30,
         port: int | None = None,
         executable: str | None = None,
+        rules: str = RULES,
     ) -> None:
         self._directory = directory.resolve()
         self._max_memory_nbytes = max_memory_nbytes
         self._fixed_port = port
         self._password = secrets.token_urlsafe(32)
         self._executable = executable
+        self._rules = rules
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -179,10 +192,12 @@ class EmbeddedRedis:
         self._process.stderr.close()  # the server itself writes to its log
 
     def _write_config(self, config: Path, log: Path) -> None:
+        digest = hashlib.sha256(self._password.encode()).hexdigest()
         lines = [
             f"bind {_HOST}",
             f"port {self._port}",
-            f"requirepass {self._password}",
+            f"user default on #{digest} {self._rules}",
+            f"client-output-buffer-limit normal {_MOST_UNREAD} 0 0",
             "protected-mode yes",
             "daemonize no",
             f"dir {_quoted(self._directory)}",

@@ -36,7 +36,8 @@ def _wait_until_dead(pid: int) -> None:
 
 
 def test_it_serves_with_the_limits_it_was_given(tmp_path: Path) -> None:
-    with EmbeddedRedis(tmp_path / 'it\'s "odd" \\ here', max_memory_nbytes=32 << 20) as server:
+    odd = tmp_path / 'it\'s "odd" \\ here'
+    with EmbeddedRedis(odd, max_memory_nbytes=32 << 20, rules="~* +@all") as server:
         client = redis.Redis.from_url(server.url)
         assert client.ping()
         assert client.config_get("maxmemory") == {"maxmemory": str(32 << 20)}
@@ -60,6 +61,21 @@ def test_the_password_guards_it_and_shows_nowhere(tmp_path: Path) -> None:
         assert b"valkey-server" in command and password.encode() not in command
 
 
+def test_who_knows_the_password_can_do_what_the_store_does_and_no_more(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert client.set("disagg:a", "b", px=10_000) and client.mget("disagg:a") == [b"b"]
+        for words in (
+            ("EVAL", "return 1", "0"), ("FUNCTION", "LIST"), ("CONFIG", "GET", "dir"),
+            ("CONFIG", "SET", "dir", "/"), ("MODULE", "LIST"),
+            ("FLUSHALL",), ("KEYS", "*"), ("SAVE",), ("SHUTDOWN",), ("CLIENT", "LIST"),
+            ("REPLICAOF", "127.0.0.1", "1"), ("ACL", "LIST"), ("MONITOR",), ("SET", "other", "b"),
+            ("MGET", "other"), ("GET", "disagg:a"),
+        ):  # fmt: skip
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*words)
+        assert client.ping()
+
+
 def test_it_starts_again_where_it_was(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     urls = []
@@ -76,7 +92,7 @@ def test_one_that_died_is_replaced_at_its_address(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         url, pid = server.url, server.pid
         client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
-        client.set("key", "value")
+        client.set("disagg:key", "value")
         assert server.is_running
         os.kill(pid, signal.SIGKILL)
         _wait_until_dead(pid)
@@ -85,7 +101,7 @@ def test_one_that_died_is_replaced_at_its_address(tmp_path: Path) -> None:
         server.restart()
         client.connection_pool.disconnect()
         assert server.is_running and server.url == url and server.pid != pid
-        assert client.get("key") is None
+        assert client.mget("disagg:key") == [None]
         client.close()
 
 

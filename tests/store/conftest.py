@@ -17,6 +17,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that a test may freeze, kill and start again at the same address."""
-    with EmbeddedRedis(tmp_path) as server:
+    """A server that a test may freeze, kill and start again at the same address, and whose settings
+    and values it may change."""
+    with EmbeddedRedis(tmp_path, rules="~* +@all") as server:
         yield server

@@ -168,11 +168,13 @@ def flip(value: bytes, at: int) -> bytes:
     ],
 )
 def test_a_damaged_value_is_a_miss_and_goes(
-    damage: Callable[[bytes], bytes], shared_redis: EmbeddedRedis, open_store: Opener
+    damage: Callable[[bytes], bytes],
+    own_redis: EmbeddedRedis,
+    open_store: Opener,
+    client: redis.Redis,
 ) -> None:
-    store = open_store(shared_redis.url, "damage", timeout_s=10)
+    store = open_store(own_redis.url, timeout_s=10)
     store.put_many([(A, BLOCK), (B, BLOCK)])
-    client = redis.Redis.from_url(shared_redis.url)
     (name,) = [name for name in client.keys(b"disagg:kv:*:" + A) if client.get(name)]
     value = client.get(name)
     assert isinstance(value, bytes)
@@ -180,8 +182,6 @@ def test_a_damaged_value_is_a_miss_and_goes(
     assert store.get_many([A, B]) == [None, BLOCK]
     assert store.num_damaged == 1
     assert store.contains_prefix([A]) == 0
-    client.delete(*client.keys(b"disagg:kv:*"))
-    client.close()
 
 
 def test_a_value_under_another_name_is_not_taken(
