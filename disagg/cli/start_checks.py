@@ -14,7 +14,8 @@ from disagg.app.address import check_address
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import check_secrets
-from disagg.errors import StartupError
+from disagg.doctor.machine import read_memory
+from disagg.errors import NotEnoughMemory, StartupError
 
 MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
 MIN_SHARED_MEMORY_NBYTES = 64 << 20  # what Docker gives a container
@@ -37,11 +38,14 @@ def check_before_ray(order: Order) -> None:
 
 
 def check_port(http: HttpConfig) -> None:
+    if not http.port:
+        raise StartupError("Clients must know the port; choose one from 1 to 65535.", param="port")
     try:
         found = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that is too long is no text for the library
+        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
         raise StartupError(
-            f"{http.host!r} is no address of this machine: {error.strerror}.", param="host"
+            f"{http.host!r:.100} is no address of this machine: {why}.", param="host"
         ) from error
     family, kind, protocol, _, address = found[0]
     try:
@@ -132,7 +136,7 @@ def check_haproxy() -> None:
 
 
 def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
-    """Refuse a model that cannot be served before any process starts.
+    """Refuse what cannot be served before any process starts.
 
     Args:
         gpu_nbytes: memory of each GPU, where it is known.
@@ -141,6 +145,13 @@ def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bo
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
-    for tier in config.tiers:
-        check_tier(tier, gpu_nbytes, is_here)
+    wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here) for tier in config.tiers)
+    has_nbytes, _ = read_memory()
+    if is_here and wanted_nbytes > has_nbytes > 0:
+        raise NotEnoughMemory(
+            f"The workers would take {wanted_nbytes / 1e9:.1f} GB of memory for KV and their"
+            f" largest steps, and this machine has {has_nbytes / 1e9:.1f} GB. Lower"
+            " kv_cache_memory_bytes, num_gpu_blocks_override, kv_offloading_size or"
+            " max_num_batched_tokens, or start fewer workers."
+        )
     served_models(config)

@@ -7,20 +7,32 @@ from disagg.messages import Role
 from disagg.models.description import describe_model
 
 
-def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
+def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> int:
     """Read the model's description, and check that the model fits into memory.
 
     Args:
         gpu_nbytes: memory of each GPU; None: not known here, so each worker checks its own.
         is_here: whether workers run on this machine.
 
+    Returns:
+        bytes of host memory that its workers take for KV and for the largest step, as far as that
+        is known here.
+
     Raises:
         StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
     """
+    from disagg.engine.device.gpu import choose_device
     from disagg.engine.device.runner import check_engine
 
     model = describe_model(tier.directory)
+    host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:
         engine = tier.for_role(role).engine
-        check_engine(engine, model, gpu_nbytes=gpu_nbytes, is_here=is_here)
+        plan = check_engine(engine, model, gpu_nbytes=gpu_nbytes, is_here=is_here)
+        each_nbytes = int(engine.kv_offloading_size * 2**30)
+        if plan is not None and choose_device(engine).type == "cpu":
+            each_nbytes += plan.workspace_nbytes + plan.kv_nbytes(engine)
+        pool = tier.prefill if role == "prefill" else tier.decode
+        host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
+    return host_nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig
 from disagg.config_checks import parse_config
-from disagg.errors import StartupError
+from disagg.errors import NotEnoughMemory, StartupError
 
 
 class Usage(NamedTuple):
@@ -49,9 +50,38 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
         start_checks.check_machine(tmp_path)
 
 
-def test_an_address_of_another_machine() -> None:
-    with pytest.raises(StartupError, match="Cannot listen on 192"):
-        start_checks.check_port(HttpConfig(host="192.0.2.1"))
+@pytest.mark.parametrize(
+    ("http", "words"),
+    [
+        (HttpConfig(host="192.0.2.1"), "Cannot listen on 192"),
+        (HttpConfig(host="x" * 300), "'xxx.* is no address of this machine: it is no name of"),
+        (HttpConfig(port=0), "choose one from 1 to 65535"),
+    ],
+)
+def test_an_address_that_cannot_be(http: HttpConfig, words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        start_checks.check_port(http)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kv_cache_memory_bytes": 1 << 60},
+        {"num_gpu_blocks_override": 1 << 50},
+        {"max_num_batched_tokens": 1 << 50},
+        {"kv_offloading_size": 1e6},
+    ],
+)
+def test_more_memory_than_the_machine_has(engine: dict[str, float]) -> None:
+    raw = {"tiers": [{"model": "demo-small", "engine": {**engine, "device": "cpu"}}]}
+    with pytest.raises(NotEnoughMemory, match=r"The workers would take .* GB of memory .* has"):
+        start_checks.check_models(parse_config({**raw, "cluster_key": "of-a-test"}))
+
+
+@pytest.mark.parametrize("what", [{"drain_s": math.inf}, {"drain_s": -1.0}])
+def test_a_time_that_never_ends_is_none(what: dict[str, float]) -> None:
+    with pytest.raises(StartupError, match=r"Expected `float` .* at `\$.drain_s`"):
+        parse_config({"tiers": [{"model": "demo-small"}], "cluster_key": "of-a-test", **what})
 
 
 def test_two_starts_at_once_on_one_address() -> None:

@@ -43,6 +43,11 @@ class MemoryPlan:
     weights_nbytes: int
     workspace_nbytes: int
 
+    def kv_nbytes(self, config: EngineConfig) -> int:
+        """Of the cache of a worker on a CPU."""
+        num_blocks = self.num_kv_tokens(config, None) // self.shape.block_size
+        return num_blocks * self.shape.block_nbytes
+
     def num_kv_tokens(self, config: EngineConfig, gpu_nbytes: int | None) -> int:
         """Tokens that the cache would hold. gpu_nbytes: of the GPU's memory; None on a CPU."""
         room_nbytes = None
