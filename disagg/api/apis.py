@@ -29,13 +29,13 @@ class Frames(Protocol):
         ...
 
     def opening(self) -> bytes:
-        """What comes before the first token of each choice."""
+        """The events before the first token of each choice."""
         ...
 
     def piece(self, piece: ChoiceDelta) -> bytes: ...
 
     def closing(self, run: RunningJob) -> bytes:
-        """What comes after the last."""
+        """The events after the last token."""
         ...
 
     def error(self, error: DisaggError) -> bytes:
@@ -44,7 +44,7 @@ class Frames(Protocol):
 
 
 class Request(Protocol):
-    """What every API's request says."""
+    """The fields that the requests of all APIs have."""
 
     @property
     def model(self) -> str | None: ...
@@ -58,9 +58,9 @@ class Api(Generic[Asked]):
     """
     Attributes:
         id_prefix: how the ids of its answers begin.
-        read: a body to a request of the right shape, types and sizes. Raises `InvalidRequest`.
-        understand: what a request for this model wants, and the lowest priority that its sender
-            may ask for. Raises `InvalidRequest`.
+        read: parses a body and checks its fields, types and sizes. Raises `InvalidRequest`.
+        understand: converts a request for this model to a `Wanted`, given the lowest priority that
+            its sender may ask for. Raises `InvalidRequest`.
         frames: makes the events of a streamed answer.
         body: makes a whole answer.
         errors: how it writes errors.

@@ -19,8 +19,8 @@ from disagg.text.tokenizer import Tokenizer
 def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
     """The cascade of `tiers`, smallest first, under the name that clients use.
 
-    Its limits are the tightest of theirs. What a request leaves open is sampled by the defaults of
-    the largest: they are part of what it would have answered.
+    Its limits are the tightest of all tiers. Parameters that a request does not set have the
+    defaults of the largest tier.
     """
     return dataclasses.replace(
         tiers[0],

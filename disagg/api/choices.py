@@ -23,8 +23,8 @@ class Caller(msgspec.Struct, frozen=True):
     tenant: str = ""
     traceparent: str = ""
     waited_s: float = 0.0  # from its arrival until now
-    min_priority: int = 0  # the lowest number it may ask for
-    slo: Slo = Slo()  # that its headers ask for
+    min_priority: int = 0  # the lowest number that it may set
+    slo: Slo = Slo()  # from its headers
     least_slo: Slo = Slo()  # the shortest that it may ask for; 0: its model's
 
 
@@ -38,7 +38,7 @@ def name_choices(
     created_unix_s: float,
     deadline_unix_s: float,
 ) -> Job:
-    """Give each choice an id and a seed, and each prompt's blocks their names.
+    """Give each choice an id and a seed, and hash the blocks of each prompt.
 
     Args:
         prompts: in token ids.
@@ -70,7 +70,7 @@ def name_choices(
 
 
 def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
-    """`request` for `model`, by which the names of its blocks are known there."""
+    """`request` for another model, with the block hashes that this model uses."""
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
     root = hash_root(model.fingerprint, model.block_size, cache_tenant)
     hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))

@@ -32,13 +32,13 @@ def truncated_to(wanted: Wanted) -> int | None:
 async def fit(
     wanted: Wanted, prompts: Sequence[Sequence[int]], checks: GrammarChecks
 ) -> SamplingParams:
-    """How the answers to `prompts`, in token ids, are sampled: complete but for the seed.
+    """The sampling parameters for the answers to `prompts` (token ids), complete but for the seed.
 
     Raises:
         InvalidRequest: a token id is not in the vocabulary, a prompt has no tokens, or the grammar
             cannot be followed.
-        ContextLengthExceeded: a prompt, or the answer behind it, is too long.
-        Overloaded: too many grammars are being looked at.
+        ContextLengthExceeded: a prompt, or prompt and answer together, are too long.
+        Overloaded: too many grammars are being checked.
     """
     model, sampling, grammar = wanted.model, wanted.sampling, None
     max_tokens = _max_tokens(wanted, prompts)
@@ -88,8 +88,7 @@ def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """How the words are written within a text and at its beginning, with as few tokens as that
-    takes."""
+    """The token sequences of the words, within a text and at its beginning; the shortest ones."""
     encode = model.tokenizer.encode
     texts = [text for word in words for text in (word, f" {word}")]
     found = {tuple(encode(text, add_special_tokens=False)) for text in texts} - {()}
@@ -107,7 +106,7 @@ def _check_some_allowed(sampling: SamplingParams, bad_words: Sequence[Sequence[i
 
 
 def _max_tokens(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens each answer may have, which must fit behind every prompt."""
+    """The number of tokens that each answer may have. It must fit after every prompt."""
     model, param, asked = wanted.model, wanted.prompt_param, wanted.max_tokens
     if not all(prompts):
         raise invalid_value(param, "the prompt has no tokens.")

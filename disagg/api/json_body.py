@@ -72,7 +72,7 @@ def read_struct(
 
 
 def load_arguments(text: str) -> Any:
-    """What a model wrote as the arguments of a call.
+    """Parse the arguments of a call that a model wrote.
 
     Raises:
         ValueError: it is no JSON, is nested too deeply, has too many values, or holds half of a
@@ -90,9 +90,9 @@ def load_arguments(text: str) -> Any:
 
 
 def _loads(text: str, **options: Any) -> Any:
-    """`json.loads` without garbage collections, which find nothing in what is being made.
+    """`json.loads` without garbage collections, which would find nothing.
 
-    They take two thirds of the time that it takes to make many lists, and no other thread runs.
+    They take two thirds of the time when many lists are created, and no other thread runs.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -107,7 +107,7 @@ def check_cost(text: str) -> None:
     """Raises `InvalidRequest` when JSON text has more values than are read."""
     if _cost(text, 0, len(text)) <= MAX_COST:
         return
-    # Much of that may stand in strings. The costly case only: they are looked for one by one.
+    # Many of these characters may be in strings. Searching for strings is slow, so only now.
     text = text.replace("\\\\", "").replace('\\"', "")
     cost = end = 0
     for string in _STRING.finditer(text):

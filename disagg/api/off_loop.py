@@ -20,10 +20,10 @@ _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-request")
 
 
 async def off_loop(nbytes: int, work: Callable[[], Result]) -> Result:
-    """`work()`, of which `nbytes` of input are read; raises what it raises.
+    """Run `work`, which reads `nbytes` of input, and return its result. Raises its exceptions.
 
-    Two large ones run at a time, others wait. One that nobody waits for any more is not begun; one
-    that has begun runs to its end.
+    Two large ones run at a time, others wait. If its caller is cancelled, work that waits is never
+    started, and running work runs to its end.
     """
     if nbytes <= INLINE_NBYTES:
         return work()

@@ -25,11 +25,11 @@ from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
 from disagg.text.template_sandbox import TemplateTooSlow
 
 INLINE_NUM_CHARS = 8192  # more than this goes to a thread
-INLINE_S = 0.02  # a template that takes longer, even for less, goes there too
-MANY_CHARS_A_TOKEN = 8  # texts have about four; one that would need more is counted first
+INLINE_S = 0.02  # a template that takes longer is rendered again in a thread
+MANY_CHARS_A_TOKEN = 8  # texts have about four; a text that would need more is counted first
 CALL_SHAPE = CallShape()
-# Few, as in `off_loop`; and others, so that a slow template holds up no body. Encoding is not done
-# here: it lets others run.
+# Two threads, as in `off_loop`, but separate ones, so that slow templates do not delay the parsing
+# of bodies. Encoding does not use them: it releases the interpreter lock.
 _RENDERERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
 MOST_TO_CUT = 4  # contexts that a prompt may have before it is cut to one
@@ -40,11 +40,11 @@ END_OF_CONTENT = "\ufdd1"  # as `tokenizer.BREAK`: where a message ends that is 
 async def tokenise(
     prompts: Sequence[Prompt], model: ServedModel, nbytes: int = 0, most: int | None = None
 ) -> list[list[int]]:
-    """The token ids of each prompt; those that are given as such are not looked at.
+    """The token ids of each prompt. Prompts that are token ids already are returned unchanged.
 
     Args:
         nbytes: of the body that they came in.
-        most: each is cut to its last so many tokens; None: they are left whole.
+        most: each prompt is cut to its last `most` tokens; None: prompts are not cut.
 
     Raises:
         InvalidRequest: the model has no chat template, or its template refuses a conversation.
@@ -118,7 +118,7 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
 
 
 def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
-    """What rendering costs, as the length of a text. Raises `ContextLengthExceeded`."""
+    """The cost of rendering, as a number of characters. Raises `ContextLengthExceeded`."""
     num_messages = len(asked.messages)
     num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
     num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
@@ -143,7 +143,7 @@ def _shielded_message(
 def _shielded(value: Any, shield: Callable[[str], str], shape: CallShape = CALL_SHAPE) -> Any:
     """JSON in which no string becomes a control token."""
     if isinstance(value, JsonText) and not shape.has_text_arguments:
-        with suppress(ValueError):  # what is no JSON is shown as the model wrote it
+        with suppress(ValueError):  # invalid JSON is shown as the model wrote it
             return _shielded(load_arguments(value or "{}"), shield)
     if isinstance(value, JsonText):
         return shield(value or "{}")
@@ -165,7 +165,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _fewest_tokens(num_chars: int, model: ServedModel) -> int:
-    """A text of so many characters has at least so many tokens, whatever it says."""
+    """The smallest number of tokens that any text of `num_chars` characters can have."""
     return -(-num_chars // model.tokenizer.longest_num_chars)
 
 

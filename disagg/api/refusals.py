@@ -108,7 +108,7 @@ def error_headers(error: DisaggError) -> list[tuple[bytes, bytes]]:
 
 
 def as_disagg_error(error: BaseException, request_id: str) -> DisaggError:
-    """`error` itself when it is one of ours, else an error that says nothing about the inside."""
+    """`error` itself if it is a `DisaggError`, otherwise an error that reveals no internals."""
     if isinstance(error, DisaggError):
         return error
     return DisaggError(

@@ -24,15 +24,15 @@ class ServedModel:
     """One entry of the models table.
 
     Attributes:
-        name: what clients call it.
-        fingerprint: equal only for equal weights and tokenizer; root of all block names.
-        vocab_size: ids a prompt may hold are below it.
+        name: the name that clients use.
+        fingerprint: equal only for equal weights and tokenizer; root of all block hashes.
+        vocab_size: token ids of prompts must be below it.
         num_parameters: as stored; a matrix that is tied to another one counts once.
         max_model_len: tokens of prompt and answer together.
         block_size: positions of a KV block, as its workers have it.
-        slo_s: seconds to the first token and between tokens that its requests are held to; 0: none.
-        tool_call_parser, reasoning_parser: how its answers are read; "": as its template shows,
-            "none": not at all.
+        slo_s: TTFT and TPOT SLO of its requests, in seconds; 0: none.
+        tool_call_parser, reasoning_parser: formats of its answers; "": recognised from its chat
+            template, "none": not parsed.
     """
 
     name: str
@@ -52,13 +52,13 @@ class ServedModel:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How it writes calls; None: that is not known."""
+        """The format of its tool calls; None: not known."""
         source = self.template.source if self.template else ""
         return tool_format_of(source, self.tool_call_parser)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """How it writes its reasoning; None: it has none, as far as is known."""
+        """The format of its reasoning; None: no reasoning, or an unknown format."""
         source = self.template.source if self.template else ""
         return reasoning_format_of(source, self.reasoning_parser)
 
@@ -77,7 +77,7 @@ class ServedModel:
     ) -> ServedModel:
         """
         Args:
-            chat_template: a file to take in the place of the model's own template.
+            chat_template: a file that replaces the model's own template.
 
         Raises:
             ModelError: names the file that is absent or wrong, or the parsers that there are.

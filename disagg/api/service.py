@@ -50,10 +50,10 @@ class Service:
     Args:
         models: served name -> model.
         generate: runs one request; its iterator is closed when the answer is no longer wanted.
-        explain: what the cascade decided of a request that left its model open.
+        explain: the cascade's decision on a request for the model "auto".
         default_timeout_s: from arrival to the last token.
         clock: seconds since the epoch.
-        random_bits: number of bits -> a random integer, for seeds that clients leave open.
+        random_bits: number of bits -> a random integer, for requests without a seed.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Service:
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 
     async def _tokenised(self, prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
-        """As `tokenise` of one, but not for ever."""
+        """Tokenize one prompt, with a time limit."""
         try:
             async with asyncio.timeout(self._default_timeout_s):
                 (token_ids,) = await tokenise([prompt], model, nbytes)
@@ -176,10 +176,10 @@ class Service:
         return await off_loop(len(body), answer)
 
     def model(self, name: str | None) -> ServedModel:
-        """The model a client asks for; it may be left out when only one is served.
+        """The model that a client named; it may be left out if only one is served.
 
         Raises:
-            ModelNotFound: names the models there are.
+            ModelNotFound: lists the served models.
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
@@ -197,5 +197,6 @@ class Service:
 
 
 def _too_late(before: str) -> DeadlineExceeded:
-    """What runs in a thread has a limit of its own."""
+    """The error for a deadline that passed before or during tokenization. A thread that still works
+    on the request ends by its own limit."""
     return DeadlineExceeded(f"The request's deadline passed before {before} or allow more time.")

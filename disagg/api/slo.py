@@ -21,14 +21,14 @@ Milliseconds: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e9)] | Literal["none
 
 
 class Slo(NamedTuple):
-    """Seconds to the first token, and between tokens. 0: not said; inf: none."""
+    """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: none."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
     @property
     def kind(self) -> str:
-        """As metrics call it: whose SLO a request is held to."""
+        """The label in metrics: whose SLO applies to the request."""
         if self == Slo():
             return "model"
         return "none" if math.isinf(self.ttft_s) and math.isinf(self.tpot_s) else "request"
@@ -48,7 +48,7 @@ def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> Slo:
 
 
 def agreed(body: Slo, headers: Slo, least: Slo) -> Slo:
-    """What a request is held to.
+    """The SLOs that apply to a request.
 
     Args:
         least: the shortest times that it may ask for; 0: any.

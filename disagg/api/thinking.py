@@ -15,7 +15,7 @@ from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
 def thinking_of(
     wanted: Wanted, grammar: Grammar | None, token_ids: Sequence[int]
 ) -> Thinking | None:
-    """None: engines need not look for reasoning in the answer to the prompt `token_ids`.
+    """The reasoning settings of a request with the prompt `token_ids`; None: the engine needs none.
 
     Raises:
         InvalidRequest: a budget, which cannot be kept because the marks are ordinary text.

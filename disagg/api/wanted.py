@@ -17,13 +17,13 @@ from disagg.text.answer_reader import AnswerSyntax
 
 
 class JsonText(str):
-    """Arguments of an earlier call, as the model wrote them: templates get what they say."""
+    """Arguments of an earlier call as JSON text; templates get the parsed value."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages and tools as chat templates know them: plain types, and each message one text.
+    """Messages and tools in the form that chat templates read: plain types, one text per message.
 
-    Nothing in them counts as a control token: only the template writes those.
+    No text in them becomes a control token; only the template writes control tokens.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -34,7 +34,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A prompt as it stands, control tokens written out in it included."""
+    """A prompt as text; control tokens that are written in it are parsed."""
 
     text: str
     add_special_tokens: bool = True
@@ -47,23 +47,23 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
         prompts: at least one, each with `num_choices` answers.
-        prompt_param: the field that they stand in, for refusals.
-        sampling: of each answer, without what is chosen later: `max_tokens`, `seed`, `grammar` and
-        `bad_words_token_ids`.
-        max_tokens: None: left open; then `default_max_tokens`, or as many as fit.
-        seed: of the first choice; None: left open.
-        grammar: the field that says what answers must look like, and what it says.
-        syntax: how reasoning and calls are read in an answer; None: it is text.
+        prompt_param: the field of the prompts, for error messages.
+        sampling: of each answer, without the parameters that are chosen later: `max_tokens`,
+            `seed`, `grammar` and `bad_words_token_ids`.
+        max_tokens: None: not set; then `default_max_tokens`, or as many as fit.
+        seed: of the first choice; None: not set.
+        grammar: the field with the schema or grammar of answers, and its value.
+        syntax: the format of reasoning and calls in an answer; None: plain text.
         include_reasoning: whether reasoning is part of the answer.
         thinking_token_budget: tokens of reasoning; None: no limit.
-        repeated: a request that its answer repeats.
+        repeated: the request, if its answer repeats fields of it.
         echo: whether the prompt is repeated before its answer.
-        only_echo: and whether nothing follows it.
-        shows_prompt_logprobs: in a field of their own.
-        truncate_prompt_tokens: prompts are cut to their last so many tokens; -1: so many as fit.
-        timeout_s: for the whole answer; None: the server's.
+        only_echo: whether nothing follows the repeated prompt.
+        shows_prompt_logprobs: whether they have a field of their own.
+        truncate_prompt_tokens: prompts are cut to this many last tokens; -1: as many as fit.
+        timeout_s: for the whole answer; None: the server's default.
         priority: lower is earlier.
-        slo: that its body asks for.
+        slo: the SLOs in the body.
     """
 
     model: ServedModel

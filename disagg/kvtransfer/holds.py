@@ -25,7 +25,7 @@ class Holds:
     """The open holds of a source. Every hold returns its blocks exactly once.
 
     Args:
-        max_holds: one more breaks the oldest; its blocks come out of the next `collect`.
+        max_holds: one more breaks the oldest hold; the next `collect` returns its blocks.
     """
 
     def __init__(self, max_holds: int = 4096) -> None:
@@ -72,9 +72,11 @@ class Holds:
         self._next_expiry = min(self._next_expiry, expires_at)
 
     def release(self, ticket_id: str) -> bool:
-        """The reader, or an abort, says that the blocks are not needed: `collect` returns them.
+        """End a hold, because the reader has the blocks or the request was aborted. The next
+        `collect` returns the blocks.
 
-        False, and counted, if the ticket is not held: released twice, expired, or never issued.
+        Returns False, and counts it, if the ticket is not held: released twice, expired, or never
+        issued.
         """
         hold = self._holds.pop(ticket_id, None)
         if hold is None:
@@ -85,7 +87,7 @@ class Holds:
         return True
 
     def expire_by(self, which: Callable[[str], bool], expires_at: float) -> None:
-        """Keep the blocks of some tickets, chosen by their ids, no longer than until then."""
+        """Shorten the holds of some tickets, chosen by their ids."""
         for ticket_id, hold in self._holds.items():
             if hold.expires_at > expires_at and which(ticket_id):
                 self._holds[ticket_id] = replace(hold, expires_at=expires_at)
@@ -99,7 +101,7 @@ class Holds:
         return returned
 
     def break_oldest(self) -> tuple[int, ...] | None:
-        """End the oldest hold because memory is short. Its blocks are the caller's at once."""
+        """End the oldest hold because memory is short. Returns its blocks at once."""
         if not self._holds:
             return None
         oldest = next(iter(self._holds))

@@ -31,7 +31,7 @@ class DeviceMemory(Protocol):
 
 
 class LocalFleet:
-    """The open sides of one process, by (worker id, epoch)."""
+    """The open transports of one process, by (worker id, epoch)."""
 
     def __init__(self) -> None:
         self.sides: dict[tuple[str, int], LocalTransport] = {}
@@ -41,7 +41,7 @@ class LocalTransport:
     """One worker's side. A pull is carried out by the next `poll`.
 
     Args:
-        fleet: shared by all sides that should reach each other.
+        fleet: shared by all transports that should reach each other.
         stamps: the generations of `slab`, bumped by its owner.
         clock: seconds, for `PullDone.seconds`.
 
@@ -115,7 +115,7 @@ class LocalTransport:
         self._pulls.clear()
 
     def _carry_out(self, pull: Pull) -> tuple[str | None, bool]:
-        """Copy, then look at the stamps; returns what went wrong, and whether that are these."""
+        """Copy, then compare the stamps. Returns the error, and whether the stamps had changed."""
         source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
         if source is None or source.peer != pull.peer:
             return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone", False

@@ -38,7 +38,7 @@ from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
 
 MAX_UNREAD_NOTICES = 65_536
-MAX_WAIT_S = 0.001  # between two looks at transfers under way
+MAX_WAIT_S = 0.001  # between two checks of running transfers
 CLOSE_PATIENCE_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Wire(Protocol):
     def post(self, transfer: Any) -> None: ...
 
     def is_done(self, transfer: Any) -> bool:
-        """False while it is under way."""
+        """False while it is running."""
         ...
 
     def release(self, transfer: Any) -> None: ...
@@ -118,7 +118,7 @@ class PullEnded:
 
 @dataclass(slots=True)
 class _RunningPull:
-    """A pull under way. "settling": it failed, and its blocks rest."""
+    """A running pull. "settling": it failed, and its blocks must not be reused yet."""
 
     pull: Pull
     deadline: float
@@ -134,17 +134,18 @@ Notice: TypeAlias = PullEnded | TicketReleased
 
 
 class Mover:
-    """Pulls under way. Everything it needs comes in as jobs, everything it has to say goes out.
+    """Runs pulls in a thread of its own. Jobs come in through one queue, notices go out through
+    another.
 
     Args:
-        scratch: one generation per local block; pulls under way have disjoint blocks, so each
-            generation that is read lands at the index of the block it belongs to.
+        scratch: one generation per local block. Running pulls have disjoint blocks, so each
+            generation that is read is stored at the index of its block.
         jobs: from the engine's thread.
         notices: to the engine's thread.
-        pull_timeout_s: a pull still under way after this long fails, once that is safe to say.
-        settle_s: how long blocks rest after a broken transfer.
-        idle_look_s: with nothing to do, how soon to look for messages all the same, of a wire that
-            answers its peers only in calls from here. None: it needs no looking after.
+        pull_timeout_s: a pull that runs longer fails, once its blocks are safe.
+        settle_s: how long blocks must not be reused after a broken transfer.
+        idle_look_s: seconds between polls while idle, for a wire that answers its peers only when
+            it is called from here. None: no polls are needed.
     """
 
     def __init__(
@@ -171,9 +172,9 @@ class Mover:
         self._idle_look_s = idle_look_s
         self._copies: list[_RunningPull] = []
         self._connected: set[str] = set()
-        self._broken: set[str] = set()  # to be forgotten as soon as no copy is under way
-        self._replaced: set[str] = set()  # of these, those that nothing is to be said to any more
-        self._unsaid: list[tuple[Peer, str]] = []  # to broken peers: which tickets they may end
+        self._broken: set[str] = set()  # to be forgotten as soon as no copy is running
+        self._replaced: set[str] = set()  # broken peers that get no more notifications
+        self._unsaid: list[tuple[Peer, str]] = []  # notifications that broken peers did not get
         self._closing = False
 
     def run(self) -> None:
@@ -196,7 +197,7 @@ class Mover:
             self._drop_broken()
 
     def _wait_s(self) -> float | None:
-        """Until the next look: short for a young copy, never more than an eighth of its age."""
+        """Seconds until the next check: short for a young copy, at most an eighth of its age."""
         if not self._copies:
             return self._idle_look_s
         age = self._clock() - max(copy.pull.started_at for copy in self._copies)
@@ -323,7 +324,8 @@ class Mover:
         return ended
 
     def _advance(self, copy: _RunningPull, now: float) -> bool:
-        """Go on with a copy; true once the wire is through with its blocks."""
+        """Advance a pull: read the blocks, then the stamps, then compare these with the ticket's.
+        True once the wire does not use its blocks any more."""
         while copy.stage != "settling":
             if not self._wire.is_done(copy.transfer):
                 if copy.error is None and now > copy.deadline:
@@ -368,7 +370,7 @@ class Mover:
     # Ends
 
     def _drop_broken(self) -> None:
-        """Forget broken peers, but none that still has a copy under way."""
+        """Forget broken peers, except those with a running copy."""
         busy = {agent_name(copy.pull.peer) for copy in self._copies}
         for name in self._broken - busy:
             self._broken.discard(name)
@@ -384,7 +386,7 @@ class Mover:
             self._replaced.discard(name)
 
     def _shut_down(self) -> None:
-        """Closing the wire closes its connections, which ends even what hangs."""
+        """Close the wire with all its connections, which also ends transfers that hang."""
         for copy in self._copies:
             if copy.transfer is not None:
                 self._try_release(copy.transfer)
@@ -396,5 +398,5 @@ class Mover:
 
 
 def agent_name(peer: Peer) -> str:
-    """What a peer is called on the wire; a restarted worker gets another name."""
+    """A peer's name on the wire. A restarted worker has another name."""
     return f"{peer.worker_id}#{peer.epoch}"

@@ -43,7 +43,7 @@ from disagg.kvtransfer.ucx import UcxLog, in_environment, ucx_settings
 TRANSPORT = "nixl"
 # UCX wakes the progress thread; this is for transports of UCX that cannot.
 PROGRESS_DELAY_US = 5_000
-IDLE_LOOK_S = 0.001  # without a progress thread: how soon a peer is answered that says something
+IDLE_LOOK_S = 0.001  # without a progress thread: seconds between polls for messages of peers
 EMPTY: Mapping[str, str] = {}
 
 _log = logging.getLogger(__name__)
@@ -52,15 +52,15 @@ _log = logging.getLogger(__name__)
 class NixlTransport:
     """One worker's side. See `transport.Transport`; a failed handshake ends pulls with an error.
 
-    Everything that NIXL does here it does in one thread. On a GPU that is so because UCX calls
-    CUDA, which needs a context in the calling thread: NIXL's own progress thread has none, and
-    crashes (ai-dynamo/nixl#2102), so there is none, and the mover's thread looks often instead.
+    One thread makes all calls to NIXL. On a GPU this is necessary: UCX calls CUDA, which needs a
+    context in the calling thread. NIXL's own progress thread has none and crashes
+    (ai-dynamo/nixl#2102), so it is off, and the mover's thread polls often instead.
 
     Args:
         stamps: the generations of `slab`, bumped by its owner.
         clock: seconds, monotonic; called from both threads.
-        pull_timeout_s: a pull still under way after this long fails, when it is safe to say so.
-        settle_s: how long blocks rest after a broken transfer.
+        pull_timeout_s: a pull that runs longer fails, once its blocks are safe.
+        settle_s: how long blocks must not be reused after a broken transfer.
         interface, ucx: see `ucx.ucx_settings`.
         begin_thread: called first in the thread that uses NIXL; it makes the slab's device that
             thread's.
@@ -135,7 +135,7 @@ class NixlTransport:
 
     def add_peer(self, peer: Peer) -> None:
         if peer.worker_id == self._peer.worker_id:
-            return  # membership lists name everybody; nobody pulls from itself
+            return  # membership lists all workers; a worker does not pull from itself
         gone = self._book.add_peer(peer)
         self._jobs.put(Connect(peer, tuple(gone)))
 
@@ -164,7 +164,7 @@ class NixlTransport:
         return events
 
     def close(self) -> None:
-        """Give back everything NIXL holds. Afterwards nothing writes to the slab any more."""
+        """Release everything that NIXL holds. Afterwards nothing writes to the slab any more."""
         self._jobs.put(Close())
         self._thread.join()
 
@@ -190,7 +190,7 @@ class _NixlWire:
     """A NIXL agent with the slab, the stamps and the scratch table registered.
 
     Attributes:
-        record: what others need in order to connect.
+        record: the connection record that peers need.
     """
 
     def __init__(
@@ -280,10 +280,10 @@ class _NixlWire:
 
 
 def _agent(name: str, progress_thread: bool) -> nixl_agent:
-    """An agent; its progress thread, if it has one, sleeps until UCX has something for it.
+    """Create an agent. Its progress thread, if it has one, sleeps until UCX wakes it.
 
-    NIXL's Python API fixes the thread's delay at 0, with which it polls without a pause: a core
-    lost for each idle worker. So the agent below the API is made anew, before it has a backend.
+    NIXL's Python API fixes the thread's delay at 0, with which it polls without a pause and takes a
+    core for each idle worker. So the agent below the API is replaced before it has a backend.
     """
     config = _bindings.nixlAgentConfig()
     config.useProgThread = progress_thread

@@ -117,9 +117,9 @@ class PullBook:
         return len(self._filling)
 
     def add_peer(self, peer: Peer) -> list[Peer]:
-        """Make `peer` known; returns the peers that are not known any more because of it.
+        """Add `peer`. Returns the peers that are forgotten because of it.
 
-        A peer that is known already, unchanged, changes nothing.
+        A known, unchanged peer changes nothing.
 
         Raises:
             TransferFailed: the peer cannot be pulled from; the message says why.
@@ -143,7 +143,7 @@ class PullBook:
         From here to `end` the blocks `into` belong to the transport, and the ticket is used.
 
         Raises:
-            TransferFailed: something does not fit; nothing changed.
+            TransferFailed: the pull is not valid; nothing changed.
         """
         peer = self._check_ticket(ticket)
         source_blocks = ticket.block_ids[first_block:]
@@ -170,7 +170,7 @@ class PullBook:
         )
 
     def end(self, pull: Pull) -> None:
-        """No transport touches the pull's local blocks any more."""
+        """End a pull: the transport does not touch its local blocks any more."""
         self._filling.difference_update(pull.local_blocks)
 
     def mark_used(self, ticket: KVTicket) -> None:
@@ -228,7 +228,7 @@ class PullBook:
 
 
 def _machine() -> str:
-    """The same for all containers of a machine, and another one after it has started again."""
+    """An id that all containers of a machine share, and that changes when the machine reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:

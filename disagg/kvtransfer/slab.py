@@ -63,8 +63,8 @@ def allocate_host(nbytes: int) -> mmap.mmap:
     Reading another process's memory costs the kernel a look-up per page of the source: with huge
     pages 1.8 GB/s instead of 1.0 where a memcpy makes 2.5.
 
-    A thread begins to touch all of it, so that a process has its full size soon after its start
-    and not hours later, when requests have reached every block.
+    A thread starts to touch all of it, so that a process has its full size soon after its start,
+    and not only when requests have used every block.
 
     Raises:
         StartupError: there is not that much memory.
@@ -80,9 +80,9 @@ def allocate_host(nbytes: int) -> mmap.mmap:
 
 
 def touch(memory: mmap.mmap) -> bool:
-    """Have the system provide all pages of a mapping now, whatever is in them: contents stay.
+    """Make the system allocate all pages of a mapping now. Their contents stay.
 
-    Returns whether it did; without this pages come one by one when they are first written to.
+    Returns whether it did. Otherwise each page is allocated when it is first written.
     """
     view = ctypes.c_char.from_buffer(memory)  # the mapping stays while this lives
     libc = ctypes.CDLL(None, use_errno=True)

@@ -43,12 +43,12 @@ class Stamps:
         self.nbytes = num_blocks * GENERATION_NBYTES
 
     def of(self, block_ids: Iterable[int]) -> tuple[int, ...]:
-        """The blocks' generations now."""
+        """The current generations of blocks."""
         generations = self.generations
         return tuple(generations[block_id] for block_id in block_ids)
 
 
 def first_generation(worker_id: str, epoch: int) -> int:
-    """Where the generations of a worker's process begin: 63 bits, so increments never overflow."""
+    """The first generation of a worker's process: 63 bits, so increments never overflow."""
     digest = hashlib.blake2b(f"{epoch}/{worker_id}".encode(), digest_size=8, person=b"disagg-stamp")
     return int.from_bytes(digest.digest(), "little") >> 1

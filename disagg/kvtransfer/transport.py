@@ -14,7 +14,7 @@ class PullDone:
 
     After this event the transport does not touch the destination blocks any more.
 
-    lane: what carried it ("cma", "cuda_ipc", "rc_mlx5", "tcp", ...); "" if nobody says.
+    lane: UCX's transport ("cma", "cuda_ipc", "rc_mlx5", "tcp", ...); "" if not known.
     is_torn: the error is that a stamp was changed.
     """
 
@@ -29,7 +29,7 @@ class PullDone:
 
 @dataclass(frozen=True, slots=True)
 class TicketReleased:
-    """A reader says that it needs `ticket_id`'s blocks no longer (it has them, or gave up)."""
+    """A reader does not need the blocks of `ticket_id` any more: it has them, or gave up."""
 
     ticket_id: str
 
@@ -39,14 +39,14 @@ class Transport(Protocol):
 
     @property
     def peer(self) -> Peer:
-        """How others reach the slab of this side."""
+        """The record by which other workers reach this worker's slab."""
         ...
 
     def add_peer(self, peer: Peer) -> None:
-        """Make `peer` known. A new epoch of a known worker replaces the old one.
+        """Add `peer`. A new epoch of a known worker replaces the old one.
 
-        Shakes hands in the background; where that fails, pulls from the peer end with an error.
-        The side's own peer is ignored, because membership lists name everybody.
+        The handshake runs in the background; if it fails, pulls from the peer end with an error.
+        The worker's own peer is ignored, because membership lists have all workers.
 
         Raises:
             TransferFailed: layouts differ (the message names both), or numbers that cannot be.
@@ -70,7 +70,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[PullDone | TicketReleased]:
-        """What happened since the last call."""
+        """The events since the last call."""
         ...
 
     def close(self) -> None: ...

@@ -41,8 +41,8 @@ def ucx_settings(
         interface: names of network devices, with commas between, or None for UCX's own choice. On
             the loopback UCX has no other; beside a network interface the RDMA devices of this
             machine stay in use, unless some of them are named, too.
-        asked: for the operator's own; names may leave out the "UCX_" in front. They win over the
-            environment of the process, and that over what follows from the rest here.
+        asked: the operator's settings; "UCX_" may be left out of their names. They take precedence
+            over the environment of the process, and that over the settings derived here.
         device_id: of the slab.
 
     Raises:
@@ -52,7 +52,7 @@ def ucx_settings(
     defaults: dict[str, str] = {}
     if device_id != HOST:
         # Without NVLink UCX reads from another GPU's memory over TCP, at a hundredth of the speed
-        # that the GPUs' own copies have, unless it is told that these may read.
+        # of the GPUs' own copies, unless this setting allows reads by them.
         defaults["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
     if interface is not None and "UCX_NET_DEVICES" not in own:
         own["UCX_NET_DEVICES"] = ",".join(_net_devices(interface))
@@ -89,9 +89,9 @@ class UcxLog:
     """UCX's log of this process; UCX has one per process.
 
     Attributes:
-        settings: for the environment while an agent is made. UCX opens its log with the first one.
-            They stay out of the environment otherwise: child processes have no such file, and
-            UCX would end them.
+        settings: for the environment while an agent is created. UCX opens its log with the first
+            one. They are removed afterwards: child processes have no such file, and UCX would end
+            them.
     """
 
     _of_process: UcxLog | None = None
@@ -116,9 +116,9 @@ class UcxLog:
         return cls._of_process
 
     def lane(self, agent: str, *, is_near: bool, nbytes: int) -> str:
-        """What carries reads of so many bytes by an agent: "cma", "cuda_ipc", "rc_mlx5", "tcp"...
+        """The lane of an agent's reads of so many bytes: "cma", "cuda_ipc", "rc_mlx5", "tcp"...
 
-        "" if UCX has not said it, or says it elsewhere.
+        "" if UCX has not printed it, or prints to another file.
 
         Args:
             is_near: from a peer on the same machine.
@@ -127,7 +127,7 @@ class UcxLog:
         return self._tables.lane(agent, is_near=is_near, nbytes=nbytes)
 
     def _read(self) -> None:
-        """Take in what is new: tables are remembered, complaints go to our own log."""
+        """Read new lines: tables are stored, warnings go to our own log."""
         if self._fd >= 0:
             self._flush()
         while self._fd >= 0 and (new := os.pread(self._fd, 1 << 16, self._offset)):
@@ -139,7 +139,7 @@ class UcxLog:
                     _log.warning("UCX says: %s", text.strip())
 
     def _flush(self) -> None:
-        """UCX writes by the page, unless it is told."""
+        """Make UCX write what it has buffered."""
         if self._library is None:
             maps = Path("/proc/self/maps").read_text("utf-8", "replace")
             paths = re.findall(r"(/\S*/libucs\b\S*\.so\S*)", maps)

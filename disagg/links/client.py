@@ -48,11 +48,11 @@ from disagg.messages import (
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
 SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well within 5 s
-NUM_LOOKS = 8  # at a silent worker, before it counts as lost
+NUM_LOOKS = 8  # checks without a message, before a worker counts as lost
 
 
 class LinkObserver(Protocol):
-    """Is told about workers, in the order of events on each link."""
+    """Receives the events of links, in order for each link."""
 
     def link_up(self, record: WorkerRecord) -> None:
         """The worker takes messages. It is not routable yet."""
@@ -60,14 +60,14 @@ class LinkObserver(Protocol):
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
-        """All the worker holds. From now on it is routable, and its events are complete."""
+        """All blocks that the worker has cached. It is routable from now on."""
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
     ) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None:
-        """Nothing known about the worker holds any more; it is not routable. May be repeated."""
+        """The link ended: forget the worker's blocks; it is not routable. May be repeated."""
 
 
 class Link:
@@ -98,7 +98,7 @@ class Link:
         self.observer = observer
         self.silence_s = silence_s
         self.max_buffer_nbytes = max_buffer_nbytes
-        self.last_error = "not connected yet"  # for people: why the link is not up
+        self.last_error = "not connected yet"  # for messages: why the link is not up
         self._rng = rng
         self._handshake_timeout_s = handshake_timeout_s
         self._connection: _WorkerConnection | None = None
@@ -110,7 +110,7 @@ class Link:
 
     @property
     def num_buffered_bytes(self) -> int:
-        """What waits to be sent to the worker."""
+        """Bytes that wait to be sent to the worker."""
         return 0 if self._connection is None else self._connection.num_buffered_bytes
 
     def open(self) -> None:
@@ -118,7 +118,7 @@ class Link:
         self._task = asyncio.create_task(self._keep_connected())
 
     def close(self) -> None:
-        """End the link at once and, with `WorkerLost`, its streams. The observer hears it now."""
+        """End the link at once, and its streams with `WorkerLost`. Calls the observer."""
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:
@@ -131,7 +131,7 @@ class Link:
             await asyncio.wait([self._task])
 
     def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
-        """Lost when the link is down: `link_up` is the place to send them all."""
+        """Send peers. Does nothing while the link is down: send all peers after `link_up`."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Peers(tuple(peers), tuple(gone)))
 
@@ -141,8 +141,8 @@ class Link:
             self._connection.send(Release(ticket.ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
-        """Have the worker pull blocks that a request to come will need. A lost message only means
-        that it pulls them then."""
+        """Make the worker pull blocks that a later request will need. If the message is lost, they
+        are pulled with that request."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(asked)
 
@@ -229,7 +229,7 @@ class _WorkerConnection(Connection):
     ) -> tuple[int, DeltaStream]:
         stream_id = next(self._stream_ids)
         self.send(Start(stream_id, request, hand_over, ticket))
-        if not self.is_open:  # its buffer ran over with this
+        if not self.is_open:  # this message overflowed its buffer
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
         stream = self._streams[stream_id] = DeltaStream(self._loop)
         return stream_id, stream
@@ -314,7 +314,7 @@ class _WorkerConnection(Connection):
     def _reject(self, reason: str) -> None:
         if not self.welcomed.done():
             self.welcomed.set_exception(Unavailable(reason))
-            self.welcomed.exception()  # the one who waited may be gone
+            self.welcomed.exception()  # the task that waited may be gone
 
     def _stepped(self, step: StepFrame) -> None:
         self._num_received += 1
@@ -324,7 +324,7 @@ class _WorkerConnection(Connection):
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.stream_id)
-            if stream is not None:  # else cancelled while the delta was on its way
+            if stream is not None:  # otherwise it was cancelled while the delta was on its way
                 stream.put(delta)
         if self._is_synced:
             self._link.observer.worker_stepped(
@@ -332,7 +332,8 @@ class _WorkerConnection(Connection):
             )
 
     def _resync(self, sequence_number: int) -> None:
-        """Frames are missing: tokens may be, so no stream can go on; cache events may be."""
+        """Frames are missing, perhaps with tokens or KV events: end all streams, and ask for a
+        snapshot."""
         for stream_id in list(self._streams):
             self.send(Cancel(stream_id))
         self._fail_streams(f"lost frames before number {sequence_number}")
@@ -351,7 +352,7 @@ class _WorkerConnection(Connection):
     def _look(self) -> None:
         """Hang up on a worker that has been silent for the whole of `silence_s`.
 
-        Counted in looks, not seconds: a stalled event loop of our own must not blame the worker.
+        Counted in checks, not seconds: if our own event loop stalls, the worker is not to blame.
         """
         self._num_silent_looks = 0 if self._was_heard else self._num_silent_looks + 1
         if self._num_silent_looks == NUM_LOOKS:

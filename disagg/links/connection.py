@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol, ABC):
         """Called once, after `opened`; `reason` says why."""
 
     def send(self, message: ToWorker | ToIngress) -> None:
-        """Put a message on its way. Does nothing once the link has ended.
+        """Send a message without waiting. Does nothing once the link has ended.
 
         Raises:
             BadFrame: the message is too long for a frame; the link is not harmed.
@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol, ABC):
 
     @property
     def num_buffered_bytes(self) -> int:
-        """What waits to be sent."""
+        """Bytes that wait to be sent."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def trust(self) -> None:
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol, ABC):
         self._frames.max_nbytes = MAX_FRAME_NBYTES
 
     def end(self, reason: str, *, flush: bool = False) -> None:
-        """Close, at once or after what is already written has left."""
+        """Close, at once or after all buffered bytes were sent."""
         if not self.is_open or self._transport is None:
             return
         self.is_open = False
@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol, ABC):
             self._transport.abort()
 
     def abort(self) -> None:
-        """Close without regard for what is still to be written, even after `end(flush=True)`."""
+        """Close and discard buffered bytes, even after `end(flush=True)`."""
         if self._transport is not None and not self.ended.done():
             self._transport.abort()
 

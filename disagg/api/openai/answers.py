@@ -29,7 +29,7 @@ from disagg.text.detokenizer import Detokenizer
 from disagg.text.reasoning import prompt_tail
 
 Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
-# Request id -> which tier answers and why; None: the request named its model itself.
+# Request id -> which tier answers and why; None: the request did not name "auto".
 Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
 
@@ -43,7 +43,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """New tokens of one choice, and what they say: reasoning first, then text, then calls."""
+    """New tokens of one choice, parsed: reasoning first, then text, then calls."""
 
     index: int
     reasoning: str = ""
@@ -75,7 +75,7 @@ class Job:
     """A checked request.
 
     Attributes:
-        wanted: without its prompts.
+        wanted: the request, without its prompts.
         requests: for each prompt those of `wanted.num_choices` choices.
         echoes: the prompts' texts, when they are to be repeated.
     """
@@ -92,7 +92,7 @@ class Job:
 
     @property
     def num_prompt_scores(self) -> int:
-        """Log-probabilities that its answer has of prompts."""
+        """The number of prompt log-probabilities in its answer."""
         requests = self.requests
         return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
 
@@ -103,7 +103,7 @@ class Job:
 
 
 def num_prompt_scores(sampling: SamplingParams, num_prompt_tokens: int) -> int:
-    """How many log-probabilities are asked for of one prompt."""
+    """The number of log-probabilities that are requested for one prompt."""
     if sampling.prompt_logprobs is None:
         return 0
     return num_prompt_tokens * (1 + sampling.prompt_logprobs)
@@ -140,7 +140,7 @@ class Answer:
         self.decision: CascadeDecision | None = None
 
     def advance(self, delta: TokenDelta) -> ChoiceDelta:
-        """The text `delta` adds. Raises the error that `delta` carries."""
+        """The text that `delta` adds. Raises the error in `delta`."""
         if delta.error is not None:
             raise delta.error.to_error()
         if self._num_deltas == 0:
@@ -177,7 +177,7 @@ class Answer:
         return piece
 
     def _read(self, piece: ChoiceDelta, reader: AnswerReader, text: str) -> None:
-        """What the text of one token adds."""
+        """Parse the text of one token."""
         was_reasoning = reader.is_reasoning
         reasoning, said, calls = reader.push(text)
         if was_reasoning and reader.is_reasoning:  # not the mark that ends it
@@ -189,7 +189,7 @@ class Answer:
             piece.calls += calls
 
     def _end(self, piece: ChoiceDelta) -> None:
-        """The rest of what was held back."""
+        """The text that was still held back."""
         detokenizer, reader = self._detokenizer, self._reader
         rest = ""
         if detokenizer.found is None and not (reader is not None and reader.is_done):
@@ -209,7 +209,7 @@ class Answer:
             piece.finish_reason = "tool_calls"
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:
-        """Whether the last token only says that the answer is over."""
+        """Whether the last token is an end token, which has no text."""
         return (
             delta.finish_reason == "stop"
             and not self._include_stop
@@ -222,8 +222,8 @@ class RunningJob:
     """One job under way. Iterate `batches`; afterwards the counts are final.
 
     Args:
-        generate: keeps the deadline of the requests it is given.
-        explain: asked when a choice's first tokens come.
+        generate: runs a request, and keeps its deadline.
+        explain: called when a choice's first tokens come.
     """
 
     def __init__(
@@ -249,23 +249,23 @@ class RunningJob:
 
     @property
     def decisions(self) -> list[CascadeDecision | None]:
-        """Of the cascade, for each choice: once it has begun, and if it was asked to decide."""
+        """The cascade's decision for each choice; None before its begin, or without a cascade."""
         return [answer.decision for answer in self._answers]
 
     @property
     def model_name(self) -> str:
-        """The model that answers. What the client asked for, where several did or none yet."""
+        """The model that answers; the name in the request if several did, or none yet."""
         asked = self.job.model.name
         names = {asked if each is None else each.model for each in self.decisions}
         return names.pop() if len(names) == 1 else asked
 
     def batches(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Pieces as they come, at most one per choice at a time, each choice ending once.
+        """Pieces as they come, at most one per choice at a time. Each choice ends once.
 
-        The first come when every choice has begun, so a request is refused whole, before anything
-        of it was sent, if one of its choices is.
+        The first pieces come when every choice has begun. So if one choice is refused, the whole
+        request is refused before any of its answer was sent.
 
-        Closing the iterator cancels what still runs, and returns when that is done.
+        Closing the iterator cancels the choices that still run, and waits for their end.
 
         Raises:
             DisaggError: the first failure of any choice; the others are cancelled.
@@ -274,7 +274,7 @@ class RunningJob:
         return self._alone(answers[0]) if len(answers) == 1 else self._side_by_side()
 
     async def _alone(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """The common case, without a task of its own: that would cost as much as a token does."""
+        """One choice, the common case, without a task, which would cost as much as a token."""
         async with aclosing(self._pieces(answer)) as pieces:
             async for piece in pieces:
                 yield [piece]
@@ -295,16 +295,16 @@ class RunningJob:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, answer: Answer, inbox: _Inbox) -> None:
-        """Feed the inbox until this choice ended, one way or another."""
+        """Feed the inbox until this choice has ended, successfully or not."""
         try:
             async with aclosing(self._pieces(answer)) as pieces:
                 async for piece in pieces:
                     inbox.put(piece)
-        except Exception as error:  # whatever it is, the client must hear of an end
+        except Exception as error:  # after any error the client must get an end
             inbox.put(error)
 
     async def _pieces(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
-        """What a choice gains, up to its end; a stop string closes the source early."""
+        """The pieces of a choice up to its end; a stop string closes the source early."""
         async with aclosing(self._generate(answer.request)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
@@ -321,7 +321,7 @@ class _Inbox:
     """Pieces of several choices, by index, on their way to one reader."""
 
     def __init__(self, choices: set[int]) -> None:
-        self._silent = choices  # until these have begun, or failed
+        self._silent = choices  # choices that have neither begun nor failed
         self._arrived: list[ChoiceDelta | Exception] = []
         self._has_some = asyncio.Event()
 
@@ -337,9 +337,9 @@ class _Inbox:
             self._has_some.set()
 
     async def take(self) -> list[ChoiceDelta]:
-        """What arrived since the last call, at most one piece per choice.
+        """The pieces since the last call, at most one per choice.
 
-        Raises the failure that arrived, once all text before it has been taken.
+        If a choice has failed, raises its error after all text before it was returned.
         """
         await self._has_some.wait()
         merged: dict[int, ChoiceDelta] = {}

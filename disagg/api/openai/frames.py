@@ -26,10 +26,10 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class Frames(ABC):
-    """Events of a streamed answer; all that does not change in a request is built once."""
+    """Events of a streamed answer. Their constant parts are built once per request."""
 
     kind: ClassVar[str]
-    gain: ClassVar[bytes]  # the key under which a choice's new text stands
+    gain: ClassVar[bytes]  # the key of a choice's new text
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -55,10 +55,10 @@ class Frames(ABC):
 
     @abstractmethod
     def opening(self) -> bytes:
-        """What comes before the first token of each choice."""
+        """The events before the first token of each choice."""
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        """What `piece` says, then, as an event of its own, its end."""
+        """The event of `piece`; if it is the last, also the event with its finish reason."""
         events = b""
         if piece.text or piece.scored or piece.reasoning or piece.calls or piece.token_ids:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
@@ -70,18 +70,18 @@ class Frames(ABC):
         return events
 
     def closing(self, run: RunningJob) -> bytes:
-        """The usage chunk when it was asked for, and `[DONE]`."""
+        """The usage chunk if it was requested, and `[DONE]`."""
         if not self._job.wanted.include_usage:
             return DONE
         preamble = self._preamble(run.model_name)
         return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
-        """What `piece` says, as the value of `gain`."""
+        """`piece` as the value of `gain`."""
         return self._text(piece.text)
 
     def _prompt_token_ids(self, index: int) -> bytes:
-        """Where they are asked for, a field of an event or of its choice."""
+        """The field with the prompt's token ids, if they were requested."""
         if not self._job.wanted.return_token_ids:
             return b""
         return b',"prompt_token_ids":' + _to_json(self._job.requests[index].token_ids)

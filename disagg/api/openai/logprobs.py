@@ -79,11 +79,11 @@ def echoed_logprobs(
     answer: CompletionLogprobs,
     tokenizer: Tokenizer,
 ) -> CompletionLogprobs:
-    """Those of a prompt, and behind them the answer's.
+    """The log-probabilities of a prompt, followed by those of the answer.
 
     Args:
         token_ids: of the prompt.
-        scores: of all of them but the first.
+        scores: of all prompt tokens but the first.
     """
     stream, num_chars, scored = TextStream(tokenizer), 0, []
     first, *others = token_ids

@@ -23,10 +23,10 @@ class BudgetField(Protocol):
 
 
 def thinking_budget(request: BudgetField, model: ServedModel) -> int | None:
-    """Tokens that the reasoning may have; None: no limit.
+    """The maximum number of reasoning tokens; None: no limit.
 
     Raises:
-        InvalidRequest: the model has no reasoning, as far as is known.
+        InvalidRequest: the model has no known reasoning format.
     """
     budget = request.thinking_token_budget
     if budget is None or budget < 0:
@@ -39,14 +39,14 @@ def thinking_budget(request: BudgetField, model: ServedModel) -> int | None:
 def template_arguments(
     given: Mapping[str, Any] | None, effort: Effort | None, model: ServedModel
 ) -> dict[str, Any]:
-    """What the chat template is told besides the messages.
+    """The variables of the chat template besides the messages.
 
     Args:
         given: `chat_template_kwargs`.
         effort: `reasoning_effort`.
 
     Raises:
-        InvalidRequest: the template does not read what it would be told.
+        InvalidRequest: the template does not read a variable.
     """
     read = model.template.arguments if model.template else frozenset()
     arguments = {}

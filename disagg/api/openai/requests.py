@@ -37,7 +37,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
@@ -185,14 +185,14 @@ Request = TypeVar(
     EmbeddingsRequest,
 )
 
-# Fields that are never taken from outside: they name our own machinery or carry code or tensors.
+# Fields that clients may never set: they concern internal transfers, or carry code or tensors.
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template", "ec_transfer_params",
     "kv_transfer_params", "logits_processors", "prompt_embeds", "request_id", "rid",
     "vllm_xargs",
 )  # fmt: skip
 
-# Fields that would change the answer, with the values (besides null) that ask for nothing.
+# Fields that would change the answer, with the values (besides null) that have no effect.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": ([],),
@@ -207,7 +207,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")  # what else is ignored is small
+_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")  # other ignored fields are small
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
