@@ -59,9 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: Positive | None = None  # by the device
     gpu_memory_utilization: Fraction = 0.9  # of its GPU, or of its share of one
     kv_cache_memory_bytes: Positive | None = None
-    kv_offloading_size: Annotated[float, Meta(ge=0.0, le=1e6)] = (
-        0.0  # GiB of host memory a worker; 0: none
-    )
+    kv_offloading_size: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0  # GiB of host memory a worker
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
@@ -286,9 +284,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, str
     ] = {}  # "TLS": "rc,cuda" is UCX_TLS=rc,cuda for the workers (docs/security.md)
     max_num_workers: Positive | None = None  # of all pools together, where some are autoscaled
-    drain_s: Annotated[float, Meta(ge=0, le=86_400)] = (
-        60.0  # how long a stopping worker finishes its streams
-    )
+    drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0  # in which streams may end at a stop
 
     def tier(self, name: str) -> TierConfig:
         for tier in self.tiers:
