@@ -29,6 +29,8 @@ def check_before_ray(order: Order) -> None:
     check_certificate(order.config.http)
     if order.config.http.api_keys_file is not None:
         read_key_file(order.config.http.api_keys_file)
+    if order.config.redis_url is not None:
+        check_store(order.config.redis_url)
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
@@ -127,6 +129,13 @@ def check_machine(directory: Path) -> None:
             f"{shared} has {free_nbytes >> 20} MiB left, and workers and Ray share memory there;"
             f" give it {MIN_SHARED_MEMORY_NBYTES >> 20} MiB or more (Docker: --shm-size=1g)."
         )
+
+
+def check_store(redis_url: str) -> None:
+    """Whether the URL can be one; a server that is away is no reason not to start."""
+    from disagg.store.redis_store import RedisBoard
+
+    RedisBoard(redis_url, secret=b"")
 
 
 def check_haproxy() -> None:

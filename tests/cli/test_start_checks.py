@@ -117,3 +117,13 @@ def test_weak_secrets_are_refused_before_anything_is_started(
     )
     with pytest.raises(StartupError, match=words):
         start_checks.check_before_ray(order)
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "redis://host:99999", "redis://[::1", ""])
+def test_a_store_whose_url_makes_no_sense(url: str) -> None:
+    with pytest.raises(StartupError, match="The Redis URL is not valid"):
+        start_checks.check_store(url)
+
+
+def test_a_store_that_is_away() -> None:
+    start_checks.check_store(f"redis://127.0.0.1:{free_port()}")
