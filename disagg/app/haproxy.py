@@ -125,7 +125,7 @@ class HAProxyWatch:
     def look(self) -> None:
         """To be called several times a second."""
         self._check_once()
-        self._served = [each for each in self._served if _runs(each)]
+        self._served = [each for each in self._served if runs(each)]
         if not self._served:
             self._served = self._find()
         if self._stand_in is None:
@@ -161,7 +161,7 @@ class HAProxyWatch:
         found = []
         for process in psutil.process_iter() if config is not None else ():
             with contextlib.suppress(psutil.Error):
-                if {"-db", str(config)} <= set(process.cmdline()[1:]) and _runs(process):
+                if {"-db", str(config)} <= set(process.cmdline()[1:]) and runs(process):
                     found.append(process)
         return found
 
@@ -221,7 +221,8 @@ def as_stand_in(text: str, socket: str) -> str:
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it lives: a zombie does not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from disagg.app.haproxy import HAProxyWatch
+from disagg.app.haproxy import HAProxyWatch, runs
 from disagg.app.probe import ask_here
 
 LOOK_PERIOD_S = 0.25
@@ -99,7 +99,9 @@ class Watch:
         if self._stop.is_set():
             return
         for process, name in before.items():
-            if process not in after:
+            if process not in after and runs(process):  # its title was being written
+                after[process] = name
+            elif process not in after:
                 self._say(
                     "process_ended", f"{name} ended (process {process.pid}).", pid=process.pid
                 )

@@ -1,0 +1,47 @@
+"""What is said of Serve's processes as they come and go."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from disagg.app import watch
+from disagg.app.watch import Watch
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def test_who_has_no_title_for_a_moment_has_not_ended(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "PROCESSES_PERIOD_S", 1e9)  # this test looks
+    titles = {child.pid: "A worker of it"}
+    monkeypatch.setattr(watch, "_name", lambda process: titles.get(process.pid, ""))
+    said: list[str] = []
+
+    def say(event: str, sentence: str, **fields: Any) -> None:
+        said.append(event)
+
+    node = SimpleNamespace(dead_processes=list)
+    looking = Watch(node, None, "", say, threading.Event())
+    looking.close()
+    titles.clear()
+    looking._look_at_processes()
+    looking._look_at_processes()
+    assert said == []
+    child.kill()
+    psutil.wait_procs([psutil.Process(child.pid)])
+    looking._look_at_processes()
+    looking._look_at_processes()
+    assert said == ["process_ended"]
