@@ -73,7 +73,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     min_replicas: Annotated[int, Meta(ge=0)] = 1  # 0: scale to zero without requests
     max_replicas: Positive
-    slo_fraction: Fraction = 1.0  # of the SLO that is predicted to be used; less leaves room
+    slo_fraction: Fraction = 1.0  # pools are sized for this fraction of the SLO; less leaves room
     start_s: Annotated[float, Meta(gt=0)] = 30.0  # until a new worker serves, about
     look_back_s: Annotated[float, Meta(gt=0)] = 240.0  # sized for the load of so long
     down_after_s: Annotated[float, Meta(ge=0)] = 60.0  # for so long not needed
@@ -83,7 +83,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Workers of one role in one tier."""
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
-    num_standby: Annotated[int, Meta(ge=0)] = 0  # more, loaded, that serve when others are gone
+    num_standby: Annotated[int, Meta(ge=0)] = 0  # additional loaded workers, in reserve
     autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
     num_cpus: Annotated[float, Meta(ge=0)] = 0
     # Of each worker: 1, a share of one, or 0. None: 1 where there are GPUs, 0 elsewhere.
@@ -102,15 +102,15 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decode: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
     chat_template: str | None = None  # a path; the model's own when absent
-    tool_call_parser: str = ""  # how it writes calls; "": as its chat template shows
-    reasoning_parser: str = ""  # and its reasoning
+    tool_call_parser: str = ""  # format of tool calls; "": recognised from its chat template
+    reasoning_parser: str = ""  # format of reasoning; "": recognised from its chat template
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # requests that would wait longer are refused
-    # Between tokens. None: requests have none, unless they ask for one; roles are then fixed.
+    # TPOT. None: requests have no TPOT SLO, unless they set one; roles are then fixed.
     tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
 
     @property
     def tpot_goal_s(self) -> float:
-        """What decode pools are sized by and goodput is counted by: the SLO, if there is one."""
+        """The TPOT for sizing decode pools and counting goodput: the SLO, or a default."""
         return self.tpot_slo_s or DEFAULT_TPOT_GOAL_S
 
     @property
@@ -119,7 +119,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.served_model_name or last.removesuffix(".gguf")
 
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
-        """As a worker of that pool has it: with a share of a GPU, as large a part of its memory."""
+        """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
+        the same share of its memory."""
         share = (self.prefill if role == "prefill" else self.decode).num_gpus
         part = self.engine.gpu_memory_utilization * (share or 1.0)
         engine = msgspec.structs.replace(self.engine, gpu_memory_utilization=part)
@@ -127,7 +128,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def directory(self) -> Path:
-        """Where the model lies, a directory or a GGUF file. A path wins over a name.
+        """The path of the model, a directory or a GGUF file. A path takes precedence over a name.
 
         Raises:
             ModelError: there is neither, or the name's model was not fetched yet.
@@ -207,7 +208,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may ask."""
+        """Whether no API key is required."""
         return self.api_key is None and not self.api_keys and self.api_keys_file is None
 
 
@@ -247,15 +248,16 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Small model first: how `model: "auto"` is answered (docs/cascade.md).
 
     An answer begins on the first tier. Its first `num_judged_tokens` tokens are held back and
-    judged by their log-probabilities: at its tier's threshold or above it stays there, below it
-    goes to the next tier. `disagg cascade calibrate` finds thresholds.
+    judged by their log-probabilities: if the signal is at the tier's threshold or above, the answer
+    stays there; otherwise the request goes to the next tier. `disagg cascade calibrate` finds
+    thresholds.
 
     Attributes:
         signal: the least or the mean log-probability of a token, or the least margin between it
             and the likeliest other token.
         thresholds: one for each tier but the last, in nats. The default is that of the two
             bundled models.
-        max_shift: load moves a threshold by so much at most, up or down; 0: not at all.
+        max_shift: the most by which load moves a threshold, up or down; 0: not at all.
     """
 
     signal: Signal = "minimum"
@@ -277,7 +279,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     redis_url: str | None = None  # None: no store; the CLI starts an embedded server
     cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
     cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
-    insecure: bool = False  # weak secrets and an endpoint without a key are meant so
+    insecure: bool = False  # True: allow weak secrets, and an endpoint without a key
     link_host: str | None = None  # where workers listen; None: the node's own address
     transfer_interface: str | None = None  # where UCX listens; None: where `link_host` is
     ucx: dict[
@@ -297,5 +299,5 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.tenants.get(name) or self.tenants.get(DEFAULT_TENANT) or TenantConfig()
 
     def tenant_class(self, name: str) -> str:
-        """What metrics call a tenant: those without settings of their own are one."""
+        """The tenant's label in metrics. All tenants without settings of their own share one."""
         return name if name in self.tenants else DEFAULT_TENANT

@@ -48,15 +48,15 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How an answer's reasoning is marked, in token ids: for who must know where it ends.
+    """The marks of an answer's reasoning, in token ids, and its budget.
 
     starts: an answer that begins with one of these begins with reasoning.
-    end: what ends it.
-    forced_end: what is written to end it; ends with `end`.
-    then: what follows the end before a grammar begins.
+    end: the tokens that end the reasoning.
+    forced_end: the tokens that the engine writes to end it; they end with `end`.
+    then: tokens after the end and before a grammar begins.
     is_open: the prompt has begun the reasoning.
-    is_framed: nothing is answered before `end`, reasoning or not.
-    budget: so many tokens of reasoning, then it is ended; None: no limit.
+    is_framed: the answer never begins before `end`, with or without reasoning.
+    budget: the maximum number of reasoning tokens; None: no limit.
     """
 
     starts: tuple[tuple[int, ...], ...]
@@ -71,7 +71,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How to choose tokens. Checked by `api/` before it gets here; `seed` is always concrete."""
+    """How to choose tokens. `api/` has checked it; `seed` is always set."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -85,8 +85,8 @@ class SamplingParams(
     seed: int = 0  # 64 bits; randomness is a function of (seed, position) only
     logprobs: int | None = None  # None: none; n: the chosen token's and the n most likely ones'
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
-    logprobs_until: int | None = None  # of the answer's first so many tokens only; None: of all
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    logprobs_until: int | None = None  # only for so many first tokens of the answer; None: all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number that is added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all are
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # no part of the answer is one of these
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
@@ -100,9 +100,9 @@ class GenerateRequest(
     """A request as ingresses and engines see it: tokens, not text.
 
     `token_ids` is the prompt and, if the request was rerouted, the tokens generated so far;
-    `num_prompt_tokens` says where the prompt ends. `draft_token_ids` is a
-    proposed continuation after `token_ids`, from another model: the engine keeps the tokens of it
-    that it would have chosen itself, so it changes how long the answer takes and never the answer.
+    `num_prompt_tokens` says where the prompt ends. `draft_token_ids` is a proposed continuation of
+    `token_ids`, from another model. The engine accepts the tokens that it would have sampled
+    itself, so a draft changes the time of an answer and never its text.
     """
 
     request_id: str
@@ -118,14 +118,14 @@ class GenerateRequest(
     traceparent: str = ""
     draft_token_ids: tuple[int, ...] = ()
     priority: int = 0  # lower is earlier, as vLLM has it
-    ttft_slo_s: float = 0.0  # 0: its model's, where there is one; inf: none
+    ttft_slo_s: float = 0.0  # 0: its model's, if it has one; inf: none
     tpot_slo_s: float = 0.0
     cache_salt: str = ""  # with the tenant it keeps blocks apart; `hash_root` has both in it
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it is to be told log-probabilities of its prompt, for which all of the prompt is
-        computed, cached or not. They come with the first token: not again if it moves later."""
+        """Whether it requests log-probabilities of its prompt. Then the whole prompt is computed,
+        even if it is cached. They come with the first token, and not again if it moves later."""
         is_new = len(self.token_ids) == self.num_prompt_tokens
         return is_new and self.sampling.prompt_logprobs is not None
 
@@ -146,7 +146,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the token's that is there, and the most likely ones'."""
+    """Log-probabilities at one position: of the token there, and of the most likely tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
@@ -154,12 +154,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True):
-    """How long a worker took to the first token that a request got from it, by stage, in seconds.
+    """The stages of a worker until its first token of a request, in seconds.
 
-    is_prefill: computed from its first uncached token on; else all its KV came from elsewhere.
-    queue_s: from its coming to the first step that it was part of, less the pull.
-    pull_s: of KV from another worker; 0 if there was nothing to pull.
-    compute_s: from that step's beginning to the token.
+    is_prefill: the worker computed the prompt; otherwise it imported the prompt's KV.
+    queue_s: from the request's arrival to its first step, without the pull.
+    pull_s: of KV from another worker; 0 without a pull.
+    compute_s: from the beginning of that step to the token.
     """
 
     is_prefill: bool

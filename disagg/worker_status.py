@@ -55,12 +55,12 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferFigure(msgspec.Struct, frozen=True, array_like=True):
-    """What a decode worker measured when it pulled from one source."""
+    """A decode worker's measured pulls from one source."""
 
     source_id: str
     latency_s: float
     bytes_per_s: float
-    lane: str = ""  # what carried the last of these ("cuda_ipc", "rc_mlx5", ...); "" if unknown
+    lane: str = ""  # lane of the last pull ("cuda_ipc", "rc_mlx5", ...); "" if unknown
 
 
 class PullCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -90,18 +90,18 @@ class HoldCounts(msgspec.Struct, frozen=True, array_like=True):
 class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
     """Blocks between a worker and the store, since the worker started."""
 
-    num_hits: Annotated[int, _store(outcome="hit")] = 0  # came back
+    num_hits: Annotated[int, _store(outcome="hit")] = 0  # loaded
     num_misses: Annotated[int, _store(outcome="miss")] = 0  # not found
     num_stored: Annotated[int, _store(outcome="stored")] = 0
     num_known: Annotated[int, _store(outcome="known")] = 0  # not sent: the store has them
     # Not sent: the store is away, or too many wait.
     num_dropped: Annotated[int, _store(outcome="dropped")] = 0
     num_failed: Annotated[int, _store(outcome="failed")] = 0  # writes that failed
-    num_damaged: Annotated[int, _store(outcome="damaged")] = 0  # came back as something else
+    num_damaged: Annotated[int, _store(outcome="damaged")] = 0  # read with a wrong digest
 
 
 class HostCounts(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's host tier: what it holds now, what it did since the worker started, its price."""
+    """A worker's host tier: its blocks now, counts since the worker started, and load times."""
 
     nbytes: Annotated[
         int,

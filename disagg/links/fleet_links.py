@@ -37,7 +37,7 @@ class FleetLinks:
 
     Args:
         key: the cluster's secret.
-        observer: hears about every worker's cache and load; never blocks.
+        observer: called with every worker's cache and load; never blocks.
         new_link: how a link is made; for tests with shorter timeouts.
     """
 
@@ -100,7 +100,7 @@ class FleetLinks:
         return link
 
     def num_buffered_bytes(self, worker_id: str) -> int:
-        """What waits to be sent to a worker; 0 for one that has left."""
+        """Bytes that wait to be sent to a worker; 0 if it has left."""
         link = self._links.get(worker_id)
         return 0 if link is None else link.num_buffered_bytes
 

@@ -1,11 +1,11 @@
 """The wire format of a link: frames, and the handshake that proves the cluster's key.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack (`messages.py`). The
-handshake is mutual HMAC-SHA256 (RFC 2104) over fresh nonces of both sides. A proof binds the role
-of the prover, so one side's proof cannot be sent back to it as the other's, and the whole of what
-it vouches for: the ingress its id, the worker its record.
+handshake is mutual HMAC-SHA256 (RFC 2104) over fresh nonces of both sides. A proof covers the role
+of the prover, so that one side's proof cannot be sent back as the other's. It also covers the
+ingress's id, or the worker's whole record.
 
-Links authenticate, they do not encrypt: they belong on a private network.
+Links authenticate but do not encrypt: use a private network.
 This file knows no sockets and no streams.
 """
 
@@ -21,7 +21,7 @@ from disagg.messages import WIRE_VERSION, WorkerRecord, encode
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_NBYTES = 64 << 20
-MAX_HANDSHAKE_NBYTES = 1 << 20  # what a stranger may make us keep
+MAX_HANDSHAKE_NBYTES = 1 << 20  # bound on the memory for an unauthenticated connection
 NONCE_NBYTES = 32
 
 

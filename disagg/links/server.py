@@ -60,15 +60,15 @@ from disagg.messages import (
 log = logging.getLogger(__name__)
 
 LinkId: TypeAlias = int
-# Half a frame, and so half of what may wait to be sent: a link that a snapshot ended would end with
-# the next one, too. Each name has two bytes before it.
+# Half a frame, and so half of the bytes that may wait to be sent. A larger snapshot would end its
+# link, and so would the next one. Each hash has two bytes before it.
 MAX_SNAPSHOT_NAMES = MAX_FRAME_NBYTES // 2 // (HASH_NBYTES + 2)
 MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
 
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """The last message of a link that `receive` gets: nobody reads its streams any more."""
+    """The last message of a link that `receive` gets: its streams have no reader any more."""
 
     reason: str
 
@@ -81,8 +81,8 @@ class LinkServer:
 
     Args:
         key: the cluster's secret, the same in every process.
-        record: what this worker says about itself; `start` fills in the port.
-        receive: called on the loop with a link's id and what it said, in order; must not block.
+        record: this worker's record; `start` fills in the port.
+        receive: called on the loop with a link's id and each message, in order; must not block.
         status: reported until the first `publish`.
 
     Raises:
@@ -157,7 +157,7 @@ class LinkServer:
         kv_events: Sequence[KVEvent],
         status: WorkerStatus,
     ) -> None:
-        """What one engine step did. Deltas for links that are gone are dropped with them."""
+        """Send the results of an engine step. Deltas for links that are gone are dropped."""
         self._status = status
         events = tuple(kv_events)
         for link_id, link in list(self._links.items()):
@@ -170,21 +170,21 @@ class LinkServer:
         status: WorkerStatus,
         host_block_hashes: Iterable[BlockHash] = (),
     ) -> None:
-        """Answer to `Resync`: what the cache held between the last published step and the next,
-        and the host memory behind it."""
+        """Answer a `Resync`: the hashes of all blocks that are cached between two published steps,
+        and of those in host memory."""
         link = self._links.get(link_id)
         if link is not None:
             link.publish_snapshot(tuple(block_hashes), status, tuple(host_block_hashes))
 
     def hang_up(self, reason: str) -> None:
-        """End every link at once. An ingress that comes back waits for the answer to `Resync`."""
+        """End every link at once. An ingress that reconnects waits for the answer to `Resync`."""
         for link in list(self._links.values()):
             link.end(reason)
 
     async def close(self, flush_s: float = 1.0) -> None:
         """Stop listening and end every link; each is reported as `LinkClosed`.
 
-        What was published still leaves, unless a reader takes longer than `flush_s` for it.
+        Published messages are still sent, unless a reader takes longer than `flush_s`.
         """
         self._is_closed = True
         if self._heartbeat is not None:
@@ -224,7 +224,7 @@ class LinkServer:
 
     def arrived(self, link: _IngressLink) -> str:
         """A connection was accepted. Returns why it cannot stay; empty: it may."""
-        if self._is_closed:  # it was accepted before, and is heard of only now
+        if self._is_closed:  # accepted before, but reported only now
             return "the worker shuts down"
         if len(self._strangers) >= MAX_NUM_STRANGERS:
             return "too many handshakes at a time"
@@ -342,7 +342,7 @@ class _IngressLink(Connection):
         self._is_synced = True
         self._status = status
         num_names = len(block_hashes) + len(host_block_hashes)
-        if num_names > MAX_SNAPSHOT_NAMES:  # routers then know of fewer prefixes, and no wrong ones
+        if num_names > MAX_SNAPSHOT_NAMES:  # routers then know fewer prefixes, but no wrong ones
             log.warning(
                 "A snapshot has %d of %d cached blocks; routers do not know of the others.",
                 MAX_SNAPSHOT_NAMES,

@@ -25,7 +25,7 @@ class DeltaStream:
         self._wake()
 
     def fail(self, error: DisaggError) -> None:
-        """The first failure counts, after what has arrived before it."""
+        """End the stream with an error, after all deltas before it. Only the first error counts."""
         self._error = self._error or error
         self._wake()
 
@@ -38,7 +38,7 @@ class DeltaStream:
         )
 
     async def wait(self) -> None:
-        """Until there is something to take. Raises what ended the stream."""
+        """Wait until there is something to take. Raises the error that ended the stream."""
         while not self.deltas:
             if self._error is not None:
                 raise self._error
@@ -46,7 +46,7 @@ class DeltaStream:
             await self._waiter
 
     def take(self) -> TokenDelta:
-        """All that arrived since the last call, as one delta."""
+        """All deltas since the last call, merged."""
         deltas, self.deltas = self.deltas, []
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 

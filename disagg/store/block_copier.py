@@ -18,8 +18,8 @@ T = TypeVar("T")
 class BlockCopier(Protocol):
     """Two queues of copies, one per direction, each processed in order. No method waits.
 
-    Used by one thread. The destination of a queued copy must not be written by anyone else. The
-    source may change meanwhile; then the copy is invalid, and the caller must find out.
+    Used by one thread. Only the copier may write to the destination of a queued copy. The source
+    may change during the copy; the caller must detect that, and discard the copy.
     """
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -31,11 +31,11 @@ class BlockCopier(Protocol):
         ...
 
     def take_saved(self) -> int:
-        """How many calls of `save` have come to their end since the last question."""
+        """How many calls of `save` have ended since the last call."""
         ...
 
     def take_loaded(self) -> list[float]:
-        """Of each call of `load` that has, how many seconds it took, without the queue before."""
+        """The seconds of each call of `load` that has ended since, without the queue."""
         ...
 
     def read_slot(self, slot: int) -> bytes: ...

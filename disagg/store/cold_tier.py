@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 STORE_ID = "store"  # its source id in a `TransferTimeModel`
 
-_STALE_S = 60.0  # a bad minute must not keep everyone from looking for ever
+_STALE_S = 60.0  # slow figures expire, so that lookups are tried again
 
 _MAX_KNOWN = 32768  # names, about 200 bytes each
 
@@ -39,7 +39,7 @@ class Fetch:
     num_found: int = 0  # leading blocks in the store, loaded or not
     blocks: list[bytes] = field(default_factory=list)  # of `hashes[:len(blocks)]`
     seconds: float = 0.0  # in the store, without the queue before it
-    error: str | None = None  # why there is less than there might be
+    error: str | None = None  # why blocks may be missing
 
 
 @dataclass(slots=True)
@@ -47,19 +47,19 @@ class ColdTierStats:
     """Counts since the start; `queued_nbytes` is of now."""
 
     num_stored: int = 0
-    num_dropped: int = 0  # not taken: the store is away, or the queue full or closed
-    num_known: int = 0  # offered though the store has them
+    num_dropped: int = 0  # not taken: the store is unreachable, or the queue full or closed
+    num_known: int = 0  # offered, but already in the store
     num_put_failures: int = 0
     queued_nbytes: int = 0
-    num_hits: int = 0  # blocks that came back
-    num_misses: int = 0  # blocks looked up that did not
+    num_hits: int = 0  # blocks that were loaded
+    num_misses: int = 0  # blocks that were looked up and not loaded
 
 
 class ColdTier:
     """One worker's access to the store.
 
     Args:
-        store: handed over; closed by `close`.
+        store: owned by the tier from now on; `close` closes it.
         block_nbytes: size of every block.
         times: learns the store's latency and rate as those of source `STORE_ID`; the worker's own
             one may be shared, since both belong to the engine's thread.
@@ -105,7 +105,7 @@ class ColdTier:
         return self._is_away
 
     def offer(self, block_hash: BlockHash, read: Callable[[], bytes]) -> bool:
-        """Keep a copy of a block that leaves the worker, if it is needed and has room.
+        """Store a copy of an evicted block, if the store does not have it and the queue has room.
 
         Args:
             read: returns the block; called only if it is kept.
@@ -115,11 +115,11 @@ class ColdTier:
     def offer_all(
         self, block_hashes: Sequence[BlockHash], read: Callable[[list[int]], Sequence[bytes]]
     ) -> int:
-        """As `offer`, for blocks that leave together. Returns how many are kept.
+        """As `offer`, for blocks that are evicted together. Returns how many are stored.
 
         Args:
-            read: is given the places of those among `block_hashes` that are kept, and returns
-                them; called once, and only if there are some.
+            read: called once, if any are stored, with their indices in `block_hashes`; returns
+                the blocks.
         """
         stats, before_nbytes = self.stats, self.stats.queued_nbytes
         wanted: list[int] = []
@@ -142,7 +142,7 @@ class ColdTier:
         return len(wanted)
 
     def predicted_s(self, num_blocks: int) -> float:
-        """Seconds from a lookup until so many blocks are here, as lately observed or by prior."""
+        """Predicted seconds to load so many blocks, from recent loads or the prior."""
         if self._clock() - self._observed_s > _STALE_S:
             self._times.forget(STORE_ID)
         return self._times.transfer_s(STORE_ID, num_blocks * self._block_nbytes)
@@ -153,9 +153,9 @@ class ColdTier:
         """Start to fetch the leading blocks of `hashes` that the store has.
 
         Args:
-            hashes: a run of a request's blocks, from the first that is not here.
-            compute_s: what computing the first so many of them would take; called in another
-                thread. The blocks stay where they are when that is less than loading them.
+            hashes: a run of a request's blocks, from the first that is not cached here.
+            compute_s: predicted seconds to compute the first n of them; called in another thread.
+                If computing is faster, the blocks are not loaded.
         """
         fetch = Fetch(tuple(hashes))
         self._take_done()
@@ -180,12 +180,12 @@ class ColdTier:
         return fetch
 
     def probe(self, block_hash: BlockHash) -> None:
-        """Ask a store that is away about a name, to find out whether it is back."""
+        """Look a hash up in an unreachable store, to find out whether it is reachable again."""
         if not self._under_way:
             self.lookup((block_hash,), lambda num_found: 0.0)
 
     def cancel(self, fetch: Fetch) -> None:
-        """Its blocks are not needed any more. `poll` reports it all the same."""
+        """Cancel a lookup whose blocks are not needed any more. `poll` still reports it."""
         for other, job in self._under_way.values():
             if other is fetch:
                 job.cancelled = True
@@ -212,9 +212,9 @@ class ColdTier:
         return ended
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Store what was offered, for at most `timeout_s`. False: a call to the store hangs on.
+        """Write the offered blocks, for at most `timeout_s`. False: a call to the store hangs.
 
-        Lookups under way end, with a last `poll`; later ones find nothing.
+        Running lookups end, with a last `poll`; later ones find nothing.
         """
         self._closed = True
         in_time = self._thread.close(timeout_s)

@@ -24,7 +24,7 @@ from disagg.time_model import TransferTimeModel
 
 HOST_ID = "host"  # its source id in a `TransferTimeModel`
 
-# Before the first load. Optimistic: a tier that looked too slow would never show how fast it is.
+# Before the first load. Optimistic: a tier that seems too slow would never be used and measured.
 FIRST_LATENCY_S = 1e-4
 FIRST_BYTES_PER_S = 1e10
 
@@ -45,14 +45,14 @@ class _Save:
     block_hash: BlockHash
     slot: int
     block_id: int
-    generation: int  # when the block was known to hold what it is called
+    generation: int  # of the block when it was known to have the content of its hash
 
 
 class HostTier:
     """Copies of blocks in host memory, by block hash.
 
     Args:
-        copier: handed over; closed by `close`.
+        copier: owned by the tier from now on; `close` closes it.
         num_slots: its capacity in blocks.
         generations: of the cache's blocks, as `BlockPool` keeps them.
         displaced: called with each block hash that is evicted, and with a function that reads the
@@ -72,7 +72,7 @@ class HostTier:
         self._block_nbytes = block_nbytes
         self._generations = generations
         self._displaced = displaced
-        self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # the one to go comes first
+        self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # in order of eviction
         self._free = list(range(num_slots))[::-1]  # neighbours are handed out one after another
         self._num_readers: Counter[int] = Counter()  # by slot
         self._coming: set[BlockHash] = set()
@@ -85,14 +85,14 @@ class HostTier:
 
     @property
     def num_under_way(self) -> int:
-        """Copies that `poll` has not seen the end of; while there are any, poll often."""
+        """Copies that `poll` has not reported yet; while there are any, poll often."""
         return len(self._saves) + len(self._loads)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._slot_of
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks are here."""
+        """How many leading blocks are in host memory."""
         slot_of = self._slot_of
         return next((i for i, name in enumerate(hashes) if name not in slot_of), len(hashes))
 
@@ -119,7 +119,7 @@ class HostTier:
             self._copier.save([(save.block_id, save.slot) for save in saves])
 
     def predicted_s(self, num_blocks: int) -> float:
-        """Seconds that loading so many blocks takes, as lately observed or by prior."""
+        """Predicted seconds to load so many blocks, from recent loads or the prior."""
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
@@ -133,7 +133,7 @@ class HostTier:
         return load
 
     def poll(self) -> list[HostLoad]:
-        """Take note of the copies that have ended. Returns the loads among them."""
+        """Process the copies that have ended. Returns the loads among them."""
         if not self.num_under_way:
             return []
         for _ in range(self._copier.take_saved()):
@@ -151,11 +151,11 @@ class HostTier:
         return loaded
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """All findable names."""
+        """The hashes of all blocks here."""
         return tuple(self._slot_of)
 
     def take_events(self) -> tuple[KVEvent, ...]:
-        """What became findable, or stopped being so, since the last call, in order."""
+        """KV events since the last call, in order: blocks cached and evicted."""
         events = tuple(KVEvent(kind, tuple(hashes), "host") for kind, hashes in self._events)
         self._events.clear()
         return events

@@ -27,10 +27,10 @@ from disagg.errors import RateLimited, Unavailable
 
 log = logging.getLogger(__name__)
 
-SYNC_S = 0.25  # between looks at the board
-SILENT_S = 3.0  # after which the requests in flight of an ingress that says nothing do not count
-GONE_S = 60.0  # after which it is wiped off
-RETRY_S = 1.0  # where nothing says when a place will be free
+SYNC_S = 0.25  # between two exchanges with the board
+SILENT_S = 3.0  # requests in flight of an ingress that writes nothing for so long do not count
+GONE_S = 60.0  # after so long its entry is deleted
+RETRY_S = 1.0  # `Retry-After` if it is not known when a place will be free
 
 
 class LimitBoard(Protocol):
@@ -50,7 +50,7 @@ class LimitBoard(Protocol):
 
 
 class MemoryBoard:
-    """The twin of `RedisBoard`, for the ingresses of one process."""
+    """A board for the ingresses of one process, instead of `RedisBoard`."""
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
@@ -64,7 +64,7 @@ class MemoryBoard:
         return dict(self._entries)
 
     def close(self) -> None:
-        """The others go on."""
+        """Close nothing: other ingresses still use the board."""
 
 
 class Bucket:
@@ -85,7 +85,7 @@ class Bucket:
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Until so much is in it, or all that it can hold."""
+        """Seconds until the bucket has this amount, or is full."""
         missing = min(amount, self.per_minute) - self.level(now)
         return max(0.0, missing * 60.0 / self.per_minute)
 
@@ -104,7 +104,7 @@ class Remaining(msgspec.Struct, frozen=True):
 
 
 class Used(msgspec.Struct, array_like=True):
-    """By one tenant through one ingress: in flight now, and since the ingress started."""
+    """A tenant's use of one ingress: requests in flight, and totals since the ingress started."""
 
     num_running: int = 0
     num_requests: int = 0
@@ -112,7 +112,7 @@ class Used(msgspec.Struct, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress writes. `beat` changes each time, to show that the ingress is alive."""
+    """The entry of an ingress. `beat` changes each time, to show that the ingress is alive."""
 
     beat: int
     used: dict[str, Used]
@@ -144,7 +144,7 @@ class Limits:
         clock: seconds, monotonic.
 
     Attributes:
-        is_shared: False while the board is away, and all that is known is this ingress's own.
+        is_shared: False while the board is unreachable, so that only this ingress's requests count.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class Limits:
         self._config = tenant
         self._clock = clock
         self._tenants: dict[str, _TenantBuckets] = {}  # those with limits
-        self._peers: dict[str, _Peer] | None = None  # None: before the first look at the board
+        self._peers: dict[str, _Peer] | None = None  # None: before the first exchange
         self._heard_s = -math.inf
         self._beat = 0
 
     def begin(self, name: str) -> None:
-        """Count a request, to its `end`.
+        """Count a request as in flight until `end`.
 
         Raises:
             RateLimited: nothing was counted.
@@ -182,8 +182,8 @@ class Limits:
         self._spend(tenant, 1, 0, now)
 
     def take_tokens(self, name: str, num_tokens: int) -> None:
-        """Spend a prompt. A tenant that may not even have one such prompt a minute waits until
-        nothing else has been spent.
+        """Subtract a prompt's tokens. If a prompt is larger than the limit of a minute, it is
+        admitted when the bucket is full.
 
         Raises:
             RateLimited: nothing was spent, and the request is not counted as one of the minute.
@@ -198,14 +198,14 @@ class Limits:
         self._spend(tenant, 0, num_tokens, now)
 
     def end(self, name: str, num_output_tokens: int) -> None:
-        """A request that began has ended. Its answer is spent, if need be as a debt."""
+        """A request has ended. Its answer's tokens are subtracted; the bucket may go below zero."""
         tenant = self._tenant(name)
         if tenant is not None:
             tenant.used.num_running -= 1
             self._spend(tenant, 0, num_output_tokens, self._clock())
 
     def remaining(self, name: str) -> dict[str, Remaining]:
-        """Of its limits a minute: "requests", "tokens"."""
+        """The rest of each limit per minute: "requests", "tokens"."""
         tenant = self._tenant(name)
         if tenant is None:
             return {}
@@ -218,15 +218,15 @@ class Limits:
         }
 
     def entry(self) -> bytes:
-        """What to write on the board now."""
+        """The entry to write to the board now."""
         self._beat += 1
         used = {name: tenant.used for name, tenant in self._tenants.items()}
         return msgspec.msgpack.encode(Entry(self._beat, used))
 
     def hear(self, entries: Mapping[str, bytes]) -> list[str]:
-        """Take in the entries of the other ingresses. Returns the ids of those that are gone.
+        """Apply the entries of the other ingresses. Returns the ids of those that are gone.
 
-        What they used before this ingress started is ignored: a minute later it does not matter.
+        Their use before this ingress started is ignored: after a minute it does not matter.
         """
         now = self._heard_s = self._clock()
         peers: dict[str, _Peer] = {}
@@ -295,9 +295,9 @@ class Limits:
 
 
 async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> None:
-    """Exchange entries until cancelled. A board that is away is tried again. Closes it.
+    """Exchange entries until cancelled, and then close the board. Retries an unreachable board.
 
-    In a thread of its own: long prompts are tokenised in the loop's, and would keep it waiting.
+    Uses a thread of its own, because long prompts in the event loop's threads would delay it.
     """
     loop, gone = asyncio.get_running_loop(), list[str]()
     thread = ThreadPoolExecutor(1, thread_name_prefix="limits")
@@ -323,7 +323,7 @@ async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> No
                 gone = limits.hear(others)
             await asyncio.sleep(SYNC_S)
     finally:
-        if call is not None:  # whose thread cannot be stopped
+        if call is not None:  # its thread cannot be stopped
             await asyncio.gather(call, return_exceptions=True)
         thread.shutdown(wait=False)
         board.close()
@@ -334,7 +334,7 @@ def _bucket(per_minute: int | None, now: float) -> Bucket | None:
 
 
 def _take_at_most_all(bucket: Bucket | None, amount: int, now: float) -> None:
-    """A figure that makes no sense must not close a tenant out for longer than a minute."""
+    """Bound a wrong figure, so that it cannot block a tenant for longer than a minute."""
     if bucket is not None:
         bucket.take(min(amount, bucket.per_minute), now)
 

@@ -32,7 +32,7 @@ BOARD_TTL_MS = 3_600_000  # after the last ingress has stopped
 
 
 class _Server:
-    """A Redis server that may be away. Nothing connects before the first call.
+    """A Redis server that may be unreachable. Nothing connects before the first call.
 
     Raises:
         StartupError: the URL makes no sense.
@@ -46,7 +46,7 @@ class _Server:
             self.client = redis.Redis.from_url(
                 url,
                 protocol=2,
-                socket_read_size=1 << 20,  # fewer turns at the interpreter lock in a large answer
+                socket_read_size=1 << 20,  # a large answer takes the interpreter lock less often
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
@@ -66,7 +66,7 @@ class _Server:
         except (redis.RedisError, OSError) as error:
             self._why = f"{type(error).__name__}: {error}"
             self._breaker.failed(self._clock())
-            # The name may lead to another server by now, and this one may not be the primary.
+            # The name may resolve to another server by now, and this one may not be the primary.
             self.client.connection_pool.disconnect()
             raise Unavailable(f"Redis did not answer ({self._why}).") from error
         self._breaker.succeeded()
@@ -75,14 +75,14 @@ class _Server:
 class RedisStore:
     """A `ColdStore` in a Redis server. Nothing connects before the first call.
 
-    While the server is away, calls raise `Unavailable` without touching the network, but for one
-    trial after each of growing pauses; a call that does reach out takes at most a few times
+    While the server is unreachable, calls raise `Unavailable` without using the network, except for
+    one trial after each of growing pauses. A call that uses the network takes at most a few times
     `timeout_s`.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`.
-        layout: fingerprint of everything that gives a block's bytes their meaning.
-        secret: the cluster's key; who does not know it can neither read names nor forge blocks.
+        layout: fingerprint of everything that must match for the bytes to be interchangeable.
+        secret: the cluster's key; without it keys cannot be read and blocks cannot be forged.
         ttl_s: how long a block stays after it was put, used or not.
         timeout_s: for connecting, and for each answer.
 
@@ -119,7 +119,7 @@ class RedisStore:
                 for key, value, block in zip(keys, values, blocks, strict=True)
                 if value is not None and block is None
             ]
-            if damaged:  # make room for a good one
+            if damaged:  # delete it, so that an intact one can be stored
                 self.num_damaged += len(damaged)
                 self._client.unlink(*damaged)
         return blocks
@@ -166,7 +166,7 @@ class RedisBoard:
 
     Args:
         url: as for `RedisStore`.
-        secret: the cluster's key, which keeps clusters that share a server apart.
+        secret: the cluster's key, which separates clusters that share a server.
         timeout_s: for connecting, and for each answer.
 
     Raises:
@@ -202,7 +202,7 @@ class RedisBoard:
 
 
 def _execute(pipeline: Pipeline) -> list[Any]:
-    """Answers of a pipeline. Its own errors would quote the blocks that were sent."""
+    """Run a pipeline. Replaces its errors, which would quote the blocks that were sent."""
     answers = pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):

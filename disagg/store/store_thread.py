@@ -61,10 +61,10 @@ Done: TypeAlias = FetchDone | PutsDone
 
 
 class StoreThread:
-    """Owns the store from here on, and closes it.
+    """Owns the store from now on, and closes it.
 
     Args:
-        block_nbytes: of every block; a value of another size is not one of ours.
+        block_nbytes: of every block; a value of another size is not accepted.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class StoreThread:
 
     @property
     def num_damaged(self) -> int:
-        """Of values that were read so far."""
+        """The number of damaged values that were read so far."""
         return self._store.num_damaged
 
     def submit(self, job: FetchJob | PutJob) -> None:
         self._inbox.put(job)
 
     def take_done(self) -> list[Done]:
-        """What ended since the last call. Never waits."""
+        """The jobs that ended since the last call. Never waits."""
         done: list[Done] = []
         while True:
             try:
@@ -103,7 +103,7 @@ class StoreThread:
                 return done
 
     def close(self, timeout_s: float) -> bool:
-        """Do what was submitted for at most `timeout_s`. False: the thread is still in a call."""
+        """Process submitted jobs for at most `timeout_s`. False: the thread is still in a call."""
         self._inbox.put(_Stop(self._clock() + timeout_s))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -118,7 +118,7 @@ class StoreThread:
         self._store.close()
 
     def _take_jobs(self) -> bool:
-        """Everything that has been submitted; waits when there is nothing else to do."""
+        """All submitted jobs; waits for one if there is nothing else to do."""
         try:
             while True:
                 idle = not (self._fetches or self._puts or self._stop)
@@ -145,7 +145,7 @@ class StoreThread:
                 self._load(job, done)
         except Unavailable as error:
             done.error = error.message
-        except Exception as error:  # a bug in a store costs its blocks, not the worker
+        except Exception as error:  # a bug in a store loses its blocks, but must not end the worker
             done.error = f"{type(error).__name__}: {error}"
         done.seconds = self._clock() - start_s
         return done
