@@ -152,6 +152,8 @@ def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bo
         is_here: whether workers run on this machine.
     """
     from disagg.ingress.core import served_models
+
+    served_models(config)  # first, since loading torch for the rest takes seconds
     from disagg.worker.check import check_tier
 
     wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here) for tier in config.tiers)
@@ -163,4 +165,3 @@ def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bo
             " kv_cache_memory_bytes, num_gpu_blocks_override, kv_offloading_size or"
             " max_num_batched_tokens, or start fewer workers."
         )
-    served_models(config)

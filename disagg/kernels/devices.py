@@ -1,13 +1,16 @@
 """Lists the GPUs of this machine without opening one, so that none of their memory is used.
 
 torch says how many it can use, the driver's `nvidia-smi` their names and free memory. Without that
-program name and memory are unknown here; the worker that opens the GPU finds out.
+program name and memory are unknown here; the worker that opens the GPU finds out. Where nothing of
+a driver is there, torch is not asked: loading it takes seconds of a start.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import shutil
 import subprocess
 import warnings
 from collections.abc import Iterable, Mapping
@@ -16,6 +19,8 @@ from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has the driver's module
+AMD = Path("/dev/kfd")
+LIBRARY = "libcuda.so.1"  # what torch opens first, too
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
 _TIMEOUT_S = 30.0  # many GPUs without the persistence daemon take seconds
 
@@ -49,11 +54,11 @@ class Gpus:
 
 def gpus_here() -> Gpus:
     """What a process that is started from here can use."""
+    visible = _visible_ids(os.environ)
+    if visible == [] or not _has_driver():
+        return Gpus()
     import torch  # here, and not above: what plans with devices must not need it
 
-    visible = _visible_ids(os.environ)
-    if visible == []:
-        return Gpus()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
@@ -91,6 +96,17 @@ def _visible_ids(environment: Mapping[str, str]) -> list[str] | None:
             break
         ids.append(each.strip())
     return ids
+
+
+def _has_driver() -> bool:
+    """Whether anything of a driver is here. torch finds no GPU without the driver's library."""
+    if DRIVER.exists() or AMD.exists() or shutil.which("nvidia-smi") is not None:
+        return True
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def _problem(said: str) -> str:

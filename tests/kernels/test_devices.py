@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -26,6 +28,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv(devices.VISIBLE, raising=False)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(devices, "AMD", tmp_path / "kfd")
+    monkeypatch.setattr(devices, "LIBRARY", "libof-no-driver.so")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return monkeypatch
 
@@ -38,6 +42,8 @@ def says(directory: Path, output: str) -> None:
 
 
 def torch_finds(machine: pytest.MonkeyPatch, num_devices: int) -> None:
+    """With the driver's library, and no more of it."""
+    machine.setattr(devices, "LIBRARY", "libc.so.6")
     machine.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     machine.setattr(torch.cuda, "device_count", lambda: num_devices)
 
@@ -45,6 +51,35 @@ def torch_finds(machine: pytest.MonkeyPatch, num_devices: int) -> None:
 def test_a_machine_without_a_gpu(machine: pytest.MonkeyPatch) -> None:
     assert gpus_here() == devices.Gpus()
     assert devices.why_no_gpu() == "torch finds no GPU here."
+
+
+@pytest.mark.parametrize("trace", ["library", "module", "program", "AMD"])
+def test_torch_is_asked_where_anything_of_a_driver_is(
+    trace: str, machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if trace == "library":
+        machine.setattr(devices, "LIBRARY", "libc.so.6")
+    elif trace == "program":
+        says(tmp_path, "")
+    else:
+        (tmp_path / {"module": "version", "AMD": "kfd"}[trace]).write_text("")
+    asked: list[bool] = []
+    machine.setattr(torch.cuda, "is_available", lambda: bool(asked.append(True)))
+    gpus_here()
+    assert asked
+
+
+def test_a_start_without_a_driver_does_not_load_torch() -> None:
+    program = """
+import sys
+from pathlib import Path
+from disagg.kernels import devices
+devices.DRIVER = devices.AMD = Path("/nowhere")
+devices.LIBRARY = "libof-no-driver.so"
+assert devices.gpus_here() == devices.Gpus()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PATH": ""})
 
 
 def test_gpus_have_names_and_memory(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
