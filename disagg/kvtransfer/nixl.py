@@ -1,6 +1,7 @@
 """NIXL's names, imported so that the logging of this process stays as it is.
 
-The package `nixl` chooses between its builds by the CUDA that torch was built for.
+The package `nixl` chooses between its builds by the CUDA that torch was built for. Where torch was
+built without, it would load all of torch to learn that, which its version says, too.
 
 NIXL's package configures logging when it is imported (`logging.config.dictConfig`). That closes
 every log handler of the process and hides later errors of handlers. A worker imports NIXL after Ray
@@ -10,10 +11,12 @@ a new Serve controller makes it write a line.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import logging.config
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 
@@ -34,7 +37,20 @@ def _logging_left_alone() -> Iterator[None]:
         logging.raiseExceptions = raises
 
 
-with _logging_left_alone():
+@contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Answer for a torch without CUDA; then NIXL takes whichever build is installed."""
+    helpers: Any = importlib.import_module("nixl_meta_utils")
+    detect = helpers.detect_cuda_major
+    if version("torch").endswith("+cpu"):
+        helpers.detect_cuda_major = lambda: None
+    try:
+        yield
+    finally:
+        helpers.detect_cuda_major = detect
+
+
+with _logging_left_alone(), _torch_left_alone():
     from nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 
 __all__ = ["_bindings", "nixl_agent", "nixl_agent_config", "nixl_xfer_handle"]

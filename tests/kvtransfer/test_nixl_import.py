@@ -1,4 +1,4 @@
-"""A worker that imports NIXL keeps its logging: Serve's files above all."""
+"""A worker that imports NIXL keeps its logging, Serve's files above all, and loads no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import logging, logging.handlers, sys
 serve_file = logging.handlers.MemoryHandler(1, target=logging.FileHandler(sys.argv[1]))
 logging.getLogger("ray.serve").addHandler(serve_file)
 import disagg.kvtransfer.nixl_transport
+from importlib.metadata import version
+assert "torch" not in sys.modules or not version("torch").endswith("+cpu")
 assert serve_file.target is not None, "NIXL's import has closed Serve's handler"
 assert logging.raiseExceptions
 logging.getLogger("ray.serve").error("after the import")
