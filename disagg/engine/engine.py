@@ -28,15 +28,15 @@ class _Step(NamedTuple):
 
     plan: StepPlan
     results: Results
-    may_be_followed: bool  # before its results are there
+    may_be_followed: bool  # whether a next step may be launched before its results are read
 
 
 class Engine:
-    """A scheduler and the runner that carries out its plans; owned by one thread.
+    """A scheduler and the runner that executes its plans; owned by one thread.
 
     Args:
-        scheduler: decides.
-        runner: computes.
+        scheduler: plans steps.
+        runner: executes plans.
         save_evicted: called with evicted blocks while their bytes are still intact, so that host
             memory and the store can keep them.
         grammars: the compiled grammars, shared with the runner.
@@ -56,8 +56,8 @@ class Engine:
         self.save_evicted = save_evicted
         self.grammars = grammars
         self.launcher = launcher
-        self.last_plan = _IDLE  # the last one applied, or the one whose results are waited for
-        self.is_stuck = False  # the last step found sequences and could advance none of them
+        self.last_plan = _IDLE  # the plan applied last, or the running one
+        self.is_stuck = False  # the last step had sequences but could advance none
         self._under_way: _Step | None = None  # planned ahead
         self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
         self._earliest_deadline_s = math.inf  # or earlier: it is not raised when a sequence ends
@@ -77,11 +77,11 @@ class Engine:
 
     @property
     def is_short(self) -> bool:
-        """A waiting sequence found too few blocks: loans and old holds should be given up."""
+        """A waiting sequence found too few blocks, so loans and old holds should be ended."""
         return self.scheduler.is_short
 
     def step(self) -> list[TokenEvent]:
-        """Advance every sequence that the plan picks. Empty when there is nothing to report."""
+        """Plan and run one step. Returns its events; empty if there is nothing to report."""
         ended, self._ended = self._ended, []
         step = self._under_way or self._begin(self.scheduler.plan())
         self.last_plan = plan = step.plan
@@ -105,13 +105,13 @@ class Engine:
         return None if following is None else self._begin(following)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the sequence's grammar, if it has one, is compiled. If not, ask again later.
+        """Whether the sequence's grammar, if it has one, is compiled. If not, call again later.
 
         Once ready, it stays ready for this sequence.
 
         Raises:
-            GrammarError: it cannot be followed.
-            Overloaded: too many others are being compiled.
+            GrammarError: it cannot be compiled.
+            Overloaded: too many grammars are being compiled.
         """
         grammar, grammars = sequence.sampling.grammar, self.grammars
         if grammar is None or grammars is None or sequence.grammar_state is not None:
@@ -127,7 +127,7 @@ class Engine:
         Waits for its grammar to be compiled unless `is_ready` was true before.
 
         Raises:
-            RequestError: it can never fit, or it contradicts itself.
+            RequestError: it can never fit, or is inconsistent.
         """
         self._follow_grammar(sequence)
         self.scheduler.submit(sequence)
@@ -144,7 +144,7 @@ class Engine:
         self._watch(sequence)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
-        """Blocks for KV that is imported; None while running sequences need them more.
+        """Allocate blocks for imported KV; None while running or older sequences need them.
 
         See `Scheduler.reserve`. The blocks may be written at once.
         """
@@ -153,12 +153,12 @@ class Engine:
         return block_ids
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """Give back what a sequence owned: as `BlockPool.release`, but not before the steps under
-        way have ended, since a device that is behind may still write there for nothing."""
+        """Release a sequence's blocks: as `BlockPool.release`, but not before running steps have
+        ended, since the device may still write to them."""
         self.scheduler.release(block_ids, is_spent=is_spent)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Forget a sequence and release its blocks; no event follows. None if it is not here."""
+        """Remove a sequence and release its blocks; no event follows. None if it is not here."""
         return self.scheduler.remove(request_id)
 
     def end(self, sequence: Sequence, error: DisaggError) -> None:
@@ -175,9 +175,9 @@ class Engine:
             self.end(sequence, error)
 
     def abandon(self, error: DisaggError) -> list[TokenEvent]:
-        """The last events of all sequences, of an engine that broke in the middle of a step.
+        """Return the last events of all sequences, after the engine broke in the middle of a step.
 
-        Unlike `end_all` it trusts no state: blocks are not given back.
+        Unlike `end_all` it relies on no state: blocks are not released.
         """
         events = self._ended + [
             TokenEvent(sequence, error=error) for sequence in self.scheduler.abandon()
@@ -205,7 +205,7 @@ class Engine:
         return load_of(self.scheduler)
 
     def check(self, holders: Iterable[SequenceOf[int]] = ()) -> None:
-        """Recount every block and sequence. `holders`: who else holds blocks, and which.
+        """Recount every block and sequence. `holders`: the blocks that other parts hold.
 
         Raises:
             AssertionError: names the first difference.

@@ -20,9 +20,9 @@ from disagg.errors import EngineFailed, WorkerLost
 from disagg.messages import KVEvent, WorkerStatus
 from disagg.time_model import StepFeatures
 
-IN_FLIGHT_WAIT_S = 0.0005  # a transfer is under way: how soon to look again
-STALLED_WAIT_S = 0.005  # sequences wait for blocks that someone else holds
-IDLE_WAIT_S = 0.25  # nothing to do; a thread that is well turns at least so often
+IN_FLIGHT_WAIT_S = 0.0005  # between two checks while a transfer is running
+STALLED_WAIT_S = 0.005  # while sequences wait for blocks that other parts hold
+IDLE_WAIT_S = 0.25  # while idle; a healthy thread iterates at least this often
 
 Message = Callable[[], None]
 
@@ -31,7 +31,7 @@ class StepResult(msgspec.Struct, frozen=True):
     """The result of one iteration of the thread.
 
     features, seconds: of its step, for the time model; features is None without a step.
-    failure: the engine is broken; everything that waits for it, also outside of it, must end.
+    failure: the engine is broken; everything that waits for it must end.
     """
 
     events: tuple[TokenEvent, ...]
@@ -46,7 +46,7 @@ class EngineThread:
     """Runs an engine until stopped.
 
     Args:
-        engine: nobody else may touch it after `start`, except from a posted message.
+        engine: after `start`, only this thread and posted messages may use it.
         publish: takes each result, in the engine's thread; it must not block.
         clock: Unix seconds, for deadlines.
         timer: monotonic seconds, for durations.
@@ -66,7 +66,7 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         self.failed: BaseException | None = None
-        self.num_turns = 0  # begun; any thread may look, and see that the engine moves
+        self.num_turns = 0  # iterations so far; other threads read it to see that the engine runs
         self._publish = publish
         self._clock = clock
         self._timer = timer
@@ -74,7 +74,7 @@ class EngineThread:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
         self._wait_s = 0.0
-        self._began_s = 0.0  # the step under way, or the one before
+        self._began_s = 0.0  # of the running step, or of the last one
         self._last_status = WorkerStatus()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -82,7 +82,7 @@ class EngineThread:
         self._thread.start()
 
     def post(self, message: Message) -> None:
-        """Have `message()` called in the engine's thread before its next step. Thread-safe."""
+        """Call `message()` in the engine's thread before its next step. Thread-safe."""
         self._messages.put(message)
 
     def stop(self, timeout: float) -> bool:
@@ -112,7 +112,7 @@ class EngineThread:
         in_flight = self._between_steps is not None and self._between_steps(now)
         engine = self.engine
         engine.expire(now)
-        if not engine.is_under_way:  # else the device has been at it since the last step ended
+        if not engine.is_under_way:  # otherwise the step began when the last one ended
             self._began_s = self._timer()
         events = engine.step()
         began_s, self._began_s = self._began_s, self._timer()

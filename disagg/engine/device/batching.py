@@ -39,8 +39,8 @@ NUM_FIRST = 5  # parts that are as long in the next step if the same sequences d
 class StepBuffer:
     """Integers of a step, written on the host and read on the device.
 
-    There are two of these, for a step under way and the one after it: on a GPU the host writes
-    again only what has been copied, since the results of all steps but the last have been read.
+    There are two of these, for the running step and the one after it. So on a GPU the host never
+    overwrites a buffer that is not copied yet: the results of all steps but the last were read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,20 +56,20 @@ class StepBuffer:
         self._first: tuple[Tensor, ...] = ()
 
     def write(self, parts: SequenceOf[Ints], num: int) -> None:
-        """One part after the other, of `num` numbers in all."""
+        """Write parts one after the other, `num` numbers in all."""
         if num > self._array.shape[0]:
             self._reserve(num)
         # Unsafe for NumPy, which takes an empty list for one of floats.
         np.concatenate(parts, out=self._array[:num], casting="unsafe")
 
     def send(self, num: int) -> Tensor:
-        """What was written, on the device, in the first `num` places of what is returned."""
+        """Copy the written numbers to the device. They are the first `num` of the result."""
         if self._on_device is not self._on_host:
             self._on_device[:num].copy_(self._on_host[:num], non_blocking=True)
         return self._on_device
 
     def send_parts(self, lengths: list[int]) -> list[Tensor]:
-        """What was written, on the device, as parts of these lengths."""
+        """Copy the written numbers to the device. Returns them as parts of these lengths."""
         self.send(sum(lengths))
         # Where the first parts lie changes less often than what the step changes of the tables.
         if lengths[:NUM_FIRST] != self._first_lengths:
@@ -85,15 +85,15 @@ class StepBuffer:
 
 @dataclass(slots=True)
 class StepInputs:
-    """What a device is told of a step, on the host.
+    """The numbers of a step that are uploaded to the device.
 
-    numbers: int64, parts of these lengths. Of each sequence its slot, of each token its position
-        and where its KV goes, of each sequence where its context ends; token ids, but for those
-        that are read on the device; cells of the block tables, and the blocks to write there.
-        Unless all sequences decode, also where the tokens of each begin and how many there are,
-        rows whose logits are wanted, and the slots that these belong to.
-    num_unread: tokens that are read on the device, those of the first sequences.
-    ends: where each sequence's context ends once the step is done; longest: the largest of these.
+    numbers: int64, in parts of these lengths. The slot of each sequence; the position and KV slot
+        of each token; the context length of each sequence; token ids, except those that are
+        already on the device; cells of the block tables, and the blocks to write there. Unless all
+        sequences decode, also the first token and the number of tokens of each sequence, the rows
+        whose logits are needed, and the slots that these rows belong to.
+    num_unread: so many of the first sequences have their token on the device only.
+    ends: the context length of each sequence after the step; longest: the largest of these.
     """
 
     numbers: StepBuffer
@@ -110,10 +110,10 @@ class StepInputs:
 
 
 class _Decodes:
-    """Sequences that decode, of one step after another as long as they are the same.
+    """Decoding sequences, kept from step to step while they are the same.
 
-    places: int64 [4, num_seqs], of each its slot, its token's position, where that one's KV goes,
-        and its end.
+    places: int64 [4, num_seqs]; of each its slot, its token's position, the KV slot of that token,
+        and the end of its context.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class _Decodes:
         self._begin: deque[list[int]] | None = None  # rows, by the steps until they begin a block
 
     def advance(self, block_size: int) -> list[int]:
-        """Each goes on by a token. Returns the rows of which it is the first in its block."""
+        """Advance each by a token. Returns the rows whose token is the first of a block."""
         if self._begin is None:
             self._begin = deque([] for _ in range(block_size))
             for row, end in enumerate(self.ends):
                 self._begin[-end % block_size].append(row)
         further = self.places[1:]
         further += 1
-        self.ends = memoryview(further[2].copy())  # a list of them is hardly ever wanted
+        self.ends = memoryview(further[2].copy())  # rarely needed as a list
         self.longest += 1
         self._begin.rotate(-1)
         return self._begin[-1]
@@ -179,7 +179,7 @@ class Batching:
     # On the host.
 
     def inputs(self, plan: StepPlan, entered: SequenceOf[Sequence]) -> StepInputs:
-        """What the device has to be told of a plan that has work.
+        """The numbers to upload for a plan that has work.
 
         Args:
             entered: sequences of the plan that have just been given their slots.
@@ -220,10 +220,10 @@ class Batching:
         )
 
     def _decode(self, plan: StepPlan, *, are_new: bool) -> tuple[list[int], list[int]]:
-        """Bring `_decodes` to a step. Returns what that changes of the tables.
+        """Update `_decodes` for a step. Returns the changes of the block tables.
 
-        Where all are a token further than in the step before, a table can have changed only where
-        a block begins: a sequence that lost blocks meanwhile would be recomputed.
+        If all sequences are one token further than in the step before, a table can have changed
+        only where a block begins: a sequence that lost blocks meanwhile would be recomputed.
         """
         decodes, sequences = self._decodes, plan.sequences
         if not (plan.continues and sequences is decodes.sequences):
@@ -240,7 +240,7 @@ class Batching:
         return self._changes([sequences[row] for row in begun])
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
-        """Cells of the tables that are not as these sequences' blocks are, and those blocks."""
+        """Cells of the block tables that differ from these sequences' blocks, and those blocks."""
         cells: list[int] = []
         block_ids: list[int] = []
         changed = [each for each in sequences if each.num_listed != len(each.block_ids)]
@@ -255,15 +255,15 @@ class Batching:
         return cells, block_ids
 
     def _kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
-        """Where the KV of these positions goes."""
+        """The KV slots of these positions."""
         block_ids, block_size = sequence.block_ids, self._block_size
         return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
 
     # On the device, in the order of steps.
 
     def batch(self, step: StepInputs) -> tuple[Batch, Tensor]:
-        """The batch, whose shapes and order `models.batch.Batch` says, and int64 [num_logits]: the
-        slots whose next tokens the logits are for."""
+        """The batch (shapes and order: see `models.batch.Batch`), and int64 [num_logits]: the slots
+        to which the logits belong."""
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
         if self.decode_inputs is not None and step.are_decodes:
@@ -336,7 +336,7 @@ class Batching:
         return batch, numbers[:num_seqs]
 
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
-        """What was sampled for the sequences in these slots, for the next step to go on with."""
+        """Keep the tokens sampled for the sequences in these slots, as input of the next step."""
         self._chosen.index_copy_(0, slots, token_ids)
 
     def _count(self, number: int) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,12 @@ from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 
 Replay: TypeAlias = Callable[[], object]
-# Runs once what it is given, and returns what repeats it on the same tensors.
+# Runs a function once, and returns a function that repeats it on the same tensors.
 Record: TypeAlias = Callable[[Callable[[], object]], Replay]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences to capture: few rows too many at any number, and not too many graphs."""
+    """Numbers of sequences to capture: few unused rows for any number, and not too many graphs."""
     sizes = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 32)}
     return sorted(size for size in sizes | {max_num_seqs} if size <= max_num_seqs)
 
@@ -49,7 +49,7 @@ def record_cuda_graph() -> Record:
 
 
 def new_logits(decoder: Decoder, num_rows: int) -> Tensor:
-    """What all graphs of a decoder write to: of as many rows as the largest has."""
+    """The tensor to which all graphs of a decoder write, with the rows of the largest graph."""
     shape = num_rows, decoder.config.vocab_size
     return torch.zeros(shape, dtype=torch.float32, device=decoder.device)
 
@@ -63,7 +63,8 @@ class DecodeGraphs:
     Args:
         decoder: on `TritonOps`.
         kv_cache: its cache. Nothing in it is changed by capturing.
-        inputs: what the graphs read, of as many sequences; a step that lies there is not copied.
+        inputs: the tensors that the graphs read, for as many sequences. A step that is already
+            there is not copied.
         logits: float32 [max_num_seqs or more, vocab_size], which every step overwrites.
     """
 
@@ -88,7 +89,7 @@ class DecodeGraphs:
         self._graphs = graphs[::-1]
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """As `Decoder.forward`; None for a step that is none of these.
+        """As `Decoder.forward`; None for a step that has no graph.
 
         The logits are overwritten by the next step.
         """
@@ -108,7 +109,7 @@ class DecodeGraphs:
         own.token_ids[:num_seqs].copy_(batch.token_ids)
         own.positions[:num_seqs].copy_(batch.positions)
         own.slots[:num_seqs].copy_(batch.slots)
-        own.slots[num_seqs:size].fill_(-1)  # or the rows of an earlier step would be written again
+        own.slots[num_seqs:size].fill_(-1)  # no KV of an earlier step's rows
         own.context_lens[:num_seqs].copy_(batch.context_lens)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
@@ -149,7 +150,7 @@ def _first_rows(batch: Batch, num_seqs: int) -> Batch:
 
 
 def _batch_in(inputs: DecodeInputs, num_seqs: int) -> Batch:
-    """A batch of decodes that lies in these tensors."""
+    """A batch of decodes in these tensors."""
     token_ids, positions, slots, context_lens, block_tables = inputs.first(num_seqs)
     return Batch(
         token_ids=token_ids,

@@ -13,7 +13,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """What was asked for; else half precision where the hardware multiplies it natively."""
+    """The requested dtype; by default half precision if the hardware multiplies it natively."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if device.type == "cuda":

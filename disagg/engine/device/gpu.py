@@ -11,13 +11,13 @@ from disagg.config import EngineConfig
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.devices import gpus_here, why_no_gpu
 
-# A worker that has just ended gives its memory back some seconds later than its place.
+# A worker that has just ended frees its memory some seconds later than its place in Ray.
 FREE_WAIT_S = 30.0
 _POLL_S = 0.5
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises `StartupError` where no GPU can be used and one was asked for, or one is there."""
+    """Raises `StartupError` if a GPU was requested, or exists, and cannot be used."""
     if config.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
@@ -30,13 +30,14 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 class GpuMemory:
-    """What one engine may take of a GPU: `gpu_memory_utilization` of all of it, as vLLM means it.
+    """The memory of a GPU that one engine may use: `gpu_memory_utilization` of all of it, as in
+    vLLM.
 
-    Others may have the rest, another engine of this process included. Where the number of KV blocks
-    is set, all that is free may be taken.
+    Others may use the rest, including another engine of this process. If the number of KV blocks is
+    set, all free memory may be used.
 
     Args:
-        sleep: waits for memory that a process gives back as it ends.
+        sleep: waits for memory that a process frees as it ends.
 
     Raises:
         NotEnoughMemory: less is free.
@@ -69,7 +70,7 @@ class GpuMemory:
         self.claim_nbytes = free if is_sized else claim
 
     def left_nbytes(self) -> int:
-        """Of the claim, after what this engine has taken since."""
+        """The rest of the claim, after the allocations of this engine."""
         taken = torch.cuda.memory_reserved(self._device) - self._reserved_nbytes
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(self.claim_nbytes - taken, free)

@@ -27,7 +27,7 @@ CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequ
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a block looks like; everything that must match for its bytes to be interchangeable."""
+    """The format of a block: everything that must match for its bytes to be interchangeable."""
 
     num_layers: int
     num_kv_heads: int
@@ -62,13 +62,13 @@ class KVShape:
 
 
 def choose_format(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> KVFormat:
-    """How KV is stored: as asked for; else as the model computes it.
+    """The KV format: the requested one; by default that in which the model computes.
 
     Args:
         dtype: of the model.
 
     Raises:
-        StartupError: not with this dtype, or not on this device; says what is possible.
+        StartupError: not supported with this dtype or on this device; lists the possible formats.
     """
     own = format_of(dtype)
     if config.kv_cache_dtype in ("auto", own.name):
@@ -92,7 +92,9 @@ def choose_format(config: EngineConfig, dtype: torch.dtype, device: torch.device
 
 
 class KVCache:
-    """The slab of one engine, zero-initialised: rubbish in unwritten slots could be NaN.
+    """The KV memory of one engine, zero-initialised, because unwritten slots must not be NaN.
+
+    The memory is a slab.
 
     Attributes:
         pages: what kernels index.
@@ -145,12 +147,12 @@ class KVCache:
             torch.zeros(1, device=self.slab.device)
 
     def read_block(self, block_id: int) -> bytes:
-        """A copy of a block's bytes, as of the work that was given to the device before."""
+        """A copy of a block's bytes, after all work that was launched before."""
         block = self.slab[block_id].cpu()
         return ctypes.string_at(block.data_ptr(), self.block_nbytes)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """As `read_block`, one after another: `stream_copier.BlockReader` is for a GPU."""
+        """As `read_block`, one after another. On a GPU use `stream_copier.BlockReader`."""
         return [self.read_block(block_id) for block_id in block_ids]
 
     def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:

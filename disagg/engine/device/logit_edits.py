@@ -17,13 +17,13 @@ from disagg.engine.sched.speculation import Continued
 from disagg.kernels.sampling_rows import copied, upload
 from disagg.messages import SamplingParams
 
-# The logit of a token that must not come. Not -inf: where a grammar allows nothing but such tokens
-# one of them is taken, and an answer that violates its grammar is worse.
+# The logit of a banned token. Not -inf: if a grammar allows only banned tokens, one of them is
+# chosen, because an answer that violates its grammar would be worse.
 BANNED = -1e30
 
 
 class LogitEdits:
-    """What is changed in the logits of some rows; see `of`.
+    """The changes of the logits of some rows; see `of`.
 
     Args:
         params: of each row.

@@ -18,12 +18,12 @@ from disagg.models.parts import weights_nbytes
 
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 1024
-# On a GPU a step reads all weights, whatever it computes: many sequences share that, as many as
-# have room for so many tokens each ...
+# On a GPU every step reads all weights, so it should have many sequences: as many as have room for
+# this number of tokens each ...
 TOKENS_PER_SEQ = 512
 LEAST_NUM_SEQS, MOST_NUM_SEQS = 64, 512
-# ... and prompts are computed at full speed from some thousand tokens on, in steps that take at
-# most this part of what the weights leave.
+# ... and prompts need some thousand tokens in a step for full speed, if the step takes at most this
+# share of the memory that the weights leave.
 LEAST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 2048, 8192
 MOST_OF_ROOM = 4
 
@@ -82,7 +82,7 @@ def plan_memory(
         num_seqs, num_tokens = _step_of_gpu(
             config, model, shape, dtype, claim_nbytes - model_nbytes
         )
-    # Every sequence of a step decodes: who sets one of the two has the other follow.
+    # In a step all sequences may decode. If one of the two sizes is set, the other follows.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
     workspace_nbytes = step_nbytes(model, dtype.itemsize, num_seqs, num_tokens)

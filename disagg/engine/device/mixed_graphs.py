@@ -21,13 +21,13 @@ from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 
-# More tokens keep a device busy for longer than a host needs to launch. Not yet measured.
+# With more tokens the device is busy for longer than the host needs to launch. Not yet measured.
 MAX_PROMPT_TOKENS = 256
 TOKENS_APART = 32
 
 
 class MixedSize(NamedTuple):
-    """Of a graph: tokens, and rows of logits. As many rows as tokens are all of them, in order."""
+    """A graph's tokens and rows of logits. If the numbers are equal, every token has a row."""
 
     num_tokens: int
     num_logits: int
@@ -42,8 +42,8 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(max_num_seqs: int, with_drafts: bool) -> list[MixedSize]:
-    """What to capture: steps with prompts, where few tokens are the last of their sequences, and
-    steps that verify drafts, where the successor of every token is wanted."""
+    """The sizes to capture: steps with prompts, where few tokens need logits, and steps that verify
+    drafts, where every token does."""
     sizes = [MixedSize(n, n // 2) for n in _nums_tokens(MAX_PROMPT_TOKENS)]
     if with_drafts:
         sizes += [MixedSize(n, n) for n in _nums_tokens(max_num_seqs + MAX_AHEAD)]
@@ -86,7 +86,7 @@ class MixedGraphs:
         self._logits = logits
         largest = self._sizes[-1].num_tokens
         self._max_num_seqs = min(largest, max_num_seqs)
-        # One more, to which the tokens of nobody belong.
+        # One more row, to which unused tokens belong.
         rows = largest, self._max_num_seqs + 1, max_num_blocks
         self._batch = _empty_batch(*rows, decoder.device)
         graphs = [
@@ -96,7 +96,7 @@ class MixedGraphs:
         self._graphs = graphs[::-1]
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """As `Decoder.forward`; None for a step that is none of these.
+        """As `Decoder.forward`; None for a step that has no graph.
 
         The logits are overwritten by the next step.
         """
@@ -131,13 +131,13 @@ class MixedGraphs:
         own.token_ids[:num_tokens].copy_(batch.token_ids)
         own.positions[:num_tokens].copy_(batch.positions)
         own.slots[:num_tokens].copy_(batch.slots)
-        own.slots[num_tokens : size.num_tokens].fill_(-1)  # what an earlier step left there
+        own.slots[num_tokens : size.num_tokens].fill_(-1)  # from an earlier step
         own.query_start[: num_seqs + 1].copy_(batch.query_start)
         own.query_start[num_seqs + 1].fill_(size.num_tokens)
         own.context_lens[:num_seqs].copy_(batch.context_lens)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         own.logits_rows[:num_logits].copy_(batch.logits_rows)
-        # An earlier step may have wanted rows that this graph does not have.
+        # An earlier step may have had rows that this graph does not have.
         own.logits_rows[num_logits : size.num_logits].fill_(0)
 
 

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 64
 
 
 class ScoredRows(NamedTuple):
-    """Rows of a step whose successors are tokens of a prompt: `num_rows` from `first_row` on."""
+    """Rows of a step whose next tokens are prompt tokens: `num_rows` from `first_row` on."""
 
     sequence: Sequence
     first_row: int
@@ -36,7 +36,7 @@ class ScoredRows(NamedTuple):
 
 
 def scored_rows(plan: StepPlan) -> list[ScoredRows]:
-    """Where a plan, of which nothing is computed yet, has prompts whose tokens are scored."""
+    """The rows of a plan that score prompt tokens. Call it before the plan is computed."""
     if not any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
         return []
     first_rows = accumulate(plan.query_lens, initial=0)
@@ -67,7 +67,7 @@ def _score(rows: ScoredRows, hidden: Tensor, logits: Callable[[Tensor], Tensor])
     sequence, first_row, num_rows = rows
     scores, start = sequence.prompt_logprobs, sequence.num_computed
     assert scores is not None
-    del scores[start:]  # computed anew after the sequence had lost its blocks
+    del scores[start:]  # computed again after the sequence had lost its blocks
     targets = sequence.tokens[start + 1 : start + 1 + num_rows]
     num_top = sequence.sampling.prompt_logprobs or 0
     for begin in range(0, num_rows, ROWS_AT_ONCE):

@@ -62,7 +62,7 @@ class ModelRunner:
     """A decoder over a KV cache; one call of `run` is one forward pass and one draw.
 
     Args:
-        max_num_seqs: sequences that tables have room for; a larger step makes more.
+        max_num_seqs: sequences for which the tables have room; a larger step makes them larger.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class ModelRunner:
         self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
     def launch(self, plan: StepPlan) -> Results:
-        """As `run` for what `can_follow`, but on a GPU it returns before the step is over."""
+        """As `run` for plans that `can_follow`, but on a GPU it returns before the step ends."""
         return self._launch(plan, *self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
-        """What the device is told, and slots that others had before."""
+        """The numbers to upload, and the slots that have new owners."""
         entered = [] if plan.continues else self.slots.enter(plan.sequences)
         return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
-        """The part of `launch` that the device is given."""
+        """The part of `launch` that runs on the device."""
         self.sampler.enter(entered)
         batch, slots = self.batching.batch(step)
         logits, positions = self._forward(batch)
@@ -111,7 +111,8 @@ class ModelRunner:
         return chosen.sampled if all(ends) else results
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether the device alone finds a token for each sequence, and so can go on with it."""
+        """Whether the device chooses a token of each sequence without the host, so that the next
+        step can follow."""
         return (
             bool(plan.sequences)
             and not plan.num_ahead
@@ -119,12 +120,12 @@ class ModelRunner:
         )
 
     def needs_host(self, sequence: Sequence) -> bool:
-        """Whether a token of this sequence is not found by the device alone."""
+        """Whether the device needs the host to choose this sequence's next token."""
         return sequence.needs_host
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One result for each item; `engine.step.Sampled` says what it is."""
+        """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`."""
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
         self.sampler.enter(entered)
@@ -171,7 +172,7 @@ class ModelRunner:
     def _sample(
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[int | SampledToken | DisaggError]:
-        """The next token of each, or why its grammar has none."""
+        """The next token of each, or the error if its grammar allows none."""
         bound = [
             row
             for row, each in enumerate(sequences)
@@ -202,7 +203,7 @@ class ModelRunner:
         self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
 
     def measure_threads(self, max_model_len: int) -> None:
-        """Find out which steps of a CPU are better computed by fewer threads; as `warm_up`."""
+        """Measure which steps of a CPU are faster with fewer threads; as `warm_up`."""
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         num_tokens = min(CONTEXT, max_model_len, num_blocks * block_size)
         blocks = list(range(-(-num_tokens // block_size)))
@@ -216,8 +217,8 @@ class ModelRunner:
         self.threads.measure(compute)
 
     def capture(self, max_num_seqs: int, max_model_len: int, *, with_drafts: bool = False) -> None:
-        """Keep small steps as CUDA graphs, from now on: decodes of up to `max_num_seqs` sequences,
-        short prompts, and if there will be any the verification of drafts."""
+        """Capture small steps as CUDA graphs: decodes of up to `max_num_seqs` sequences, short
+        prompts, and the verification of drafts if there are any."""
         from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits, record_cuda_graph
         from disagg.engine.device.mixed_graphs import MixedGraphs, mixed_sizes
 
@@ -234,14 +235,14 @@ class ModelRunner:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until what was launched is over: from then on other workers may read the blocks, by
-    ways that the device's queue of work knows nothing of, and freed ones may be written."""
+    """Wait until all launched work has ended. Then other workers may read the blocks, which is not
+    ordered with the device's queue of work, and freed blocks may be written."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _ends(plan: StepPlan, step: StepInputs) -> list[bool]:
-    """Of which sequences the step computes the last tokens, and so samples the next."""
+    """The sequences whose last tokens the step computes, so that it samples their next ones."""
     n = plan.num_decodes
     chunks = zip(plan.sequences[n:], step.ends[n:], strict=True)
     return [True] * n + [end >= len(sequence.tokens) for sequence, end in chunks]
@@ -255,7 +256,7 @@ def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
         num_prompt_tokens=num_tokens,
         hash_root=b"",
         block_hashes=(),
-        # All that a kernel would be compiled for.
+        # All shapes for which a kernel would be compiled.
         sampling=SamplingParams(max_tokens=1, top_k=8, top_p=0.9, repetition_penalty=1.1),
         deadline_unix_s=0.0,
     )
@@ -328,7 +329,7 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         prompt_lookup=_prompt_lookup(config),
     )
-    # A CPU has nothing to do at once with planning: the same threads compute.
+    # No async scheduling on a CPU: the same threads plan and compute.
     launcher = None if is_cpu else runner
     return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache
 
@@ -347,13 +348,13 @@ def check_engine(
     gpu_nbytes: int | None = None,
     is_here: bool = True,
 ) -> MemoryPlan | None:
-    """What `build_engine` would refuse, as far as the headers of the weights show it.
+    """Raise the errors that `build_engine` would raise, as far as the headers of the weights show.
 
-    Returns how it would divide the memory; None where the device's memory is not known.
+    Returns how it would divide the memory; None if the device's memory is not known.
 
     Args:
         gpu_nbytes: memory of the GPU that it would be on; None: not known.
-        is_here: whether it would be on this machine; if not, only a CPU's memory is looked at.
+        is_here: whether it would be on this machine; if not, a GPU's memory is not checked.
 
     Raises:
         ModelError, NotEnoughMemory, StartupError: as `build_engine`.

@@ -68,8 +68,8 @@ class Sampler:
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
             positions: int64 [num_sequences], of the last token of each.
             masks: what grammars allow.
-            num_unread: so many of the first sequences have a token more than the host knows: the
-                step before has chosen it.
+            num_unread: so many of the first sequences have one token more than the host knows,
+                because the results of the step before are not read yet.
         """
         if not sequences:
             return Chosen(positions, None)

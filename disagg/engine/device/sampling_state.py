@@ -42,7 +42,7 @@ from disagg.messages import SamplingParams
 
 _OFF = 1 << 31  # a top-k beyond every vocabulary
 _UNKNOWN = -1
-_FEW = 16  # tokens that are counted one after the other; more are counted anew on the host
+_FEW = 16  # tokens that are counted one by one; with more, all are counted again on the host
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -72,7 +72,7 @@ class Step:
     slots: the same as `rows.slots`, on the host.
     penalised: rows whose tokens are counted.
     scored: rows that may want log-probabilities.
-    foreseen: rows of drafts with penalties or `min_tokens`, which the tables do not know.
+    foreseen: rows of drafts with penalties or `min_tokens`, whose tokens are not in the tables.
     edits: logit bias, allowed tokens and bad words; None: no row has any.
     has_drafts: some rows are of drafts.
     is_adjusted: some rows are adjusted from the tables.
