@@ -221,7 +221,7 @@ class AdmissionQueue:
         self, queue: FairQueue[WaitingRequest], waiter: Waiter[WaitingRequest], wait_s: float
     ) -> None:
         """If the bytes are used up, refuse the last request of the tenant that uses most for its
-        weight, over all models: a flood on one model must not push out other tenants.
+        weight in the queue of any one model: a flood on one model must not push out others.
 
         Raises:
             Overloaded: that tenant is the one of the new request.
