@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from disagg.cli.ports import free_port
+from tests.e2e.command import LEFT_TIMEOUT_S, until
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]
@@ -42,8 +43,11 @@ def refusal(
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    left = [process.cmdline() for process in psutil.process_iter() if _has(process, name, value)]
-    assert not left, left
+
+    def left() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if _has(process, name, value)]
+
+    until(lambda: not left(), LEFT_TIMEOUT_S, lambda: f"{left()}")
     return done.stderr
 
 
