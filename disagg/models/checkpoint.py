@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def read_header(file: Path) -> Header:
         raise _cut_off(file, file_nbytes, 8 + length)
     try:
         tensors = dict(_parse(json.loads(raw), file, 8 + length))
+        _refuse_overlaps(tensors)
     except _UNREADABLE as error:
         raise _damaged(file, f"its header cannot be read ({error})") from error
     end = max((tensor.end for tensor in tensors.values()), default=8 + length)
@@ -189,6 +191,14 @@ def _parse(header: Any, file: Path, start: int) -> Iterator[tuple[str, StoredTen
         if value_nbytes is not None and tensor.num_values * value_nbytes != end - begin:
             raise ValueError(f"{name} has {end - begin} bytes for {list(shape)} of {tensor.dtype}")
         yield name, tensor
+
+
+def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises `ValueError`: the format lets no two tensors share bytes."""
+    ordered = sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end))
+    for (name, tensor), (following, next_one) in pairwise(ordered):
+        if next_one.begin < tensor.end:
+            raise ValueError(f"{name} and {following} share bytes")
 
 
 def _damaged(file: Path, why: str) -> ModelError:

@@ -86,6 +86,15 @@ def _check(directory: Path) -> None:
             "a has 12 bytes for",
         ),
         (
+            _header(
+                {
+                    "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+                    "b": {"dtype": "F32", "shape": [4], "data_offsets": [12, 28]},
+                }
+            ),
+            "a and b share bytes",
+        ),
+        (
             _header({"a": {"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 16]}}),
             "its header cannot be read",
         ),
