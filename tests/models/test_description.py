@@ -96,7 +96,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered(directory) == "<s>file"
     (tmp_path / "mine.jinja").write_text("mine")
     assert rendered(directory, str(tmp_path / "mine.jinja")) == "mine"
-    with pytest.raises(ModelError, match="does not exist"):
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
         rendered(directory, str(tmp_path / "absent.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ModelError, match="does not compile"):
