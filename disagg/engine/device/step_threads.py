@@ -17,8 +17,8 @@ from disagg.time_model import StepFeatures
 CONTEXT = 512  # tokens that a sequence of the measured steps attends to
 SIZES = (1, 2, 4, 8, 16, 32)  # sequences of these steps; larger ones get all threads
 NUM_ROUNDS = 5
-LONG_S = 0.05  # from here on a step has so much to do that waking threads is nothing
-WORTH = 1.05  # more threads have to be faster by this, since others want the cores
+LONG_S = 0.05  # in a step of this length waking threads is negligible
+WORTH = 1.05  # more threads must be faster by this factor, since other processes use the cores
 
 
 class StepThreads:
@@ -50,7 +50,7 @@ class StepThreads:
                 break
             limits.append((size, fewest))
         torch.set_num_threads(self.most)
-        self.limits = limits  # not before, since the measured steps ask for them
+        self.limits = limits  # set at the end, because the measured steps read it
 
     def use_for(self, features: StepFeatures) -> None:
         """Set torch's number of threads for the next step of the calling thread."""
@@ -70,7 +70,7 @@ class StepThreads:
         compute: Callable[[int], object],
         clock: Callable[[], float],
     ) -> int:
-        """The fewest threads with which a step of `size` decodes is about as fast as it gets."""
+        """The smallest number of threads with which a step of `size` decodes is about fastest."""
         took_s = {threads: float("inf") for threads in _choices(fewest, self.most)}
         for _ in range(NUM_ROUNDS):  # they take turns, as the machine may have other work
             for threads in reversed(took_s):

@@ -20,16 +20,16 @@ from disagg.kvtransfer.slab import allocate_host
 
 
 class PinnedMemory:
-    """Host memory that a GPU copies to and from by itself.
+    """Pinned host memory.
 
-    It is ours, and registered: torch's own pinned memory is rounded up to a power of two, and 40
-    GiB would take 64.
+    We allocate it and register it with CUDA: torch's own pinned memory is rounded up to a power of
+    two, and 40 GiB would take 64.
 
     Attributes:
         bytes: uint8.
 
     Raises:
-        StartupError: there is not so much memory, or so much that may be pinned.
+        StartupError: there is not enough memory, or the limit of pinned memory is too low.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -42,13 +42,13 @@ class PinnedMemory:
         if error:
             raise _not_pinned(nbytes, f"CUDA error {error}")
 
-        # Also if nobody closes it: memory that is given back must not stay registered.
+        # Also if `close` is not called: freed memory must not stay registered.
         unregister = self._cudart.cudaHostUnregister
         self._end = weakref.finalize(self, unregister, self.bytes.data_ptr())
         self._end.atexit = False  # CUDA is gone by then, and the memory with the process
 
     def close(self) -> None:
-        """Nothing may be copying any more."""
+        """Free the memory. No copy may be running."""
         self._end()
 
 
@@ -68,7 +68,7 @@ class StreamCopier:
         num_slots: rows of host memory.
 
     Raises:
-        StartupError: there is not so much memory to pin.
+        StartupError: the memory cannot be pinned.
     """
 
     def __init__(self, cache: Tensor, num_slots: int) -> None:
@@ -88,7 +88,7 @@ class StreamCopier:
         return len(self._saves.take_ended())
 
     def wait_saved(self) -> None:
-        """Until all that was to be saved is."""
+        """Wait until all saves have ended."""
         self._saves.wait()
 
     def take_loaded(self) -> list[float]:
@@ -99,12 +99,12 @@ class StreamCopier:
         return ctypes.string_at(row.data_ptr(), row.numel() * row.itemsize)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._cache.device)  # nothing may write to memory that is given back
+        torch.cuda.synchronize(self._cache.device)  # nothing may write to freed memory
         self._memory.close()
 
 
 class BlockReader:
-    """Reads blocks of a GPU's cache, those that are asked for together at the speed of the bus.
+    """Reads blocks of a GPU's cache; blocks of one call at the speed of the bus.
 
     Args:
         cache: one row a block, on the GPU.
@@ -116,7 +116,7 @@ class BlockReader:
         self._copier = StreamCopier(cache, num_slots)
 
     def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Their bytes, as of the work given to the device before. Waits for that."""
+        """The bytes of blocks, after all work that was launched before. Waits for it."""
         read: list[bytes] = []
         for first in range(0, len(block_ids), self._num_slots):
             some = block_ids[first : first + self._num_slots]
@@ -147,12 +147,12 @@ class _Way:
         self._under_way.append((began, ended))
 
     def wait(self) -> None:
-        """Until every copy has ended, which is then as if it had been asked for."""
+        """Wait until every copy has ended; they then count as reported."""
         self._stream.synchronize()
         self._under_way.clear()
 
     def take_ended(self) -> list[float]:
-        """Seconds that each copy took which has ended since the last question, in order."""
+        """The seconds of each copy that has ended since the last call, in order."""
         seconds = []
         while self._under_way:
             began, ended = self._under_way[0]

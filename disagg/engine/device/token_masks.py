@@ -43,7 +43,7 @@ class TokenMasks:
         self._masks = packed[len(rows) :].view(masks.shape)
 
     def apply_(self, logits: Tensor) -> None:
-        """Set what may not come to -inf, in place. logits: float32 [num_rows, vocab_size]."""
+        """Set the logits of forbidden tokens to -inf, in place; float32 [num_rows, vocab_size]."""
         # Eight tokens a byte, looked up: filling under a mask took twice as long on a CPU.
         table = _biases_of_bytes(logits.device)
         biases = table.index_select(0, self._masks.view(torch.uint8).flatten().int())
@@ -59,11 +59,11 @@ def token_masks(
     grammars: Grammars | None,
     device: torch.device,
 ) -> tuple[TokenMasks | None, dict[int, DisaggError]]:
-    """What grammars and budgets allow, and the rows in which grammars fail.
+    """The tokens that grammars and reasoning budgets allow, and the rows in which grammars fail.
 
     Args:
         sequences: row i belongs to sequences[i], whose tokens all have been computed.
-        rows: of those that have a grammar, or whose reasoning is looked at.
+        rows: of the sequences that have a grammar, or whose reasoning is checked.
     """
     filled: dict[int, Tensor] = {}
     failed: dict[int, DisaggError] = {}
@@ -84,7 +84,7 @@ def token_masks(
 
 
 def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
-    """int32 [num_words], as `TokenMasks` has them; None: anything may come."""
+    """int32 [num_words], as in `TokenMasks`; None: any token may come."""
     if not isinstance(sequence, Sequence) or sequence.thinking is None:
         return None if sequence.sampling.grammar is None else _grammar_mask(sequence, grammars)
     thinking = sequence.thinking
@@ -99,7 +99,7 @@ def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
 
 
 def _all_but(sequence: Sequence, token_ids: tuple[int, ...]) -> Tensor:
-    """As wide as the mask of its grammar."""
+    """All tokens but these; as wide as the mask of the sequence's grammar."""
     state = sequence.grammar_state
     num_words = 0 if state is None else state.num_mask_nbytes // 4
     return ~_with_tokens(torch.zeros(num_words, dtype=torch.int32), *token_ids)

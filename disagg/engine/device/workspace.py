@@ -7,23 +7,22 @@ from collections.abc import Iterable
 from disagg.engine.sched.speculation import MAX_AHEAD
 from disagg.models.model_config import ModelConfig
 
-# Each logit as float32, how often its token was said, what a grammar adds to it, its
-# log-probability, and copies of these.
+# Per logit: float32, the count of its token, the grammar's mask, its log-probability, and copies.
 SAMPLING_NBYTES = 32
 # A captured kernel launch: its arguments, and what the driver makes of it. Not yet measured.
 LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 LAUNCHES_OF_EXPERTS = 12  # more
 CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
-PARTIAL_ROWS = 64  # of a tile of queries, at most: what a cut of one sequence's keys leaves behind
-LEAST_BLOCK_SIZE = 16  # that a GPU is given
+PARTIAL_ROWS = 64  # query rows of a partial result, at most, when a sequence's keys are split
+LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
 SPARE_PARTIALS = 1024  # pieces that fill a device, over all KV heads: more than any has
 
 
 def step_nbytes(
     model: ModelConfig, itemsize: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Of the largest step: activations, logits and what sampling makes of them.
+    """Bytes of the largest step: activations, logits and the memory of sampling.
 
     Args:
         itemsize: of an activation.
@@ -34,11 +33,11 @@ def step_nbytes(
 
 
 def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Of what is kept of running sequences beside the counts of each token, which are a part of
-    `SAMPLING_NBYTES`: which tokens penalties look at, and block tables, those of a step as well.
+    """Bytes kept of running sequences: the token lists of penalties, and block tables, including
+    those of a step. The counts of tokens are a part of `SAMPLING_NBYTES`.
 
-    A table of tokens is as wide as the longest sequence, at most; twice as wide if it grew to that;
-    and then there is also the one that it was copied from.
+    A token table is at most as wide as the longest sequence, or twice as wide after it has grown.
+    While it grows, the old table exists too.
     """
     seen = 3 * 4 * (min(max_model_len, model.vocab_size) + 1)
     blocks = 2 * 4 * -(-model.max_model_len // LEAST_BLOCK_SIZE)
@@ -48,7 +47,7 @@ def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) ->
 def captured_nbytes(
     model: ModelConfig, itemsize: int, capture_sizes: Iterable[int], max_num_blocks: int
 ) -> int:
-    """Of captured steps: what they read and write, their pool of memory, and themselves.
+    """Bytes of captured steps: their inputs and outputs, their memory pool, and the graphs.
 
     Args:
         capture_sizes: tokens of each graph.
@@ -70,7 +69,7 @@ def captured_nbytes(
 
 
 def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
-    """Activations that a token has at once."""
+    """Bytes of a token's activations at one time."""
     num_heads = model.num_heads + 2 * model.num_kv_heads
     mlp = 3 * model.intermediate_size
     if model.experts is not None:  # what each of its experts makes of it, and the shared one
