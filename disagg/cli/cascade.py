@@ -104,16 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     calibrate = verbs.add_parser("calibrate", help="find a threshold from labelled prompts")
     add = calibrate.add_argument
-    add("models", nargs=2, metavar="MODEL", help="the small and the large one")
+    add("models", nargs=2, metavar="MODEL", help="the small and the large model")
     add("--prompts", type=Path, required=True, help="JSONL: prompt (or messages) and label")
-    add("--url", help="a server that serves both; default: both are loaded here")
+    add("--url", help="a server that serves both (default: both are loaded here)")
     add("--api-key", default=os.environ.get("DISAGG_API_KEY"))
-    add("--quality", type=float, default=0.95, help="of the large model's accuracy, to keep")
-    add("--signal", choices=get_args(Signal), help="default: the one that comes out cheapest")
+    add("--quality", type=float, default=0.95, help="share of the large model's accuracy to keep")
+    add("--signal", choices=get_args(Signal), help="default: the one with the lowest cost")
     add("--num-judged-tokens", type=int, default=DEFAULTS.num_judged_tokens)
-    add("--max-tokens", type=int, default=256, help="of an answer")
-    add("--parallel", type=int, default=16, help="prompts asked at once")
-    add("--write", type=Path, help="a file for disagg serve --cascade, or to put into its YAML")
+    add("--max-tokens", type=int, default=256, help="largest length of an answer")
+    add("--parallel", type=int, default=16, help="number of prompts sent at once")
+    add("--write", type=Path, help="write the result to a file for disagg serve --cascade")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ _HELP = "/clear forgets the conversation, /system TEXT sets the instructions, /e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
-    parser.add_argument("--model", help="default: the first one the server lists")
+    parser.add_argument("--model", help="default: the first model that the server lists")
     parser.add_argument("--message", help="ask this and exit; - reads it from standard input")
     parser.add_argument("--system", help="instructions put before the conversation")
     parser.add_argument("--max-tokens", type=int)

@@ -59,39 +59,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda name: "bf16" if name == "bfloat16" else name,  # which `disagg serve` says
         choices=list(KV_BITS),
         default="bf16",
-        help="of KV",
+        help="format of the KV cache",
     )
     parser.add_argument("--requests-per-s", type=float, metavar="RATE")
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="lengths and rate of recorded requests, as Mooncake or Azure write them;"
+        help="take lengths and rate from a trace in Mooncake's or Azure's format;"
         " --requests-per-s replaces the rate",
     )
     parser.add_argument("--input-tokens", type=int, default=1024, metavar="TOKENS")
     parser.add_argument("--output-tokens", type=int, default=256, metavar="TOKENS")
     parser.add_argument(
-        "--tensor-parallel-size", type=int, metavar="GPUS", help="of a worker; default: any"
+        "--tensor-parallel-size", type=int, metavar="GPUS", help="GPUs per worker (default: any)"
     )
     parser.add_argument(
-        "--ttft", type=float, default=DEFAULT_TTFT_S, help="seconds, for 95 %% of the requests"
+        "--ttft", type=float, default=DEFAULT_TTFT_S, help="TTFT SLO in seconds, for 95 %%"
     )
     parser.add_argument(
-        "--tpot", type=float, default=DEFAULT_TPOT_S, help="seconds a token, for 95 %%"
+        "--tpot", type=float, default=DEFAULT_TPOT_S, help="TPOT SLO in seconds, for 95 %%"
     )
     parser.add_argument(
-        "--link", default="400g", help=f"of each GPU, for KV; default 400g: {', '.join(LINKS)}"
+        "--link", default="400g", help=f"network per GPU (default: 400g): {', '.join(LINKS)}"
     )
     parser.add_argument(
         "--price",
         action="append",
         metavar="[GPU=]USD",
-        help=f"for one GPU and hour; default: a list of {PRICES_AS_OF}",
+        help=f"price of one GPU per hour (default: a list of {PRICES_AS_OF})",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write batches, and cost over the load, as SVG"
+        "--plot", type=Path, metavar="FILE", help="write plots of batch and cost to an SVG file"
     )
 
 

@@ -79,30 +79,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="where HTTP listens")
-    group.add_argument("--port", type=int, default=8000)
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
+    )
     group.add_argument("--ssl-certfile", help="certificate chain (PEM), for HTTPS")
     group.add_argument("--ssl-keyfile", help="its private key (PEM)")
     group.add_argument(
         "--api-key",
         default=os.environ.get("DISAGG_API_KEY"),
-        help="that clients must send, or sha256: and its hash (default: DISAGG_API_KEY)",
+        help="the key that clients must send, or sha256: and its hash (default: DISAGG_API_KEY)",
     )
     group.add_argument(
         "--api-keys-file",
         metavar="FILE",
-        help="TENANT:KEY a line; read again when it changes, so that keys can be exchanged",
+        help="file with one TENANT:KEY per line; it is read again when it changes",
     )
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="serve without an API key on an address that others reach",
+        help="allow weak secrets, and serving without an API key on a public address",
     )
     group.add_argument(
         "--tenants",
         metavar="FILE",
-        help="YAML of several tenants: `api_keys`, a key for each name, and `tenants`, what each"
-        " may use (docs/admission.md)",
+        help="YAML of several tenants: `api_keys` has the key of each name, `tenants` its limits"
+        " (docs/admission.md)",
     )
     group.add_argument(
         "--ttft-slo-s",
@@ -114,23 +118,28 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         "--revision",
         nargs="*",
         default=[],
-        help="branch, tag or commit of a model of Hugging Face; one per model, in their order."
-        " Its token is HF_TOKEN, its cache HF_HOME, another hub HF_ENDPOINT",
+        help="branch, tag or commit of a Hugging Face model; one per model, in their order."
+        " HF_TOKEN is the access token, HF_HOME the cache, HF_ENDPOINT another hub",
     )
     group.add_argument(
-        "--served-model-name", nargs="*", default=[], help="one per model, in their order"
+        "--served-model-name",
+        nargs="*",
+        default=[],
+        help="names for clients; one per model, in their order",
     )
     group.add_argument(
         "--cascade",
         nargs="?",
         const="",
         metavar="FILE",
-        help='answer model "auto" with the smallest model that is sure; with a file of `disagg'
-        " cascade calibrate`, else as measured for the bundled models",
+        help='answer requests for the model "auto" with the smallest model that is sure. FILE has'
+        " the thresholds of `disagg cascade calibrate` (default: those of the bundled models)",
     )
-    group.add_argument("--chat-template", help="path of a Jinja template")
+    group.add_argument(
+        "--chat-template", help="path of a Jinja template (default: the model's own)"
+    )
     for flag, names, what in (
-        ("--tool-call-parser", TOOL_CALL_PARSERS, "calls of functions"),
+        ("--tool-call-parser", TOOL_CALL_PARSERS, "tool calls"),
         ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
     ):
         group.add_argument(
@@ -138,52 +147,56 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
             choices=names,
             default="",
             metavar="NAME",
-            help=f"how models write {what} (default: as the chat template shows): "
+            help=f"format of {what} (default: recognised from the chat template): "
             + ", ".join(names),
         )
     group.add_argument(
         "--tpot-slo-s",
         type=float,
-        help="seconds from token to token that each answer should have at most: any worker may then"
-        " prefill and decode, as far as the SLO allows (default: none; pools are scaled by 0.2)",
+        help="largest mean time between the tokens of an answer, in seconds; any worker may then"
+        " prefill and decode, as far as the SLO allows (default: none; pools are sized for 0.2)",
     )
     for role in ("prefill", "decode"):
         group.add_argument(
             f"--{role}",
             type=pool_size,
             metavar="WORKERS",
-            help=f"{role} workers per model: 2, or 1..4 to follow the load between these (default:"
-            + (" 1, or none where GPUs are too few for two pools)" if role == "prefill" else " 1)"),
+            help=f"{role} workers per model: 2, or 1..4 to scale with the load (default:"
+            + (" 1, or none if there are too few GPUs)" if role == "prefill" else " 1)"),
         )
-    group.add_argument("--max-workers", type=int, help="of all pools together, if they are scaled")
+    group.add_argument(
+        "--max-workers", type=int, help="limit of all autoscaled and fixed pools together"
+    )
     group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
     group.add_argument(
         "--drain-s",
         type=float,
         default=60.0,
-        help="how long running requests may go on after a signal to stop (default: 60)",
+        help="seconds that running requests may take after a signal to stop (default: 60)",
     )
     group.add_argument(
         "--log-dir",
-        help="where logs are kept; default: a directory of the run in ~/.local/state/disagg, of"
-        " which the last ten are kept",
+        help="directory for logs (default: a new directory in ~/.local/state/disagg, where those"
+        " of the last ten runs are kept)",
     )
     group.add_argument(
         "--log-format",
         choices=("auto", "text", "json"),
         default="auto",
-        help="of the command's own lines; auto: text on a terminal, JSON elsewhere",
+        help="format of the command's own lines; auto: text on a terminal, JSON elsewhere",
     )
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", default="auto")
+    group.add_argument(
+        "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)"
+    )
     group.add_argument(
         "--kv-cache-dtype",
         default="auto",
-        help="how KV is stored: auto (as the model computes), float32, bfloat16, float16, fp8"
-        " (e4m3), int8 or int4; the last three keep a scale for each token and head, and int4 costs"
-        " quality (docs/notebook/kv-formats.md)",
+        help="format of the KV cache: auto (the model's dtype), float32, bfloat16, float16, fp8"
+        " (e4m3), int8 or int4; the last three have a scale for each token and head, and int4"
+        " changes answers (docs/notebook/kv-formats.md)",
     )
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"
@@ -195,8 +208,12 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="let workers share GPUs: 0.5 puts two on each, with half of its memory for each"
         " (default: 1)",
     )
-    group.add_argument("--block-size", type=int)
-    group.add_argument("--max-model-len", type=int)
+    group.add_argument(
+        "--block-size", type=int, help="tokens of a KV block (default: 16 on a CPU, 64 on a GPU)"
+    )
+    group.add_argument(
+        "--max-model-len", type=int, help="tokens of prompt and answer (default: the model's limit)"
+    )
     group.add_argument(
         "--max-num-seqs",
         type=int,
@@ -205,25 +222,30 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        help="tokens in a step (default: 1024 on a CPU; 8192 on a GPU, 2048 at least where memory"
-        " is short)",
+        help="tokens in a step (default: 1024 on a CPU; 8192 on a GPU, fewer but at least 2048 if"
+        " memory is short)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
-        help="of a GPU's memory, for all workers on it together (default: 0.9)",
+        help="share of a GPU's memory for all workers on it together (default: 0.9)",
     )
-    group.add_argument("--kv-cache-memory-bytes", type=int)
+    group.add_argument("--kv-cache-memory-bytes", type=int, help="size of each worker's KV cache")
     group.add_argument(
         "--kv-offloading-size",
         type=float,
         default=0.0,
-        help="GiB of host memory per worker for KV blocks that its cache has no room for",
+        help="GiB of host memory per worker for evicted KV blocks (default: 0)",
     )
-    group.add_argument("--num-gpu-blocks-override", type=int)
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
+        "--num-gpu-blocks-override", type=int, help="number of KV blocks of each worker"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of prefixes that requests share",
     )
     group.add_argument(
         "--enforce-eager",
@@ -234,47 +256,51 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--speculative-config",
         type=json_object,
         metavar="JSON",
-        help="drafts that are verified beside the last token, for answers that repeat their prompt:"
+        help="speculative decoding by prompt lookup, for answers that repeat their prompt:"
         """ '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'""",
     )
     group.add_argument(
         "--num-threads",
         type=int,
-        help="torch threads of a worker on a CPU, of which small steps use fewer (default: the"
-        " cores, shared out)",
+        help="torch threads of a worker on a CPU; small steps use fewer (default: the cores,"
+        " divided among the workers)",
     )
 
 
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
-        help="YAML or JSON of a whole deployment; flags that describe one are refused beside it",
+        help="YAML or JSON of a whole deployment; flags that it would override are refused",
     )
-    group.add_argument("--ray-address", help="a running cluster; default: start Ray here")
-    group.add_argument("--redis-url", help="default: an embedded server")
-    group.add_argument("--no-redis", action="store_true", help="no store: without the cold KV tier")
+    group.add_argument(
+        "--ray-address", help="address of a running Ray cluster (default: start Ray here)"
+    )
+    group.add_argument("--redis-url", help="URL of a Redis (default: an embedded server)")
+    group.add_argument("--no-redis", action="store_true", help="store no evicted KV in Redis")
     group.add_argument(
         "--cold-tier-bytes",
         type=int,
-        help="of the embedded server (default: a sixteenth of the memory that is free, at most 1"
-        " GiB; the start says how many)",
+        help="memory of the embedded Redis (default: a sixteenth of the free memory, at most 1"
+        " GiB)",
     )
-    group.add_argument("--transport", default="nixl", help="how KV moves: nixl or local")
+    group.add_argument(
+        "--transport", default="nixl", help="transport of KV: nixl or local (default: nixl)"
+    )
     group.add_argument(
         "--doctor-report",
         metavar="FILE",
-        help="what `disagg doctor --json` measured: KV transfers are believed to take that long"
-        " until there were some",
+        help="output of `disagg doctor --json`; the router assumes its KV transfer times until a"
+        " worker has measured its own",
     )
     group.add_argument(
         "--transfer-interface",
         metavar="DEVICE",
-        help="network devices over which KV moves, with commas between; any host on"
-        " them can write into workers (default: that of the node's address; on one machine: lo)",
+        help="network devices for KV, separated by commas; any host on their networks can write"
+        " into workers (default: the device of the node's address; on one machine lo)",
     )
     group.add_argument(
         "--haproxy",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="HAProxy in front of the ingress instead of Serve's Python proxy",
+        help="HAProxy in front of the ingresses instead of Serve's Python proxy",
     )

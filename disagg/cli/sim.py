@@ -36,33 +36,35 @@ SIMULATED = "Engines and network are simulated."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = SimConfig()
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's or Azure's format")
-    parser.add_argument("--requests-per-s", type=float, default=4.0, help="of load that is made up")
-    parser.add_argument("--num-requests", type=int, help="how many of the trace; default: all")
+    parser.add_argument("--requests-per-s", type=float, default=4.0, help="rate of synthetic load")
+    parser.add_argument("--num-requests", type=int, help="requests of the trace (default: all)")
     parser.add_argument(
         "--policy", action="append", choices=POLICIES, help=f"default: {OURS}; may be repeated"
     )
-    parser.add_argument("--compare", action="store_true", help="all policies")
+    parser.add_argument("--compare", action="store_true", help="run all policies")
     parser.add_argument(
-        "--speed", type=float, action="append", help="times the trace's own rate; may be repeated"
+        "--speed", type=float, action="append", help="factor of the trace's rate; may be repeated"
     )
     parser.add_argument(
         "--prefill",
         type=pool_size,
         default=PoolSize(default.num_prefill, default.num_prefill),
         metavar="WORKERS",
-        help="as 4, or 1..4 to follow the load between these",
+        help="prefill workers: 4, or 1..4 to scale with the load",
     )
     parser.add_argument(
         "--decode",
         type=pool_size,
         default=PoolSize(default.num_decode, default.num_decode),
         metavar="WORKERS",
-        help="the same; 0: prefill workers decode what they prefilled",
+        help="decode workers: 4, or 1..4; 0: prefill workers decode what they prefilled",
     )
     _add_scaling_arguments(parser)
     _add_cascade_arguments(parser)
     sim_grid.add_arguments(parser)
-    parser.add_argument("--num-blocks", type=int, default=default.num_blocks, help="of each worker")
+    parser.add_argument(
+        "--num-blocks", type=int, default=default.num_blocks, help="KV blocks per worker"
+    )
     parser.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
     parser.add_argument(
@@ -73,12 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_step_times,
         default=default.times,
         metavar="S,S,S,S,S",
-        help="seconds a step, prompt token, token it attends to, decoding sequence, token of"
-        " context; default: a model of 8 billion parameters on one H100, by its roofline",
+        help="seconds per step, prompt token, token it attends to, decoding sequence, token of"
+        " context (default: a model of 8 billion parameters on one H100, by its roofline)",
     )
-    parser.add_argument("--kv-bytes", type=int, default=default.kv_nbytes, help="of one token")
     parser.add_argument(
-        "--link-bytes-per-s", type=float, default=default.bytes_per_s, help="of each worker, for KV"
+        "--kv-bytes", type=int, default=default.kv_nbytes, help="KV bytes per token"
+    )
+    parser.add_argument(
+        "--link-bytes-per-s",
+        type=float,
+        default=default.bytes_per_s,
+        help="KV bandwidth per worker",
     )
     parser.add_argument(
         "--fault",
@@ -86,26 +93,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WORKER@SECOND+SECONDS",
-        help="it dies then, and is replaced after that: decode-0@120+30; may be repeated",
+        help="the worker dies at SECOND and is replaced SECONDS later, as decode-0@120+30; may be"
+        " repeated",
     )
     parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--plot", type=Path, help="write p95 TTFT by load here, as SVG")
+    parser.add_argument(
+        "--plot", type=Path, help="write a plot of p95 TTFT by load to this SVG file"
+    )
 
 
 def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pools that follow the load")
     group.add_argument("--ttft-slo-s", type=float, default=math.inf)
     group.add_argument("--tpot-slo-s", type=float, default=math.inf)
-    group.add_argument("--max-workers", type=int, help="of both pools together")
+    group.add_argument("--max-workers", type=int, help="limit of both pools together")
     group.add_argument(
-        "--start-s", type=float, default=30.0, help="until a new worker serves (default: 30)"
+        "--start-s", type=float, default=30.0, help="start-up time of a worker (default: 30)"
     )
     group.add_argument(
-        "--look-back-s", type=float, default=240.0, help="sized for the load of so long"
+        "--look-back-s",
+        type=float,
+        default=240.0,
+        help="pools are sized for the load of this time (default: 240)",
     )
-    group.add_argument("--down-after-s", type=float, default=60.0, help="for so long not needed")
     group.add_argument(
-        "--slo-fraction", type=float, default=1.0, help="of the SLOs that is to be used"
+        "--down-after-s",
+        type=float,
+        default=60.0,
+        help="remove a worker that was not needed for this time (default: 60)",
+    )
+    group.add_argument(
+        "--slo-fraction",
+        type=float,
+        default=1.0,
+        help="pools are sized for this fraction of the SLOs (default: 1)",
     )
 
 
@@ -118,9 +139,9 @@ def _add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PREFILL+DECODE@SIZE",
-        help="a smaller model that is asked first, its pools, and its size as a fraction of the one"
-        " that all other flags describe: small=1+1@0.125, or small=1..2+1@0.125; may be repeated,"
-        " the smallest first",
+        help="a smaller model that answers first, its pools, and its size as a fraction of the"
+        " model that all other flags describe: small=1+1@0.125, or small=1..2+1@0.125; may be"
+        " repeated, the smallest first",
     )
     group.add_argument(
         "--unsure",
@@ -128,13 +149,13 @@ def _add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=SHARE",
-        help="of how many of its answers that model is not sure enough: small=0.2. Simulated.",
+        help="share of its answers of which that model is unsure (simulated): small=0.2",
     )
     group.add_argument(
         "--num-judged-tokens",
         type=int,
         default=default.num_judged_tokens,
-        help="that are held back until the answer is judged",
+        help="tokens that are held back until the answer is judged",
     )
     group.add_argument(
         "--max-shift",

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grid",
         action="store_true",
-        help="play a window of the trace on 6 workers, split in every way, at several loads and"
-        " TPOT SLOs, and print how many percent of the requests meet both SLOs",
+        help="run a window of the trace on 6 workers, in every split, at several loads and TPOT"
+        " SLOs, and print the percentage of requests that meet both SLOs",
     )
     group.add_argument(
         "--grid-tpot-slo-ms",
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=grid.LOADS,
         metavar="SHARE",
-        help="of saturation, the most that the workers could compute",
+        help="load as a share of saturation, the rate at which all workers are always busy",
     )
     group.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="that play at the same time"
+        "--processes", type=int, default=os.cpu_count() or 1, help="simulations at the same time"
     )
 
 
