@@ -24,17 +24,18 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from bench.gpu_device import synchronize
+from bench.gpu_graphs import COMPARED_OUTPUT, compare_graphs
 from bench.gpu_models import (
+    decode_nbytes,
     join_sequences,
     new_sequence,
-    num_parameters,
     placement_of,
+    prompt_flops,
     write_shape,
 )
 from bench.gpu_rows import Absent, Row, parser_of, run_part
@@ -43,16 +44,10 @@ from disagg.config import EngineConfig
 from disagg.engine.device.runner import ModelRunner, build_engine
 from disagg.engine.engine import Engine
 from disagg.messages import SamplingParams, StartStep
-from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.model_config import ModelConfig
 from disagg.models.weights import Progress
 from disagg.planner.roofline import DATASHEET, Placement
-
-if TYPE_CHECKING:  # a CPU captures nothing
-    from disagg.engine.device.decode_graphs import DecodeGraphs
-    from disagg.engine.device.mixed_graphs import MixedGraphs
 
 # Sequences and tokens of each, the most telling ones first.
 BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]
@@ -72,30 +67,6 @@ CPU_SAMPLED = [(32, 1024), (64, 1024)]
 CPU_DECODES, CPU_SKIPPED, CPU_ROUNDS = 6, 2, 1
 NUM_TIMELINE_STEPS = 16
 BUILD_S = 120.0  # weights, compilation, graphs
-# Prompts that come together: each step's rows must not be those of the one before.
-COMPARED_PROMPTS = [(60, 60, 60), (20,), (1, 250), (7,) * 30, (130, 3), (33,) * 7]
-COMPARED_OUTPUT = 4
-MOST_DIFFERENT = 3e-2  # of bf16 logits: products of more rows are added up in another order
-
-
-class Compared:
-    """Captured graphs of a runner, each of whose steps is then computed without them.
-
-    Attributes:
-        differences: of each step's logits, as a part of the largest.
-    """
-
-    def __init__(self, graphs: DecodeGraphs | MixedGraphs, runner: ModelRunner) -> None:
-        self._graphs, self._runner = graphs, runner
-        self.differences: list[float] = []
-
-    def forward(self, batch: Batch) -> Tensor | None:
-        logits = self._graphs.forward(batch)
-        if logits is not None:
-            plain = self._runner.decoder.forward(batch, self._runner.kv_cache.pages)
-            difference = (logits - plain).abs().max() / plain.abs().max()
-            self.differences.append(float(difference.nan_to_num(nan=float("inf"))))
-        return logits
 
 
 class Served:
@@ -226,28 +197,7 @@ class Served:
         join_sequences(engine, num_seqs, context, wanted)
 
     def compare_graphs(self) -> dict[str, Any]:
-        """Steps of prompts and decodes that graphs replay, each computed once more without them."""
-        runner = cast(ModelRunner, self.engine.runner)
-        if runner.graphs is None:
-            raise Absent("a CPU captures no graphs")
-        compared = tuple(Compared(graphs, runner) for graphs in runner.graphs)
-        graphs, runner.graphs = runner.graphs, compared  # type: ignore[assignment]
-        try:
-            for lens in COMPARED_PROMPTS:
-                for num_tokens in lens:
-                    self.engine.submit(self._prompt(num_tokens, COMPARED_OUTPUT))
-                while self.engine.has_work:
-                    self.engine.step()
-        finally:
-            runner.graphs = graphs
-        found: dict[str, Any] = {}
-        for each, name in zip(compared, ("decodes", "mixed"), strict=True):
-            if not each.differences:
-                raise RuntimeError(f"no step was one of {name}")
-            found |= {f"{name} steps": len(each.differences), name: max(each.differences)}
-        if not max(found["decodes"], found["mixed"]) <= MOST_DIFFERENT:
-            raise ArithmeticError(f"logits differ, as a part of the largest: {found}")
-        return found
+        return compare_graphs(self.engine, lambda size: self._prompt(size, COMPARED_OUTPUT))
 
     def tpot_by_hand(self, num_seqs: int, context: int) -> dict[str, Any]:
         """Without captured graphs, so with every kernel launched by the host."""
@@ -350,19 +300,6 @@ def _random_weights(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what drawing took is for KV
     return decoder
-
-
-def decode_nbytes(config: ModelConfig, num_seqs: int, context: int) -> int:
-    """Weights and KV in two bytes a value, read once."""
-    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    return 2 * num_parameters(config) + num_seqs * context * token_nbytes
-
-
-def prompt_flops(config: ModelConfig, num_tokens: int) -> float:
-    pairs = num_tokens * (num_tokens + 1) // 2
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
-    lm_head = config.hidden_size * config.vocab_size  # for the last token only
-    return 2 * num_tokens * (num_parameters(config) - lm_head) + 2 * lm_head + attention
 
 
 def rows_of(served: Served) -> list[Row]:

@@ -41,6 +41,19 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_layers * layer + config.hidden_size * config.vocab_size
 
 
+def decode_nbytes(config: ModelConfig, num_seqs: int, context: int) -> int:
+    """Weights and KV in two bytes a value, read once."""
+    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    return 2 * num_parameters(config) + num_seqs * context * token_nbytes
+
+
+def prompt_flops(config: ModelConfig, num_tokens: int) -> float:
+    pairs = num_tokens * (num_tokens + 1) // 2
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    lm_head = config.hidden_size * config.vocab_size  # for the last token only
+    return 2 * num_tokens * (num_parameters(config) - lm_head) + 2 * lm_head + attention
+
+
 def placement_of(model: ModelDescription, device: torch.device) -> Placement | None:
     """For what `disagg plan` predicts of this device; None where it does not know it."""
     shape = shape_of(model)

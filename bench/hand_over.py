@@ -16,9 +16,9 @@ import sys
 import msgspec
 import torch
 
-from bench.gpu_transfer import READER, SOURCE, HandOvers, Side, serve
 from bench.report import finish, print_table
 from bench.shapes import SHAPES
+from bench.two_engines import READER, SOURCE, HandOvers, Side, serve
 from disagg.kvtransfer.ticket import Peer
 
 CPU = torch.device("cpu")

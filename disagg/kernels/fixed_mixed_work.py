@@ -1,18 +1,23 @@
 """The attention work of short prompts, drafts and decodes in buffers of fixed shape, for graphs.
 
-As `fixed_work` for decodes: the buffers have the size of the worst case, a piece without queries
-ends at once, and tokens without a sequence have pieces without keys, which write zeros. Sequences
-with few queries are split along their keys, the others along their queries, in two launches.
+As `fixed_work` for decodes: the buffers have the size of the worst case, the device that reads them
+cuts the step, a piece without queries ends at once, and tokens without a sequence have pieces
+without keys, which write zeros. Sequences with few queries are split along their keys, as
+`attention_work.split_keys` does it, the others along their queries, in two launches.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-from disagg.kernels.attention_work import AttentionPiece, split_keys, split_queries
-from disagg.kernels.launcher import next_power_of_2
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS
+from disagg.kernels.fixed_work import LEAST_ROWS, cut_keys, store_piece
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_work import (
     KEY_TILE,
     LONG_ROWS,
@@ -22,8 +27,75 @@ from disagg.kernels.paged_work import (
 )
 
 MAX_SHORT_QUERIES = 8  # a draft of seven, and the token before it
-_NO_PIECE = (0, 0, 0, 0, 0, -1)
-_NO_REDUCTION = (0, 0, 0, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "num_short", "num_reductions", "num_long"],
+    do_not_specialize_on_alignment=["query_start_ptr", "context_lens_ptr"],
+)
+def _cut_mixed_kernel(
+    query_start_ptr,
+    context_lens_ptr,
+    short_ptr,
+    reductions_ptr,
+    long_ptr,
+    num_seqs,
+    num_tokens,
+    num_short,
+    num_reductions,
+    num_long,
+    NUM_PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    SHORT_QUERIES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LONG_PIECES: tl.constexpr,
+):
+    """Write the pieces of one sequence; row `num_seqs` is the tokens of nobody."""
+    own = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    is_one = rows < num_seqs
+    first_tokens = tl.load(query_start_ptr + rows, mask=rows <= num_seqs, other=0)
+    last_tokens = tl.load(query_start_ptr + rows + 1, mask=is_one, other=0)
+    query_lens = tl.where(rows == num_seqs, num_tokens, last_tokens) - first_tokens
+    contexts = tl.load(context_lens_ptr + rows, mask=is_one, other=0)
+
+    is_short = is_one & (query_lens <= SHORT_QUERIES)
+    ends = tl.where(is_short, contexts, 0)
+    starts = ends * 0
+    if WINDOW > 0:
+        starts = tl.maximum(ends - query_lens - WINDOW + 1, 0) // TILE * TILE
+    cut_keys(
+        rows, is_short, query_lens, starts, ends,
+        short_ptr, reductions_ptr, num_short, num_reductions,
+        NUM_PROGRAMS, TILE, LEAST_KEYS, PIECES,
+    )  # fmt: skip
+
+    has_long = (is_one & (query_lens > SHORT_QUERIES)) | (rows == num_seqs)
+    counts = tl.where(has_long, tl.cdiv(query_lens, QUERIES), 0)
+    is_own = (rows == own).to(tl.int32)
+    query_len, context = tl.sum(query_lens * is_own), tl.sum(contexts * is_own)
+    count = tl.sum(counts * is_own)
+    index = tl.arange(0, LONG_PIECES)
+    # Long pieces start early: of a sequence the last queries, which see the most keys.
+    first = (count - 1 - index) * QUERIES
+    num_queries = tl.minimum(query_len - first, QUERIES)
+    before = context - query_len + first
+    start = index * 0
+    if WINDOW > 0:
+        start = tl.maximum(before - WINDOW + 1, 0) // TILE * TILE
+    start = tl.where(own < num_seqs, start, 0)
+    end = tl.where(own < num_seqs, before + num_queries, 0)
+    place = tl.sum(counts * (rows < own).to(tl.int32)) + index
+    store_piece(long_ptr, place, own, first, num_queries, start, end, -1, index < count)
+    place = tl.sum(counts) + own + index * tl.num_programs(0)
+    store_piece(long_ptr, place, 0, 0, 0, 0, 0, -1, place < num_long)
+
+
+_cut_mixed = KernelLauncher(_cut_mixed_kernel)
 
 
 class FixedMixedWork:
@@ -48,70 +120,60 @@ class FixedMixedWork:
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         long_rows = max(LONG_ROWS, next_power_of_2(group))
         self._queries_per_piece = long_rows // group
-        self._num_short = num_seqs + num_programs
-        self._num_reductions = min(num_seqs, num_programs)  # as in `fixed_work`
+        num_reductions = min(num_seqs, num_programs)  # as in `fixed_work`
         # Each sequence ends with a piece that may be shorter, and so do the tokens of nobody.
         num_long_seqs = min(num_seqs, num_tokens // (self._short_queries + 1))
-        self._num_long = num_tokens // self._queries_per_piece + num_long_seqs + 1
-        ends = [6 * self._num_short]
-        ends.append(ends[-1] + 4 * self._num_reductions)
-        ends.append(ends[-1] + 6 * self._num_long)
-        self._numbers = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        num_long = num_tokens // self._queries_per_piece + num_long_seqs + 1
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
         short = Launch(
-            pieces=self._numbers[: ends[0]].view(-1, 6),
-            reductions=self._numbers[ends[0] : ends[1]].view(-1, 4),
-            num_partials=self._num_reductions + num_programs,
+            pieces=zeros(num_seqs + num_programs, 6),
+            reductions=zeros(num_reductions, 4),
+            num_partials=num_reductions + num_programs,
             rows=max(16, next_power_of_2(self._short_queries * group)),
             num_merged_rows=self._short_queries * group,
         )
         long = Launch(
-            pieces=self._numbers[ends[1] :].view(-1, 6),
-            reductions=self._numbers[:0].view(-1, 4),
+            pieces=zeros(num_long, 6),
+            reductions=zeros(0, 4),
             num_partials=0,
             rows=long_rows,
             num_merged_rows=0,
         )
         self.work = PagedWork((short, long), window)
-        self.fill((), ())
 
-    def fill(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> None:
-        """Cut the next step, of its sequences in order.
+    def cut(self, query_start: Tensor, context_lens: Tensor, num_seqs: int) -> None:
+        """Cut a step, on the device and in the order of its work.
 
-        Tokens that are left belong to one sequence more, and get zeros.
+        Args:
+            query_start: int32, where each sequence's tokens begin; tokens from the last one's end
+                on belong to one sequence more, and get zeros.
+            context_lens: int32.
+            num_seqs: that the step has.
         """
-        if len(query_lens) > self._num_seqs or sum(query_lens) > self._num_tokens:
-            raise ValueError(f"{query_lens} are more than {self._num_tokens} tokens")
-        rows = [*zip(range(len(query_lens)), query_lens, context_lens, strict=True)]
-        window = self.work.window
-        short = [row for row in rows if row[1] <= self._short_queries]
-        long = [row for row in rows if row[1] > self._short_queries]
-        pieces, reductions = split_keys(short, window, KEY_TILE, self._num_programs)
-        numbers = _filled_up(
-            ((p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial) for p in pieces),
-            _NO_PIECE,
-            self._num_short,
+        short, long = self.work.launches
+        _cut_mixed(
+            (self._num_seqs + 1,),
+            query_start,
+            context_lens,
+            short.pieces,
+            short.reductions,
+            long.pieces,
+            num_seqs,
+            self._num_tokens,
+            short.pieces.shape[0],
+            short.reductions.shape[0],
+            long.pieces.shape[0],
+            NUM_PROGRAMS=self._num_programs,
+            WINDOW=self.work.window or 0,
+            TILE=KEY_TILE,
+            LEAST_KEYS=MIN_SPLIT_KEYS,
+            SHORT_QUERIES=self._short_queries,
+            QUERIES=self._queries_per_piece,
+            ROWS=max(LEAST_ROWS, next_power_of_2(self._num_seqs + 1)),
+            PIECES=next_power_of_2(self._num_programs),
+            LONG_PIECES=next_power_of_2(-(-self._num_tokens // self._queries_per_piece)),
+            num_warps=4,
         )
-        numbers += _filled_up(
-            ((r.sequence, r.first_partial, r.num_partials, r.num_queries) for r in reductions),
-            _NO_REDUCTION,
-            self._num_reductions,
-        )
-        pieces = split_queries(long, window, KEY_TILE, self._queries_per_piece)
-        num_idle = self._num_tokens - sum(query_lens)
-        for first in range(0, num_idle, self._queries_per_piece):
-            count = min(self._queries_per_piece, num_idle - first)
-            pieces.append(AttentionPiece(len(rows), first, count, 0, 0, -1))
-        numbers += _filled_up(
-            ((p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial) for p in pieces),
-            _NO_PIECE,
-            self._num_long,
-        )
-        uploaded = torch.tensor(numbers, dtype=torch.int32)
-        if self._numbers.device.type == "cuda":
-            uploaded = uploaded.pin_memory()
-        self._numbers.copy_(uploaded, non_blocking=True)
-
-
-def _filled_up(rows: Iterable[tuple[int, ...]], empty: tuple[int, ...], num_rows: int) -> list[int]:
-    numbers = [number for row in rows for number in row]
-    return numbers + list(empty) * (num_rows - len(numbers) // len(empty))

@@ -22,18 +22,84 @@ from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_work import KEY_TILE, Launch, PagedWork
 
-_LEAST_ROWS = 64  # of a program: fewer would only be one more kernel to compile
+LEAST_ROWS = 64  # of a program: fewer would only be one more kernel to compile
 
 
 @triton.jit
-def _store_piece(pieces_ptr, place, sequence, num_queries, start, end, partial, mask):
+def store_piece(pieces_ptr, place, sequence, first_query, num_queries, start, end, partial, mask):
+    """An `AttentionPiece`."""
     piece_ptr = pieces_ptr + place * 6
     tl.store(piece_ptr, sequence, mask=mask)
-    tl.store(piece_ptr + 1, 0, mask=mask)
+    tl.store(piece_ptr + 1, first_query, mask=mask)
     tl.store(piece_ptr + 2, num_queries, mask=mask)
     tl.store(piece_ptr + 3, start, mask=mask)
     tl.store(piece_ptr + 4, end, mask=mask)
     tl.store(piece_ptr + 5, partial, mask=mask)
+
+
+@triton.jit
+def cut_keys(
+    rows,
+    has_piece,
+    query_lens,
+    starts,
+    ends,
+    pieces_ptr,
+    reductions_ptr,
+    num_pieces,
+    num_reductions,
+    NUM_PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Write the pieces of this program's row, its reduction, and some of the empty ones.
+
+    Args:
+        has_piece: rows that have one or more; without keys one that is empty.
+        starts, ends: the keys of each row; none where it has no piece.
+    """
+    own = tl.program_id(0)
+    nums_keys = ends - starts
+    size = tl.maximum(tl.cdiv(tl.sum(nums_keys), NUM_PROGRAMS), LEAST_KEYS)
+    size = tl.cdiv(size, TILE) * TILE
+    nums_whole = nums_keys // size  # pieces of the common size, and keys that are left
+    nums_left = nums_keys - nums_whole * size
+    counts = nums_whole + (nums_left > 0).to(tl.int32)
+    is_cut = (counts > 1).to(tl.int32)
+
+    is_own = (rows == own).to(tl.int32)
+    is_before = (rows < own).to(tl.int32)
+    start, num_queries = tl.sum(starts * is_own), tl.sum(query_lens * is_own)
+    num_whole, num_left = tl.sum(nums_whole * is_own), tl.sum(nums_left * is_own)
+    count = tl.sum(counts * is_own)
+    first_partial = tl.sum(counts * is_cut * is_before)
+
+    # Long pieces start early: the whole ones, then what is left of each sequence by its length.
+    index = tl.arange(0, PIECES)
+    first, last = start + index * size, start + num_whole * size
+    partials = tl.where(count > 1, first_partial + index, -1)
+    place = tl.sum(nums_whole * is_before) + index
+    is_one = index < num_whole
+    store_piece(pieces_ptr, place, own, 0, num_queries, first, first + size, partials, is_one)
+    has_last = has_piece & ((nums_left > 0) | (nums_keys == 0))
+    is_earlier = (nums_left > num_left) | ((nums_left == num_left) & (rows < own))
+    place = tl.sum(nums_whole) + tl.sum((has_last & is_earlier).to(tl.int32))
+    partial = tl.where(count > 1, first_partial + num_whole, -1)
+    is_one = tl.sum(has_last.to(tl.int32) * is_own) > 0
+    store_piece(pieces_ptr, place, own, 0, num_queries, last, last + num_left, partial, is_one)
+    reduction_ptr = reductions_ptr + tl.sum(is_cut * is_before) * 4
+    tl.store(reduction_ptr, own, mask=count > 1)
+    tl.store(reduction_ptr + 1, first_partial, mask=count > 1)
+    tl.store(reduction_ptr + 2, count, mask=count > 1)
+    tl.store(reduction_ptr + 3, num_queries, mask=count > 1)
+
+    num_used = tl.sum(tl.where(has_piece, tl.maximum(counts, 1), 0))
+    place = num_used + own + index * tl.num_programs(0)
+    store_piece(pieces_ptr, place, 0, 0, 0, 0, 0, -1, place < num_pieces)
+    place = tl.sum(is_cut) + own
+    for field in tl.static_range(4):
+        tl.store(reductions_ptr + place * 4 + field, 0, mask=place < num_reductions)
 
 
 @triton.jit(
@@ -55,53 +121,17 @@ def _cut_kernel(
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Write the pieces of one sequence, its reduction, and some of the empty ones."""
-    own = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     slots = tl.load(slots_ptr + rows, mask=rows < num_seqs, other=-1)
     ends = tl.load(context_lens_ptr + rows, mask=slots >= 0, other=0)
     starts = ends * 0
     if WINDOW > 0:
         starts = tl.maximum(ends - WINDOW, 0) // TILE * TILE
-    nums_keys = ends - starts
-    size = tl.maximum(tl.cdiv(tl.sum(nums_keys), NUM_PROGRAMS), LEAST_KEYS)
-    size = tl.cdiv(size, TILE) * TILE
-    nums_whole = nums_keys // size  # pieces of the common size, and keys that are left
-    nums_left = nums_keys - nums_whole * size
-    counts = nums_whole + (nums_left > 0).to(tl.int32)
-    is_cut = (counts > 1).to(tl.int32)
-
-    is_own = (rows == own).to(tl.int32)
-    is_before = (rows < own).to(tl.int32)
-    start, num_keys = tl.sum(starts * is_own), tl.sum(nums_keys * is_own)
-    num_whole, num_left = tl.sum(nums_whole * is_own), tl.sum(nums_left * is_own)
-    count = tl.sum(counts * is_own)
-    first_partial = tl.sum(counts * is_cut * is_before)
-
-    # Long pieces start early: the whole ones, then what is left of each sequence by its length.
-    index = tl.arange(0, PIECES)
-    first, last = start + index * size, start + num_whole * size
-    partials = tl.where(count > 1, first_partial + index, -1)
-    place = tl.sum(nums_whole * is_before) + index
-    _store_piece(pieces_ptr, place, own, 1, first, first + size, partials, index < num_whole)
-    has_last = (nums_left > 0) | (nums_keys == 0)
-    is_earlier = (nums_left > num_left) | ((nums_left == num_left) & (rows < own))
-    place = tl.sum(nums_whole) + tl.sum((has_last & is_earlier).to(tl.int32))
-    partial = tl.where(count > 1, first_partial + num_whole, -1)
-    is_one = (num_left > 0) | (num_keys == 0)
-    _store_piece(pieces_ptr, place, own, 1, last, last + num_left, partial, is_one)
-    reduction_ptr = reductions_ptr + tl.sum(is_cut * is_before) * 4
-    tl.store(reduction_ptr, own, mask=count > 1)
-    tl.store(reduction_ptr + 1, first_partial, mask=count > 1)
-    tl.store(reduction_ptr + 2, count, mask=count > 1)
-    tl.store(reduction_ptr + 3, 1, mask=count > 1)
-
-    num_used = tl.sum(tl.where(rows < num_seqs, tl.maximum(counts, 1), 0))
-    place = num_used + own + index * num_seqs
-    _store_piece(pieces_ptr, place, 0, 0, 0, 0, -1, place < num_pieces)
-    place = tl.sum(is_cut) + own
-    for field in tl.static_range(4):
-        tl.store(reductions_ptr + place * 4 + field, 0, mask=place < num_reductions)
+    cut_keys(
+        rows, rows < num_seqs, starts * 0 + 1, starts, ends,
+        pieces_ptr, reductions_ptr, num_pieces, num_reductions,
+        NUM_PROGRAMS, TILE, LEAST_KEYS, PIECES,
+    )  # fmt: skip
 
 
 _cut = KernelLauncher(_cut_kernel)
@@ -164,7 +194,7 @@ class FixedWork:
             WINDOW=self.work.window or 0,
             TILE=KEY_TILE,
             LEAST_KEYS=MIN_SPLIT_KEYS,
-            ROWS=max(_LEAST_ROWS, next_power_of_2(self._num_seqs)),
+            ROWS=max(LEAST_ROWS, next_power_of_2(self._num_seqs)),
             PIECES=next_power_of_2(self._num_programs),
             num_warps=4,
         )

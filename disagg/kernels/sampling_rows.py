@@ -78,7 +78,7 @@ class SampledRows:
     slots: int64 [num_rows].
     drawn: int64, the rows that are not greedy.
     narrowed: int64, places in `drawn` of the rows with top-k or top-p.
-    adjusted: int64, the rows with penalties or `min_tokens`, which the tables know of.
+    adjusted: int64, the rows with penalties or `min_tokens`.
     remembered: int64, those of them with penalties.
     has_min_p: some row has it.
     largest_top_k: of the narrowed; beyond the vocabulary where one has none.

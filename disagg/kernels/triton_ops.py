@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,9 +63,10 @@ class MixedPaging(TritonPaging):
 
     fixed: tuple[FixedMixedWork, ...]
 
-    def fill(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> None:
+    def cut(self, num_seqs: int) -> None:
+        """Cut the step that is in the batch's tensors, and has so many sequences."""
         for each in self.fixed:
-            each.fill(query_lens, context_lens)
+            each.cut(self.batch.query_start, self.batch.context_lens, num_seqs)
 
 
 class TritonOps:

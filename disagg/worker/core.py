@@ -151,7 +151,7 @@ class WorkerCore:
                     self._kv_export.release(ticket_id)
         has_freed = self._kv_export.advance(now)
         is_busy = self._kv_import.advance(now)
-        is_stuck = self._kv_import.is_stuck and not self._engine.last_plan.work
+        is_stuck = self._kv_import.is_stuck and not self._engine.last_plan.sequences
         if (self._engine.is_stuck or is_stuck) and not has_freed:
             self._kv_export.break_oldest()  # two workers must not wait for each other's blocks
         if self._draining is not None:

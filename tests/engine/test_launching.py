@@ -180,7 +180,7 @@ def test_chunks_of_prompts_are_launched_ahead(mixture: str, directory: Path) -> 
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = ahead.runner
     for engine in (in_order, ahead):
-        engine.scheduler.max_num_batched_tokens = 9
+        engine.scheduler.step_budget.most = 9
     expected = tokens_of(play(in_order, sequences(4, MIXTURES[mixture], max_prompt=40)))
     found = tokens_of(play(ahead, sequences(4, MIXTURES[mixture], max_prompt=40)))
     assert found == expected

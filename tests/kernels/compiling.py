@@ -10,7 +10,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import fixed_work, kv_write, norm_rope, paged_attention, rms_norm, silu_mul
+from disagg.kernels import (
+    fixed_mixed_work,
+    fixed_work,
+    kv_write,
+    norm_rope,
+    paged_attention,
+    rms_norm,
+    silu_mul,
+)
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.paged_work import KEY_TILE
@@ -36,6 +44,8 @@ POINTERS = {
             "context_lens_ptr",
             "pieces_ptr",
             "reductions_ptr",
+            "short_ptr",
+            "long_ptr",
         ),
         "*i32",
     ),
@@ -176,6 +186,23 @@ def check_cut(assembler: Assembler, arch: int, window: int, num_seqs: int) -> No
         "PIECES": 64,
     }
     compile_for(fixed_work._cut_kernel, arch, constants, "bf16", num_warps=4)
+    assert assembler()[1] == 0
+
+
+def check_mixed_cut(assembler: Assembler, arch: int, window: int) -> None:
+    """Of the largest graph on an H200: 256 tokens, and so many sequences and one more."""
+    constants = {
+        "NUM_PROGRAMS": 49,
+        "WINDOW": window,
+        "TILE": KEY_TILE,
+        "LEAST_KEYS": MIN_SPLIT_KEYS,
+        "SHORT_QUERIES": 8,
+        "QUERIES": 32,
+        "ROWS": 512,
+        "PIECES": 64,
+        "LONG_PIECES": 8,
+    }
+    compile_for(fixed_mixed_work._cut_mixed_kernel, arch, constants, "bf16", num_warps=4)
     assert assembler()[1] == 0
 
 

@@ -15,6 +15,7 @@ from tests.kernels.compiling import (
     Assembler,
     check_attention,
     check_cut,
+    check_mixed_cut,
     check_without_spills,
     compile_for,
     page_constants,
@@ -51,6 +52,10 @@ def test_e4m3_needs_an_sm_89() -> None:
 
 def test_the_cut_of_decodes_compiles(assembler: Assembler) -> None:
     check_cut(assembler, SM, window=4096, num_seqs=512)
+
+
+def test_the_cut_of_prompts_and_drafts_compiles(assembler: Assembler) -> None:
+    check_mixed_cut(assembler, SM, window=4096)
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,16 @@ class LogitEdits:
         self, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
     ) -> None:
         self._vocab_size = vocab_size
-        biases = [_biases(each.logit_bias, each.bad_words_token_ids) for each in params]
+        biased = [
+            (row, *_biases(each.logit_bias, each.bad_words_token_ids))
+            for row, each in enumerate(params)
+            if each.logit_bias or each.bad_words_token_ids
+        ]
         limited = [row for row, each in enumerate(params) if each.allowed_token_ids]
         self._watched = [row for row, each in enumerate(params) if _long_words(each)]
-        self._biased = copied(
-            torch.cat([ids + row * vocab_size for row, (ids, _) in enumerate(biases)]), device
-        )
-        self._added = copied(torch.cat([added for _, added in biases]), device)
+        places = [_ids(()), *(ids + row * vocab_size for row, ids, _ in biased)]
+        self._biased = copied(torch.cat(places), device)
+        self._added = copied(torch.cat([torch.zeros(0), *(added for *_, added in biased)]), device)
         self._limited = upload(limited, torch.int64, device)
         places = [_ids(params[row].allowed_token_ids) + row * vocab_size for row in limited]
         self._allowed = copied(torch.cat([_ids(()), *places]), device)

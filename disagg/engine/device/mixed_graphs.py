@@ -151,10 +151,11 @@ class _MixedGraph:
         if not isinstance(ops, TritonOps):
             raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
         self._paging = paging = ops.plan_mixed(batch, kv_cache, decoder.config.sliding_windows)
+        paging.cut(0)  # or capturing would compute whatever the lists hold
         self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
 
     def replay(self, batch: Batch) -> None:
-        self._paging.fill(batch.query_lens, batch.context_lens_host)
+        self._paging.cut(len(batch.query_lens))
         self._replay()
 
 

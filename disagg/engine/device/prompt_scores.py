@@ -37,12 +37,12 @@ class ScoredRows(NamedTuple):
 
 def scored_rows(plan: StepPlan) -> list[ScoredRows]:
     """The rows of a plan that score prompt tokens. Call it before the plan is computed."""
-    if not any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
-        return []
-    first_rows = accumulate(plan.query_lens, initial=0)
+    n = plan.num_decodes  # the prompts of these are computed, and each has one row
+    query_lens = plan.query_lens[n:]
+    first_rows = accumulate(query_lens, initial=n)
     found = []
     for sequence, first_row, query_len in zip(
-        plan.sequences, first_rows, plan.query_lens, strict=False
+        plan.sequences[n:], first_rows, query_lens, strict=False
     ):
         num_left = sequence.num_prompt_tokens - 1 - sequence.num_computed
         num_rows = min(query_len, num_left)

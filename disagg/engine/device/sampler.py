@@ -17,8 +17,6 @@ Only `Chosen.read` waits for the device.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disagg.engine.device.draft_penalties import DraftPenalties
 from disagg.engine.device.sampling_state import SamplingState, Step
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
@@ -82,9 +81,10 @@ class Sampler:
             step.edits.apply_(logits, sequences)
         positions = positions + 1
         if step.is_adjusted:
+            drafts = DraftPenalties(logits, sequences, step.drafted) if step.drafted else None
             ops.adjust_(logits, state.tables, step.rows, positions)
-        for row in step.foreseen:
-            _adjust_(logits[row], sequences[row])
+            if drafts is not None:
+                drafts.apply_(logits, state.tables)
         token_ids = ops.choose(logits, state.tables, step.rows, positions)
         state.remember(step, token_ids)
         return Chosen(token_ids, scores)
@@ -171,24 +171,3 @@ def _reader(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
         return [tensor.tolist() for tensor in on_host]
 
     return read
-
-
-def _adjust_(row: Tensor, sequence: Continued) -> None:
-    """As `SamplingOps.adjust_`, for one row from the tokens that the host knows, in place."""
-    sampling, tokens = sequence.sampling, sequence.tokens
-    if sampling.repetition_penalty != 1.0:
-        present = torch.tensor(sorted(set(tokens)), device=row.device)
-        scores = row[present]
-        penalty = sampling.repetition_penalty
-        row[present] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    output = tokens[sequence.num_prompt_tokens :]
-    if output and (sampling.presence_penalty or sampling.frequency_penalty):
-        seen = Counter(output)
-        penalties = [
-            sampling.presence_penalty + sampling.frequency_penalty * count
-            for count in seen.values()
-        ]
-        row[list(seen)] -= torch.tensor(penalties, device=row.device)
-    if sequence.stop_ids and len(output) < sampling.min_tokens:
-        # A client may name any number; only those of the vocabulary can be drawn.
-        row[[i for i in sequence.stop_ids if 0 <= i < row.shape[0]]] = -math.inf

@@ -72,7 +72,7 @@ class Step:
     slots: the same as `rows.slots`, on the host.
     penalised: rows whose tokens are counted.
     scored: rows that may want log-probabilities.
-    foreseen: rows of drafts with penalties or `min_tokens`, whose tokens are not in the tables.
+    drafted: rows of drafts with penalties, whose tokens are not in the tables.
     edits: logit bias, allowed tokens and bad words; None: no row has any.
     has_drafts: some rows are of drafts.
     is_adjusted: some rows are adjusted from the tables.
@@ -82,7 +82,7 @@ class Step:
     rows: SampledRows
     penalised: list[int]
     scored: list[int]
-    foreseen: list[int]
+    drafted: list[int]
     edits: LogitEdits | None
     has_drafts: bool
     is_adjusted: bool
@@ -162,9 +162,8 @@ class SamplingState:
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
         narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
         adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]
-        known = [row for row in adjusted if not is_draft[row]]
-        penalised = [row for row in known if has_penalties(params[row])]
-        parts = (slots, drawn, narrowed, known, penalised)
+        penalised = [row for row in adjusted if has_penalties(params[row])]
+        parts = (slots, drawn, narrowed, adjusted, penalised)
         packed = upload([*chain.from_iterable(parts)], torch.int64, self._device)
         tensors = torch.split(packed, [*map(len, parts)])
         return Step(
@@ -178,12 +177,12 @@ class SamplingState:
                 has_min_p=any(params[row].min_p > 0 for row in drawn),
                 largest_top_k=max((params[drawn[i]].top_k or _OFF for i in narrowed), default=0),
             ),
-            penalised=penalised,
+            penalised=[row for row in penalised if not is_draft[row]],
             scored=[row for row, each in enumerate(params) if each.logprobs is not None],
-            foreseen=[row for row in adjusted if is_draft[row]],
+            drafted=[row for row in penalised if is_draft[row]],
             edits=LogitEdits.of(params, self._vocab_size, self._device),
             has_drafts=any(is_draft),
-            is_adjusted=bool(known),
+            is_adjusted=bool(adjusted),
         )
 
     # Writing tables.

@@ -18,19 +18,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
 
-from disagg.engine.sched.admission_order import AdmissionOrder
 from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import (
     disown,
     extend,
     give_back,
-    give_blocks,
     grow,
     publish,
     watch_blocks,
 )
 from disagg.engine.sched.chunks import Chunks
+from disagg.engine.sched.engine_admission import EngineAdmission
 from disagg.engine.sched.limits import check_step_size, token_limit
 from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.prompt_lookup import PromptLookup
@@ -38,7 +37,14 @@ from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.require import require
 from disagg.engine.sched.sequence import NO_MILESTONE, Sequence
 from disagg.engine.sched.speculation import gain, usable
-from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent, are_plain
+from disagg.engine.sched.step import (
+    Sampled,
+    SampledToken,
+    StepPlan,
+    TokenEvent,
+    are_plain,
+    plain_first,
+)
 from disagg.engine.sched.step_budget import StepBudget
 from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs
@@ -71,7 +77,6 @@ class Scheduler:
         check_step_size(max_num_seqs, max_num_batched_tokens)
         self.pool = pool
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.step_budget = StepBudget(max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -82,10 +87,10 @@ class Scheduler:
         self.num_preempted = 0  # since the start, as the next two
         self.num_drafted = 0  # draft tokens that were verified
         self.num_accepted = 0  # draft tokens that were right
-        self._order = AdmissionOrder(pool, queues)
         self._has_drafts = False  # True: some sequence may have one
         self._async_scheduling = AsyncScheduling(pool)
-        self.milestones = Milestones(pool.block_size)
+        self.milestones = milestones = Milestones(pool.block_size)
+        self._admission = EngineAdmission(pool, queues, milestones, max_num_seqs)
 
     # Entering and leaving.
 
@@ -131,7 +136,7 @@ class Scheduler:
         Args:
             arrival: the place that `number` gave; None counts as the latest.
         """
-        if not self._order.may_reserve(num_blocks, arrival):
+        if not self._admission.may_reserve(num_blocks, arrival):
             return None
         return self.pool.allocate(num_blocks)
 
@@ -155,7 +160,7 @@ class Scheduler:
 
     def abandon(self) -> list[Sequence]:
         """Remove all sequences without releasing their blocks; for a broken engine."""
-        self._order.short = None
+        self._admission.short = None
         self.milestones.clear()
         return self.queues.clear()
 
@@ -177,13 +182,17 @@ class Scheduler:
         return [*(each.block_ids for each in self.sequences()), *late]
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        return self.step_budget.most
+
+    @property
     def has_work(self) -> bool:
         return bool(self.queues.by_id)
 
     @property
     def is_short(self) -> bool:
         """Whether a waiting sequence found too few blocks in the last plan."""
-        return self._order.short is not None
+        return self._admission.short is not None
 
     # Deciding.
 
@@ -201,7 +210,7 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
         if num_preempted == self.num_preempted:
-            decodes += self._join_decodes()
+            decodes += self._admission.join_decodes(self.enable_prefix_caching)
         num_context = self.queues.num_computed + len(decodes)
         num_context -= sum(sequence.num_computed for sequence in prefills)
         first = next(iter(prefills or self.arrived or self.waiting), None)
@@ -235,48 +244,20 @@ class Scheduler:
         )
         if following is None:
             return None
-        may_admit = num_left and len(self.running) < self.max_num_seqs
-        if (may_admit or self._order.may_decode(self.max_num_seqs)) and self._order.may_admit():
+        if self._admission.may_admit(num_left):
             return None
         if not grow(self.pool, growing):
             return None
         self._async_scheduling.begin()
         return following
 
-    def _join_decodes(self) -> list[Sequence]:
-        """Move arrived sequences that decode to `running`, before prompts use the budget."""
-        joined: list[Sequence] = []
-        order, caches = self._order, self.enable_prefix_caching
-        while order.may_decode(self.max_num_seqs):
-            if not give_blocks(self.pool, self.arrived[0], order.leaves_room, caches):
-                break
-            joined.append(self.queues.admit(self.arrived, 1))
-            self.milestones.set(joined[-1])
-        return joined
-
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
-        """Move sequences from the queues to `running` while tokens, places and blocks last."""
+        """Prompts that begin in a step where `prefills` go on, with `budget` tokens for both."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
-        admitted: list[Sequence] = []
-        order = self._order
-        order.begin()
-        while (
-            budget > 0 and len(self.running) < self.max_num_seqs and (queue := order.next_queue())
-        ):
-            sequence = queue[0]
-            num_queued_tokens = sequence.num_uncomputed
-            if not give_blocks(self.pool, sequence, order.leaves_room, self.enable_prefix_caching):
-                order.leave_out(sequence)
-                if queue is self.arrived:
-                    break
-                continue
-            admitted.append(self.queues.admit(queue, num_queued_tokens))
-            if sequence.num_uncomputed == 1:
-                self.milestones.set(sequence)
-            budget -= sequence.num_uncomputed
+        admitted = self._admission.admit(budget, self.enable_prefix_caching)
         if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
             self._preempt_latest()  # arrived ones hold all blocks, and none can run: preempt one
-        order.end()
+        self._admission.end()
         return admitted
 
     def _grow_by_turns(self, sequences: list[Sequence]) -> None:
@@ -294,7 +275,7 @@ class Scheduler:
         victim.draft = ()  # with it, it would need more room than before
         give_back(self.pool, victim)
         self.queues.put(victim, self.waiting)
-        self._order.put_back(victim)
+        self._admission.put_back(victim)
         return victim
 
     # Advancing.
@@ -310,9 +291,13 @@ class Scheduler:
             sequences = [*compress(sequences, is_here)]
             query_lens = [*compress(query_lens, is_here)]
             sampled, num_plain = [*compress(sampled, is_here)], sum(is_here[:num_plain])
+        if self._has_drafts:
+            num_plain = 0
         plain = sampled[:num_plain]
-        if self._has_drafts or not are_plain(plain):
-            num_plain, plain = 0, ()
+        if not are_plain(plain):  # those that are advance as they would without the others
+            order, plain = plain_first(sampled, num_plain)
+            sequences, query_lens = [sequences[i] for i in order], [query_lens[i] for i in order]
+            sampled, num_plain = [sampled[i] for i in order], len(plain)
         events = self._apply_plain(sequences[:num_plain], plain)
         for i in range(num_plain, len(sequences)):
             events += self._apply_one(sequences[i], query_lens[i], sampled[i])
@@ -418,5 +403,5 @@ class Scheduler:
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)
         self._async_scheduling.forget(sequence)
-        self._order.forget(sequence)
+        self._admission.forget(sequence)
         self.milestones.leave(sequence)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from disagg.engine.sched.sequence import Sequence
 from disagg.time_model import TPOT_SHARE, StepTimeModel, prompt_tokens_within
@@ -19,6 +20,8 @@ from disagg.time_model import TPOT_SHARE, StepTimeModel, prompt_tokens_within
 # Slack is spent within the first number of steps, and a delay is made up within as many. A stream
 # that would need more than the second number of steps can no longer meet its SLO.
 NUM_STEPS_TO_SPEND, NUM_STEPS_TO_RECOVER = 8, 64
+
+_TPOT_SLO_S = attrgetter("tpot_slo_s")
 
 
 class StepBudget:
@@ -49,6 +52,8 @@ class StepBudget:
         """
         budget = self.most - len(decodes)
         if self.times is None or num_before is None or not decodes:
+            return budget
+        if min(map(_TPOT_SLO_S, decodes)) == math.inf:
             return budget
         times = self.times()
         least_s = times.decode_step_s(len(decodes), num_context)

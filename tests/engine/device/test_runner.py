@@ -20,12 +20,14 @@ from disagg.engine.device import runner as runner_module
 from disagg.engine.device.runner import build_engine, check_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import StepPlan
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
 from disagg.kernels.kv_pages import KVPages
 from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import describe_model
+from disagg.time_model import StepFeatures
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 128
@@ -262,6 +264,20 @@ def check_prompt_logprobs(
         assert scores.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
         assert [i for i, _ in scores.top] == row.topk(2).indices.tolist()
         assert scores.rank == 1 + int((row > row[token_id]).sum())
+
+
+def test_decodes_are_not_looked_at_for_prompts_to_score() -> None:
+    """A step has hundreds of them, and their prompts are computed."""
+
+    class Untouched:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} of a decode is looked at")
+
+    scored = new_sequence("r", prompts()[2], temperature=0.0, prompt_logprobs=1)
+    num_tokens = len(prompts()[2])
+    decodes: list[Any] = [Untouched() for _ in range(3)]
+    plan = StepPlan([*decodes, scored], [1, 1, 1, num_tokens], 3, 3 + num_tokens, StepFeatures())
+    assert prompt_scores.scored_rows(plan) == [(scored, 3, num_tokens - 1)]
 
 
 def test_a_prompt_that_was_answered_in_part_is_scored_no_more(

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.engine.engine import Engine
+from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.errors import ContextLengthExceeded, RequestError, StartupError
-from disagg.messages import GenerateRequest, SamplingParams
-from tests.engine.fake_runner import expected_tokens
+from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
+from tests.engine.fake_runner import FakeRunner, expected_tokens
 from tests.engine.workload import (
     Driver,
     Workload,
@@ -364,6 +366,47 @@ def test_status_counts_what_is_left_to_do() -> None:
     assert status.num_uncomputed_tokens == 8 + 6
     assert status.num_context_tokens == 5 + 3
     assert (status.num_free_blocks, status.num_blocks) == (25, 30)
+
+
+class ScoringFakeRunner(FakeRunner):
+    """Says log-probabilities of one request's tokens."""
+
+    scored_id = ""
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        return [
+            SampledToken(token, TokenLogprobs(-0.5))
+            if isinstance(token, int) and sequence.request_id == self.scored_id
+            else token
+            for sequence, token in zip(plan.sequences, super().run(plan), strict=True)
+        ]
+
+
+def test_who_wants_logprobs_slows_down_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, kv = new_engine(40, 4, max_num_seqs=3, max_num_batched_tokens=12)
+    engine.runner = runner = ScoringFakeRunner(kv)
+    sequences = [new_sequence(prompt(4, first), 4, 7, stop_ids=NO_STOP) for first in (4, 20, 40)]
+    runner.scored_id = sequences[1].request_id
+    for sequence in sequences:
+        engine.submit(sequence)
+    engine.step()
+    one_by_one: list[str] = []
+    real = Scheduler._apply_one
+
+    def apply_one(self: Scheduler, sequence: Sequence, *args: object) -> object:
+        one_by_one.append(sequence.request_id)
+        return real(self, sequence, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_apply_one", apply_one)
+    num_scored = 0
+    while engine.has_work:
+        for event in engine.step():
+            num_scored += event.logprobs is not None
+            assert (event.logprobs is not None) == (event.sequence is sequences[1])
+        engine.check()
+    assert one_by_one == [runner.scored_id] * 6 and num_scored == 6
+    for sequence, first in zip(sequences, (4, 20, 40), strict=True):
+        assert sequence.tokens[4:] == expected_tokens(prompt(4, first), 7)
 
 
 def test_check_names_the_difference() -> None:

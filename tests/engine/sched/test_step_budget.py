@@ -73,6 +73,18 @@ def test_a_step_takes_as_long_as_its_tightest_stream_allows(
     assert num_prompt_tokens(engine, 0.0) == num_tokens
 
 
+def test_streams_without_an_slo_cost_a_plan_nothing() -> None:
+    engine, _ = new_engine(400, 4, max_num_batched_tokens=MOST)
+    begin(engine, *[new_sequence(prompt(4), 4, 40, stop_ids=NO_STOP) for _ in range(2)])
+
+    def times() -> StepTimeModel:
+        raise AssertionError("step times are looked at for nothing")
+
+    engine.scheduler.step_budget.times = times
+    engine.submit(new_sequence(prompt(400, 9), 4, stop_ids=NO_STOP))
+    assert num_prompt_tokens(engine, 0.0) == MOST - 2
+
+
 def test_without_prompts_and_without_streams_nothing_is_limited() -> None:
     engine, _ = engine_with_times()
     engine.submit(new_sequence(prompt(400, 9), 4, stop_ids=NO_STOP))

@@ -17,6 +17,7 @@ from tests.kernels.compiling import (
     Assembler,
     check_attention,
     check_cut,
+    check_mixed_cut,
     check_without_spills,
 )
 from tests.kernels.compiling_experts import GPT_OSS, QWEN3, check_products, check_routing
@@ -59,6 +60,12 @@ def test_attention(
 @pytest.mark.parametrize("num_seqs", [64, 512])
 def test_the_cut_of_decodes(num_seqs: int, window: int, arch: int, assembler: Assembler) -> None:
     check_cut(assembler, arch, window, num_seqs)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("window", [0, 4096])
+def test_the_cut_of_prompts_and_drafts(window: int, arch: int, assembler: Assembler) -> None:
+    check_mixed_cut(assembler, arch, window)
 
 
 @pytest.mark.parametrize(

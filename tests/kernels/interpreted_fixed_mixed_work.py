@@ -1,9 +1,12 @@
-"""Work of a fixed number of tokens has the pieces of a plain step, and zeros for idle tokens."""
+"""The device's cut of steps with prompts and drafts; run by `test_interpreted.py` under Triton's
+interpreter."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.kernels.attention_work import split_keys
@@ -15,6 +18,11 @@ NO_PIECE = [0, 0, 0, 0, 0, -1]
 steps = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3000)), max_size=6)
 
 
+def numbers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@settings(deadline=None, max_examples=25)
 @given(steps, st.integers(0, 70), st.none() | st.integers(1, 2000), st.integers(1, 200))
 def test_every_query_sees_its_keys_once(
     sequences: list[tuple[int, int]], num_idle: int, window: int | None, num_programs: int
@@ -23,11 +31,12 @@ def test_every_query_sees_its_keys_once(
     context_lens = [query_len + cached for query_len, cached in sequences]
     num_tokens = max(1, sum(query_lens) + num_idle)
     num_idle = num_tokens - sum(query_lens)
-    work = FixedMixedWork(
-        max(1, len(sequences)), num_tokens, GROUP, window, num_programs, torch.device("cpu")
-    )
-    work.fill([num_tokens], [num_tokens + 99])  # what a step before it left
-    work.fill(query_lens, context_lens)
+    num_seqs = len(sequences) + 1
+    work = FixedMixedWork(num_seqs, num_tokens, GROUP, window, num_programs, torch.device("cpu"))
+    # What a step before it left, in the lists and in the tensors that they are made of.
+    work.cut(numbers([0, num_tokens]), numbers([num_tokens + 99]), 1)
+    starts = [*accumulate(query_lens, initial=0), num_tokens, 7]
+    work.cut(numbers(starts), numbers([*context_lens, 2100, 2100]), len(sequences))
     short, long = work.work.launches
 
     rows = [(i, *pair) for i, pair in enumerate(zip(query_lens, context_lens, strict=True))]
@@ -38,18 +47,23 @@ def test_every_query_sees_its_keys_once(
     assert found[: len(wanted)] == wanted
     assert all(piece == NO_PIECE for piece in found[len(wanted) :])
     wanted = [[r.sequence, r.first_partial, r.num_partials, r.num_queries] for r in merges]
-    assert short.reductions.tolist()[: len(wanted)] == wanted
+    found = short.reductions.tolist()
+    assert found[: len(wanted)] == wanted
+    assert all(reduction == [0, 0, 0, 0] for reduction in found[len(wanted) :])
     assert sum(r.num_partials for r in merges) <= short.num_partials
 
     seen: dict[int, list[int]] = {}
     for sequence, first, count, start, end, partial in long.pieces.tolist():
         assert partial == -1 and count * GROUP <= long.rows
+        if not count:
+            assert [sequence, first, count, start, end, partial] == NO_PIECE
+            continue
         seen.setdefault(sequence, []).extend(range(first, first + count))
-        if count and sequence < len(rows):
+        if sequence < len(rows):
             _, query_len, context_len = rows[sequence]
             assert end == context_len - query_len + first + count
             assert start <= max(0, end - count - (window or end) + 1)
-        elif count:
+        else:
             assert (start, end) == (0, 0)
     for sequence, query_len, _ in rows:
         wanted_queries = [] if query_len <= MAX_SHORT_QUERIES else list(range(query_len))

@@ -1,29 +1,36 @@
-"""The order of admission in an engine, and the blocks that are reserved for running sequences.
+"""Admission in an engine: which sequences begin to run, and the blocks that are kept for others.
 
 Running sequences grow by one block each `block_size` steps. If a new sequence took the last blocks,
 the next step would have to preempt, and recomputing costs more than waiting: so one block per
-running sequence is kept free. Remembers which sequences found too few blocks. Allocates no blocks.
+running sequence is kept free. Remembers which sequences found too few blocks. Who gives way if
+nobody can go on is the scheduler's decision.
 """
 
 from __future__ import annotations
 
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import give_blocks
+from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
 
 _NOBODY = (1 << 62, 0)  # a place after every sequence
 
 
-class AdmissionOrder:
-    """The order in which `arrived` and `waiting` sequences are admitted.
+class EngineAdmission:
+    """Moves `arrived` and `waiting` sequences to `running`, in their order.
 
     short: the oldest waiting one that found too few blocks in the last plan.
     """
 
-    def __init__(self, pool: BlockPool, queues: Queues) -> None:
+    def __init__(
+        self, pool: BlockPool, queues: Queues, milestones: Milestones, max_num_seqs: int
+    ) -> None:
         self.short: Sequence | None = None
         self._pool = pool
         self._queues = queues
+        self._milestones = milestones
+        self._max_num_seqs = max_num_seqs
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
         self._left_out: list[Sequence] = []  # found too few blocks in the last plan ...
         self._num_spare_then = 0  # ... when this many were available
@@ -56,23 +63,55 @@ class AdmissionOrder:
             self._refused = min(arrival, self._refused)
         return False
 
-    def begin(self) -> None:
-        """A plan begins to admit: sequences that found too few blocks may try again."""
+    def join_decodes(self, enable_prefix_caching: bool) -> list[Sequence]:
+        """Move arrived ones that decode to `running`, before prompts share the budget."""
+        joined: list[Sequence] = []
+        arrived = self._queues.arrived
+        while self._may_decode():
+            if not give_blocks(self._pool, arrived[0], self.leaves_room, enable_prefix_caching):
+                break
+            joined.append(self._queues.admit(arrived, 1))
+            self._milestones.set(joined[-1])
+        return joined
+
+    def admit(self, budget: int, enable_prefix_caching: bool) -> list[Sequence]:
+        """Move sequences to `running` while tokens, places and blocks last.
+
+        Sequences that found too few blocks in the last plan may try again.
+        """
+        admitted: list[Sequence] = []
+        queues = self._queues
         self.short = None
         self._left_out.clear()
+        while budget > 0 and self._has_place() and (queue := self._next_queue()):
+            sequence = queue[0]
+            num_queued_tokens = sequence.num_uncomputed
+            if not give_blocks(self._pool, sequence, self.leaves_room, enable_prefix_caching):
+                self._leave_out(sequence)
+                if queue is queues.arrived:
+                    break
+                continue
+            admitted.append(queues.admit(queue, num_queued_tokens))
+            if sequence.num_uncomputed == 1:
+                self._milestones.set(sequence)
+            budget -= sequence.num_uncomputed
+        return admitted
 
     def end(self) -> None:
         """The plan admits no further sequence."""
         self._refused = _NOBODY
 
-    def next_queue(self) -> list[Sequence]:
+    def _has_place(self) -> bool:
+        return len(self._queues.running) < self._max_num_seqs
+
+    def _next_queue(self) -> list[Sequence]:
         """The queue whose head is the oldest sequence that may be admitted."""
         arrived, waiting = self._queues.arrived, self._queues.waiting
         if self.short or not waiting or waiting[0].arrival > self._refused:
             return arrived
         return arrived if arrived and arrived[0].arrival < waiting[0].arrival else waiting
 
-    def may_decode(self, max_num_seqs: int) -> bool:
+    def _may_decode(self) -> bool:
         """Whether the first arrived sequence has one token to compute, and there is a place for it.
 
         Older waiting sequences keep their places: it overtakes them only in tokens of the step.
@@ -81,9 +120,9 @@ class AdmissionOrder:
         if not queues.arrived or queues.arrived[0].num_uncomputed != 1:
             return False
         num_older = queues.num_waiting_before(queues.arrived[0])
-        return len(queues.running) + num_older < max_num_seqs
+        return len(queues.running) + num_older < self._max_num_seqs
 
-    def leave_out(self, sequence: Sequence) -> None:
+    def _leave_out(self, sequence: Sequence) -> None:
         """The head of a queue found too few blocks."""
         self._left_out.append(sequence)
         self._num_spare_then = self._num_spare_blocks
@@ -100,11 +139,13 @@ class AdmissionOrder:
         if self.short is sequence:
             self.short = None
 
-    def may_admit(self) -> bool:
-        """Whether the next plan may find blocks for a sequence that is not running."""
+    def may_admit(self, num_left: int) -> bool:
+        """Whether the next plan may admit a sequence, with so many tokens for prompts."""
         if not (self._queues.waiting or self._queues.arrived):
+            return False
+        if not (num_left and self._has_place()) and not self._may_decode():
             return False
         if self._left_out and self._num_spare_blocks > self._num_spare_then:
             return True
-        queue = self.next_queue()
+        queue = self._next_queue()
         return bool(queue) and queue[0] not in self._left_out
