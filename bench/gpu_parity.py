@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.gpu_paged import INTERPRETED_DTYPE, TINY, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
+from bench.gpu_step_parity import check_cuts, check_decode_inputs
 from disagg.kernels import reference
 from disagg.kernels.kv_pages import FORMATS, KVFormat, format_of
 from disagg.kernels.norm_rope import norm_rope_
@@ -167,7 +168,12 @@ def main() -> None:
         return Row(name, lambda: check_rows(device, dtype), 60.0)
 
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    rows = [*attention_rows(device, arguments.tiny), *map(row, dtypes)]
+    rows = [
+        *attention_rows(device, arguments.tiny),
+        *map(row, dtypes),
+        Row("rows of a batch of decodes", lambda: check_decode_inputs(device), 60.0),
+        Row("rows of cut attention", lambda: check_cuts(device), 60.0),
+    ]
     run_part("gpu_parity", rows, arguments)
 
 

@@ -221,11 +221,16 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class StartStep(msgspec.Struct, frozen=True, array_like=True):
-    """How far a worker's start is: bytes of its weights, or the number of its KV blocks."""
+    """How far a worker's start is: bytes of its weights, or the number of its KV blocks.
+
+    With these the sizes of its steps are settled; 0: not said.
+    """
 
     phase: StartPhase
     num_done: int = 0
     num_total: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
 
 
 # Pool -> worker -> the last step of each phase that it has reached.

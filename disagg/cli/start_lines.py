@@ -71,7 +71,9 @@ def _words(step: StartStep) -> str:
             done, total = step.num_done / nbytes, step.num_total / nbytes
             return f"weights {done:.1f} of {total:.1f} {unit} ({int(100 * _fraction(step))} %)"
         case "kv_blocks":
-            return f"allocating {step.num_total:,} KV blocks"
+            sizes = f"{step.max_num_seqs} sequences and {step.max_num_batched_tokens:,} tokens"
+            steps = f"; a step has up to {sizes}" if step.max_num_seqs else ""
+            return f"allocating {step.num_total:,} KV blocks{steps}"
         case "warm_up":
             return "warming up"
         case "ready":

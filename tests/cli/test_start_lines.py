@@ -21,7 +21,8 @@ def worker(num_done: int = 155 * GB // 10, *more: StartStep) -> Worker:
     return {step.phase: step for step in steps}
 
 
-BLOCKS = StartStep("kv_blocks", 0, 5120)
+BLOCKS = StartStep("kv_blocks", 0, 5120, 256, 8192)
+ALLOCATING = "allocating 5,120 KV blocks; a step has up to 256 sequences and 8,192 tokens"
 WARM_UP = StartStep("warm_up")
 READY = StartStep("ready")
 
@@ -33,7 +34,7 @@ READY = StartStep("ready")
         (worker(), "weights 15.5 of 15.5 GB (100 %)"),
         ({"weights": StartStep("weights", 1_500_000, 2_000_000)}, "weights 1.5 of 2.0 MB (75 %)"),
         ({"weights": StartStep("weights", 500, 999)}, "weights 0.5 of 1.0 kB (50 %)"),
-        (worker(155 * GB // 10, BLOCKS), "allocating 5,120 KV blocks"),
+        (worker(155 * GB // 10, BLOCKS), ALLOCATING),
         (worker(155 * GB // 10, BLOCKS, WARM_UP), "warming up"),
         (worker(155 * GB // 10, BLOCKS, WARM_UP, READY), "ready"),
     ],
@@ -67,7 +68,7 @@ def test_a_log_has_a_line_for_every_tenth_and_every_phase() -> None:
     assert lines[1] == "m: weights 1.6 of 15.5 GB (10 %)"
     assert lines[-1] == "m: weights 15.5 of 15.5 GB (100 %)"
     steps = worker(155 * GB // 10, BLOCKS, WARM_UP, READY)
-    after = ["m: allocating 5,120 KV blocks", "m: warming up", "m: ready"]
+    after = [f"m: {ALLOCATING}", "m: warming up", "m: ready"]
     assert log.news({"m": {"a": steps}}) == after
     assert log.news({"m": {"a": steps}}) == []
 

@@ -43,6 +43,9 @@ SPANS = {
     "decode",
 }
 
+# Lines of a start.
+WEIGHTS = r"weights .* of .* \(100 %\)"
+BLOCKS = r"allocating [\d,]+ KV blocks; a step has up to \d+ sequences and [\d,]+ tokens"
 NUM_STREAMS = 8
 STREAM_TOKENS = 200
 # Who takes a stream over computes its KV in another order. In none of these answers do the two most
@@ -212,7 +215,7 @@ def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpColle
 def test_the_start_was_told_in_few_lines(server: Served) -> None:
     lines = server.log.read_text().splitlines()
     for pool in ("tiny-prefill", "tiny-decode: slowest of 2"):
-        for words in (r"weights .* of .* \(100 %\)", r"allocating [\d,]+ KV blocks", "warming up"):
+        for words in (WEIGHTS, BLOCKS, "warming up"):
             assert sum(bool(re.fullmatch(f"{pool}: {words}", line)) for line in lines) == 1, lines
 
 

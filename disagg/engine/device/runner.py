@@ -305,7 +305,8 @@ def build_engine(
     )
     room_nbytes = None if gpu is None else gpu.left_nbytes() - memory.workspace_nbytes
     num_blocks = choose_num_blocks(config, shape, max_model_len, room_nbytes, memory.max_num_seqs)
-    progress(StartStep("kv_blocks", 0, num_blocks))
+    sizes = memory.max_num_seqs, memory.max_num_batched_tokens
+    progress(StartStep("kv_blocks", 0, num_blocks, *sizes))
     kv_cache = KVCache(shape, num_blocks, device)
     grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs)

@@ -357,7 +357,7 @@ def test_settings_reach_the_engine(
     *weights, blocks, last = told
     assert all(step.phase == "weights" for step in weights)
     assert weights[0].num_done < weights[-1].num_done == weights[-1].num_total
-    assert [blocks, last] == [StartStep("kv_blocks", 0, 9), StartStep("warm_up")]
+    assert [blocks, last] == [StartStep("kv_blocks", 0, 9, 4, 7), StartStep("warm_up")]
     with pytest.raises(RequestError, match="between 0 and 127"):
         engine.submit(new_sequence("r", [1, VOCAB_SIZE]))
 
