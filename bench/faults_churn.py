@@ -43,7 +43,7 @@ from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.prefill_worker import kv_export
-from disagg.router.fleet import RequestLoad
+from disagg.router.worker_view import RequestLoad
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens

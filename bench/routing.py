@@ -1,6 +1,6 @@
 """What a routing decision costs: microseconds for one prompt and a fleet of so many workers.
 
-    python -m bench.routing [--tiny]
+    python -m bench.routing [--workers 64 256 1024] [--tiny]
 
 The real fleet, prefix index and policy; half of the workers prefill, every worker holds some of the
 prompt's prefix and has work. `quiet`: nothing was heard between two decisions. `all spoke`: every
@@ -26,7 +26,7 @@ from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 
 BLOCK_SIZE, NUM_BLOCKS, MODEL = 16, 1 << 14, "bench"
-NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS = 64, 8192, 4000
+NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS = (64, 256, 1024), 8192, 2000
 GOAL_US = {"p50": 300, "p99": 1000}
 SLO_S, TPOT_SLO_S = 30.0, 0.05
 
@@ -114,10 +114,17 @@ def decide(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=NUM_WORKERS)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
-    size = (4, 64, 100) if parser.parse_args().tiny else (NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS)
-    cases = product((math.inf, TPOT_SLO_S), (False, True))
-    rows = [decide(*size, all_speak, tpot_slo_s) for tpot_slo_s, all_speak in cases]
+    arguments = parser.parse_args()
+    nums_workers, size = arguments.workers, (NUM_TOKENS, NUM_DECISIONS)
+    if arguments.tiny:
+        nums_workers, size = (4, 40), (64, 100)
+    cases = product((math.inf, TPOT_SLO_S), nums_workers, (False, True))
+    rows = [
+        decide(num_workers, *size, all_speak, tpot_slo_s)
+        for tpot_slo_s, num_workers, all_speak in cases
+    ]
     print_table(rows)
     finish("routing", rows, goal_us=GOAL_US)
 

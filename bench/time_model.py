@@ -39,8 +39,9 @@ from disagg.messages import GenerateRequest, SamplingParams, WorkerRecord, Worke
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
-from disagg.router.fleet import Fleet, RequestLoad, Reservation
+from disagg.router.fleet import Fleet, Reservation
 from disagg.router.policy import choose_route
+from disagg.router.worker_view import RequestLoad
 from disagg.time_model import StepTimeFit, StepTimeModel
 from disagg.worker.first_steps import first_steps
 

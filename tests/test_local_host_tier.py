@@ -12,7 +12,7 @@ import pytest
 from disagg.config import EngineConfig
 from disagg.config_checks import parse_config
 from disagg.local import LocalCluster, running
-from disagg.router.fleet import host_id
+from disagg.router.worker_view import host_id
 from disagg.time_model import StepTimeModel
 from tests.e2e.single_engine import SingleEngine
 from tests.test_local_cold_tier import NUM_OTHERS, PROMPT, chat, prefix_of

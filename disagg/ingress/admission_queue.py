@@ -273,8 +273,7 @@ class AdmissionQueue:
         )
 
     def _num_workers(self, model: str) -> int:
-        workers = self._fleet.view().workers.values()
-        return max(1, sum(each.accepting and each.record.model == model for each in workers))
+        return max(1, self._fleet.view().num_accepting(model))
 
     def _line(self, model: str) -> ModelQueue:
         line = self._queues.get(model)

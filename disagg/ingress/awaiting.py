@@ -23,8 +23,7 @@ class AwaitingWorkers:
         fleet.on_available.append(self.wake)
 
     def has_worker(self, model: str) -> bool:
-        workers = self._fleet.view().workers.values()
-        return any(each.accepting and each.record.model == model for each in workers)
+        return self._fleet.view().num_accepting(model) > 0
 
     def wake(self, model: str) -> None:
         """Wake the first request that still waits."""

@@ -36,9 +36,10 @@ from disagg.messages import GenerateRequest, Role, WorkerRecord
 from disagg.models.description import describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
-from disagg.router.fleet import Fleet, Pool
+from disagg.router.fleet import Fleet
 from disagg.router.load_report import report
 from disagg.router.pool_state import states_of
+from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 

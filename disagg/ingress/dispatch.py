@@ -37,9 +37,10 @@ from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.demand import Demand
-from disagg.router.fleet import Fleet, FleetView, RequestLoad, Reservation
+from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
+from disagg.router.worker_view import RequestLoad
 
 LOAN_PATIENCE_S = 1.0  # how long to wait for a lender's ticket; then the prefix is computed
 

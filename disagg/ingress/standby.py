@@ -12,7 +12,8 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
-from disagg.router.fleet import Fleet, Pool
+from disagg.router.fleet import Fleet
+from disagg.router.worker_view import Pool
 
 
 class Standby:

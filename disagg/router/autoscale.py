@@ -23,8 +23,8 @@ from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.messages import Role
 from disagg.queueing import QUANTILE, smallest, under_way, wait_s
 from disagg.router.demand import RequestTotals
-from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState
+from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 
 # A queue of prompts of unlike lengths: variance of their seconds over the squared mean.

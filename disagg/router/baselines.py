@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from disagg.messages import GenerateRequest
-from disagg.router.fleet import FleetView, WorkerView
-from disagg.router.policy import ChooseRoute, choose_route, eligible, held_tokens
+from disagg.router.fleet import FleetView
+from disagg.router.policy import ChooseRoute, choose_route
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
+from disagg.router.shortlist import eligible, held_tokens
+from disagg.router.worker_view import WorkerView
 
 # One of some workers of one pool, which are never none. `held`: leading tokens by worker.
 Pick = Callable[[Sequence[WorkerView], Mapping[str, int], random.Random], WorkerView]
@@ -25,6 +28,8 @@ def new_policy(name: str) -> ChooseRoute:
     """A policy of `POLICIES`, with a state of its own. Raises `KeyError`."""
     if name in (OURS, FIXED_ROLES):
         return choose_route
+    if name == ALL_WORKERS:
+        return partial(choose_route, looks_at_all=True)
     return _picking(name, *_PICKS[name]())
 
 
@@ -86,6 +91,7 @@ def _most_held(
 
 OURS = "predicted-seconds"
 FIXED_ROLES = "fixed-roles"  # ours, of requests that come without SLOs
+ALL_WORKERS = "all-workers"  # ours, which looks at all workers of a large fleet too
 _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "round-robin": lambda: (_turns(), _turns()),
     "random": lambda: (_any, _any),
@@ -93,4 +99,4 @@ _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "least-loaded": lambda: (_least_loaded, _least_loaded),
     "prefix-only": lambda: (_most_held, _least_loaded),
 }
-POLICIES = (OURS, FIXED_ROLES, *_PICKS)
+POLICIES = (OURS, FIXED_ROLES, ALL_WORKERS, *_PICKS)

@@ -19,8 +19,8 @@ from disagg.router.costs import (
     transfer_s,
     with_loan,
 )
-from disagg.router.fleet import WorkerView, host_id
 from disagg.router.route import Candidate
+from disagg.router.worker_view import WorkerView, host_id
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
 NUM_BORROWERS = 2  # cheapest workers for which a loan is considered

@@ -14,7 +14,8 @@ import msgspec
 from disagg.config import CascadeConfig, Signal
 from disagg.messages import TokenLogprobs
 from disagg.router.costs import decode_cost, prefill_cost
-from disagg.router.fleet import FleetView, WorkerView
+from disagg.router.fleet import FleetView
+from disagg.router.worker_view import WorkerView
 
 # What each signal needs beside the chosen token's own log-probability.
 NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}

@@ -16,14 +16,13 @@ count requests, so they need no tuning for another model or machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
 from disagg.messages import HostCounts
-from disagg.router.fleet import WorkerView
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
 from disagg.router.slack import AddedStream, added_stream
+from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 
 # A prompt on a decode worker is charged for delaying at least one stream, even if none runs there:
@@ -132,6 +131,19 @@ def prefill_cost(
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
+def prefill_estimate(worker: WorkerView) -> tuple[float, float]:
+    """About what `prefill_cost` would say: seconds for any prompt, and for each uncached token."""
+    _, per_token_s, per_attended_s, _, _ = worker.times.coefficients
+    backlog = worker.backlog
+    num_delayed = 0
+    if worker.record.role == "decode":
+        num_delayed = worker.num_decoding if worker.tpot_slo_s == math.inf else 0
+        num_delayed = num_delayed or NUM_STREAMS_EXPECTED
+    step_s = backlog.step_s / backlog.num_at_once
+    token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
+    return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
+
+
 def with_loan(
     cost: PrefillCost,
     lender: WorkerView,
@@ -191,14 +203,14 @@ def _with_host(
     return num_cached, 0.0
 
 
-def requests_behind(pool: Sequence[WorkerView], num_held: float = 0.0) -> float:
+def requests_behind(num_prompts: int, num_workers: int, num_held: float = 0.0) -> float:
     """How many later requests a new prompt delays in its pool by its own computing time.
 
     Args:
+        num_prompts: that wait on the pool's workers or are computed.
         num_held: requests per worker that wait in the ingress.
     """
-    num_queued = sum(each.backlog.num_prompts for each in pool)
-    return NUM_BEHIND_PER_QUEUED * (num_queued / len(pool) + num_held)
+    return NUM_BEHIND_PER_QUEUED * (num_prompts / num_workers + num_held)
 
 
 def decode_cost(

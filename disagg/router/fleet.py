@@ -1,4 +1,4 @@
-"""What one ingress knows about all workers: an immutable `FleetView` for decisions.
+"""What one ingress knows about all workers: a `FleetView` for decisions.
 
 `Fleet` observes the links and keeps the view. A worker is in the view from its snapshot until its
 link ends. A view combines what workers report with what this ingress has sent them since
@@ -12,28 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
 
 import msgspec
 
 from disagg.blocks import BlockHash
-from disagg.messages import (
-    HostCounts,
-    KVEvent,
-    Role,
-    StepCosts,
-    TransferFigure,
-    WorkerRecord,
-    WorkerStatus,
-)
-from disagg.router.backlog import Backlog
+from disagg.messages import KVEvent, StepCosts, WorkerRecord, WorkerStatus
 from disagg.router.output_length import LatenessFactors, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.probes import Probes
-from disagg.router.slack import Streams
+from disagg.router.worker_pools import ModelPools
+from disagg.router.worker_view import Pool, RequestLoad, WorkerView, host_id
 from disagg.time_model import StepTimeModel
-
-Pool: TypeAlias = tuple[str, Role]  # model and role
 
 # Reports after which a reservation ends: that of the step in which the request arrives, and the
 # first one that includes it. Another report may be in flight when the request is sent. Waiting for
@@ -42,80 +31,23 @@ Pool: TypeAlias = tuple[str, Role]  # model and role
 NUM_STATUSES_UNTIL_SEEN = 2
 
 
-class RequestLoad(msgspec.Struct, frozen=True):
-    """What a request adds to a worker."""
-
-    num_uncomputed_tokens: int = 0  # to prefill
-    num_sequences: int = 0  # to decode
-    num_context_tokens: int = 0  # that decoding reads, and that need blocks
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """One worker at one moment, with the requests that are on their way to it."""
-
-    worker_id: str
-    record: WorkerRecord
-    times: StepTimeModel
-    num_waiting: int  # sequences that have tokens to prefill
-    num_uncomputed_tokens: int
-    num_decoding: int
-    num_context_tokens: int
-    num_free_blocks: int
-    backlog: Backlog
-    accepting: bool
-    transfers: tuple[TransferFigure, ...]  # measured pulls, by source
-    host: HostCounts | None = None  # measured loads from its host memory; None: it has none
-    began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
-    tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
-    streams: Streams | None = None  # None: its model has no TPOT SLO
-
-    @classmethod
-    def of(
-        cls,
-        record: WorkerRecord,
-        status: WorkerStatus,
-        coming: RequestLoad,
-        times: StepTimeModel,
-        began_s: float = math.inf,
-        tpot_slo_s: float = math.inf,
-    ) -> WorkerView:
-        blocks_coming = -(-coming.num_context_tokens // record.block_size)
-        num_waiting = status.num_waiting + (coming.num_uncomputed_tokens > 0)
-        num_uncomputed = status.num_uncomputed_tokens + coming.num_uncomputed_tokens
-        num_decoding = status.num_running + coming.num_sequences
-        num_context = status.num_context_tokens + coming.num_context_tokens
-        # Without TPOT SLOs, a running prompt delays other sequences as a decoding one does.
-        num_beside, streams = num_decoding, None
-        if tpot_slo_s != math.inf:
-            num_beside = status.num_running - status.num_prefilling
-            num_streams = num_decoding - status.num_leaving
-            streams = Streams.of(times, tpot_slo_s, num_streams, num_context)
-        return cls(
-            record.worker_id,
-            record,
-            times,
-            num_waiting,
-            num_uncomputed,
-            num_decoding,
-            num_context,
-            status.num_free_blocks - blocks_coming,
-            Backlog.of(times, num_waiting, num_uncomputed, num_beside, num_context, tpot_slo_s),
-            status.accepting,
-            status.transfers,
-            status.host,
-            began_s,
-            tpot_slo_s,
-            streams,
-        )
-
-
 class FleetView(msgspec.Struct, frozen=True):
-    """All routable workers. Immutable, so a decision sees one state from beginning to end."""
+    """All routable workers, for one decision, which takes no time in which they could change.
+
+    Always current: a copy for each decision would cost more than the decision itself in a fleet of
+    a thousand workers that all report.
+    """
 
     workers: Mapping[str, WorkerView]
     answers: OutputLengths
     delays: LatenessFactors
-    queued: Mapping[str, int] = {}  # requests of each model that wait in this ingress
+    queued: Mapping[str, int]  # requests of each model that wait in this ingress
+    pools: Mapping[str, ModelPools]  # by model
+
+    def num_accepting(self, model: str) -> int:
+        """Workers of a model that take requests."""
+        pools = self.pools.get(model)
+        return 0 if pools is None else pools.num_workers
 
 
 class Reservation:
@@ -227,11 +159,6 @@ class PoolTimes:
 _DEFAULT_TIMES = StepTimeModel()
 
 
-def host_id(worker_id: str) -> str:
-    """The name of a worker's host tier in the prefix index."""
-    return f"{worker_id}/host"
-
-
 class Fleet:
     """Keeps the view and the prefix index current. It is the `LinkObserver` of an ingress.
 
@@ -256,22 +183,21 @@ class Fleet:
         self._records: dict[str, WorkerRecord] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
-        self._has_changed = False  # since the last `view`
         self.answers = OutputLengths()
         self.delays = LatenessFactors()
         self.queued: dict[str, int] = {}  # kept by the admission queue
         # Called with a model when a worker of it begins to take requests.
         self.on_available: list[Callable[[str], None]] = []
-        self._view = FleetView({}, self.answers, self.delays, self.queued)
+        self._pools: dict[str, ModelPools] = {}  # by model
+        self._view = FleetView(
+            MappingProxyType(self._views), self.answers, self.delays, self.queued, self._pools
+        )
 
     def view(self) -> FleetView:
         """All routable workers now."""
         probed = self._probes.next(self._views, self._now())
         if probed is not None:
             self._look_at(probed)
-        if self._has_changed:
-            self._view = FleetView(dict(self._views), self.answers, self.delays, self.queued)
-            self._has_changed = False
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -305,6 +231,7 @@ class Fleet:
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
+        self._leave_pool(record.worker_id)  # of what had that name before
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
@@ -339,16 +266,21 @@ class Fleet:
             self._tell_available(record.model)
 
     def worker_lost(self, worker_id: str) -> None:
+        self._leave_pool(worker_id)
         if self._records.pop(worker_id, None) is None:
             return
         del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
         self._times.drop(worker_id)
         self._probes.drop(worker_id)
-        self._has_changed = True
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
+
+    def _leave_pool(self, worker_id: str) -> None:
+        record = self._records.get(worker_id)
+        if record is not None:
+            self._pools[record.model].drop(worker_id)
 
     def _tell_available(self, model: str) -> None:
         for tell in self.on_available:
@@ -363,4 +295,7 @@ class Fleet:
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
         view = WorkerView.of(record, status, coming, times, began_s, tpot_slo_s)
         self._views[worker_id] = view
-        self._has_changed = True
+        pools = self._pools.get(record.model)
+        if pools is None:
+            pools = self._pools[record.model] = ModelPools(is_shared=tpot_slo_s != math.inf)
+        pools.put(view)

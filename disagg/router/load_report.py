@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from disagg.messages import Role
 from disagg.router.demand import Demand, RequestTotals
-from disagg.router.fleet import Pool
 from disagg.router.pool_state import PoolState
+from disagg.router.worker_view import Pool
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 
 _LOAD_FIELDS = ("num_queued_tokens", "num_decoding", "num_context_tokens")

@@ -7,7 +7,8 @@ prefills for itself may first pull a cached prefix from another worker (a loan),
 than computing it, and than waiting for the worker that has it.
 
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
-transfer, so the few cheapest workers of each side are enough.
+transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet
+(`shortlist`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
 from disagg.router.admission import in_time, lateness_s
 from disagg.router.candidates import (
@@ -32,9 +32,11 @@ from disagg.router.candidates import (
     remote_routes,
 )
 from disagg.router.costs import decode_cost, prefill_cost, requests_behind, transfer_s
-from disagg.router.fleet import FleetView, WorkerView
+from disagg.router.fleet import FleetView
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
+from disagg.router.shortlist import Shortlist, shortlist
+from disagg.router.worker_view import WorkerView
 
 CAUSE_SHARE = 0.25  # share of a route's advantage from which the queue is named as its cause
 NUM_CANDIDATES_KEPT = 6
@@ -66,6 +68,8 @@ def choose_route(
     rng: random.Random,
     exclude: Collection[str] = (),
     ttft_slo_s: float | None = math.inf,
+    *,
+    looks_at_all: bool = False,
 ) -> Route:
     """The cheapest route for `request` among those that are fast enough.
 
@@ -74,49 +78,61 @@ def choose_route(
         exclude: workers that must not get the request (again).
         ttft_slo_s: latest first token; see `admission.in_time`. None: no limit, for a request that
             was admitted before.
+        looks_at_all: at all workers of a large fleet too; see `shortlist`.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
         Overloaded: no route is predicted to meet the request's deadline or the SLO.
         DeadlineExceeded: the request's deadline has passed.
     """
-    prefills, decodes = eligible(request, fleet, now, exclude)
-    decodes = _rotated(decodes, rng)
-    shared = _have_tpot_slo(decodes)  # then every worker may prefill and decode
-    prefills = decodes if shared else _rotated(prefills, rng)
-    held = held_tokens(index, request, decodes)
-    by_prefill = [held.get(worker.worker_id, 0) for worker in prefills]
-    by_decode = [held.get(worker.worker_id, 0) for worker in decodes]
-    num_tokens = len(request.token_ids)
-    lender = _lender([*prefills, *decodes], [*by_prefill, *by_decode], num_tokens)
-    usual = fleet.answers.usual(request.model)
-    num_output = expected_output(request, usual)
-    slos = _slos(request, decodes[0].tpot_slo_s, num_output)
-    prompt = Prompt(num_tokens, held, *lender, now, slos)
-    goals = [
-        decode_cost(worker, num_tokens, num_held, num_output, usual)
-        for worker, num_held in zip(decodes, by_decode, strict=True)
-    ]
-    num_workers = len(decodes) if shared else len(prefills) + len(decodes)
-    num_queued = fleet.queued.get(request.model, 0) / num_workers
-    behind = requests_behind(decodes, num_queued)
-    # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
-    once = _held_once(by_decode) if shared or not prefills else (0, 0)
-    pool = ComputingPool(decodes, by_decode, behind, once, bool(prefills))
-    costs = prefill_costs(pool, prompt)
-    candidates = local_routes(goals, prompt, pool, costs)
-    if prefills:
-        if not shared:
-            behind = requests_behind(prefills, num_queued)
-            pool = ComputingPool(prefills, by_prefill, behind, _held_once(by_prefill), True)
-            costs = prefill_costs(pool, prompt)
-        candidates += remote_routes(goals, prompt, costs)
+    looked_at = shortlist(request, fleet, index, now, rng, exclude, looks_at_all)
+    candidates = _candidates(request, fleet, looked_at, now)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
     delay = fleet.delays.factor(request.model)
     if ttft_slo_s is not None and lateness_s(candidates[0], ttft_slo_s, left_s, delay) > 0.0:
         candidates = in_time(candidates, ttft_slo_s, left_s, delay)
     return _choose(candidates, rng)
+
+
+def _candidates(
+    request: GenerateRequest, fleet: FleetView, looked_at: Shortlist, now: float
+) -> list[Candidate]:
+    prefills, decodes, held, holder = looked_at
+    num_tokens = len(request.token_ids)
+    usual = fleet.answers.usual(request.model)
+    num_output = expected_output(request, usual)
+    slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)
+    lender = _lender(holder, held, num_tokens)
+    prompt = Prompt(num_tokens, held, *lender, now, slos)
+    goals = [
+        decode_cost(worker, num_tokens, num_held, num_output, usual)
+        for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
+    ]
+    num_queued = fleet.queued.get(request.model, 0) / looked_at.num_workers
+    # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
+    has_once = prefills is None or looked_at.is_shared
+    pool = ComputingPool(
+        decodes.workers,
+        decodes.num_held,
+        requests_behind(decodes.num_prompts, decodes.num_workers, num_queued),
+        decodes.held_once if has_once else (0, 0),
+        prefills is not None,
+    )
+    costs = prefill_costs(pool, prompt)
+    candidates = local_routes(goals, prompt, pool, costs)
+    if prefills is None:
+        return candidates
+    if not looked_at.is_shared:
+        pool = ComputingPool(
+            prefills.workers,
+            prefills.num_held,
+            requests_behind(prefills.num_prompts, prefills.num_workers, num_queued),
+            prefills.held_once,
+            True,
+        )
+        costs = prefill_costs(pool, prompt)
+    return candidates + remote_routes(goals, prompt, costs)
 
 
 def choose_decode(
@@ -133,17 +149,15 @@ def choose_decode(
 
     Raises what `choose_route` raises.
     """
-    _, decodes = eligible(request, fleet, now, exclude)
-    held = held_tokens(index, request, decodes)
+    _, decodes, held, _ = shortlist(request, fleet, index, now, rng, exclude)
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
-    slos = _slos(request, decodes[0].tpot_slo_s, num_output)._replace(ttft_s=math.inf)
+    slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)._replace(ttft_s=math.inf)
     prompt = Prompt(num_tokens, held, None, 0, now, slos)
     candidates = []
-    for worker in decodes:
-        num_held = held.get(worker.worker_id, 0)
+    for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True):
         goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
         num_in_host = in_host(worker, held)
         own = prefill_cost(worker, num_tokens, num_held, num_in_host=num_in_host, now=now)
@@ -158,85 +172,28 @@ def choose_decode(
     return _choose(candidates, rng)
 
 
-def eligible(
-    request: GenerateRequest, fleet: FleetView, now: float, exclude: Collection[str]
-) -> tuple[list[WorkerView], list[WorkerView]]:
-    """Workers for remote prefill, and workers that may decode (and prefill for themselves)."""
-    if now >= request.deadline_unix_s:
-        raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
-    prefills: list[WorkerView] = []
-    decodes: list[WorkerView] = []
-    for worker in fleet.workers.values():
-        record = worker.record
-        if record.model != request.model or not worker.accepting or worker.worker_id in exclude:
-            continue
-        (decodes if record.role == "decode" else prefills).append(worker)
-    if _have_tpot_slo([*prefills, *decodes]):
-        both = [*prefills, *decodes]
-        return both, both
-    if decodes:
-        return prefills, decodes
-    if prefills:
-        return [], prefills
-    raise Unavailable(
-        f"No worker of model {request.model!r} takes requests at the moment; try again shortly."
-    )
-
-
-def _have_tpot_slo(workers: Sequence[WorkerView]) -> bool:
-    """Whether the requests of these workers, all of one model, have a TPOT SLO."""
-    return bool(workers) and workers[0].tpot_slo_s != math.inf
-
-
 def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: int) -> Slos:
-    ttft_slo_s = request.ttft_slo_s or math.inf
+    """`usual_tpot_slo_s`: the model's. If it has none, roles are fixed, and the request's own SLO
+    adds no cost."""
     tpot_slo_s = request.tpot_slo_s or usual_tpot_slo_s
-    # If the model has no TPOT SLO, roles are fixed, and the request's own SLO adds no cost.
     has_tpot_slo = math.inf not in (tpot_slo_s, usual_tpot_slo_s)
+    ttft_slo_s = request.ttft_slo_s or math.inf
     first_s = ttft_slo_s if ttft_slo_s != math.inf else 0.0
     each_s = tpot_slo_s if has_tpot_slo else usual_tpot_slo_s
     return Slos(ttft_slo_s, has_tpot_slo, first_s + num_output_tokens * each_s)
 
 
 def _lender(
-    workers: Sequence[WorkerView], num_held: Sequence[int], num_tokens: int
+    holder: WorkerView | None, held: Mapping[str, int], num_tokens: int
 ) -> tuple[WorkerView | None, int]:
-    """The worker with the longest cached prefix, and its usable length: the last token is always
-    computed, since its logits are needed."""
-    most = max(num_held)
-    lender = workers[num_held.index(most)]
-    block_size = lender.record.block_size
-    num_lent = min(most, (num_tokens - 1) // block_size * block_size)
-    return (lender, num_lent) if num_lent else (None, 0)
-
-
-def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
-    """`workers` from a random position on, so that among equal ones not always the same are
-    among the cheapest few."""
-    start = int(rng.random() * len(workers))
-    return workers[start:] + workers[:start]
-
-
-def held_tokens(
-    index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
-) -> Mapping[str, int]:
-    """How many leading tokens of the request each worker of the model has cached.
-
-    The host memory behind a worker's cache is listed under the worker's `host_id`.
-    """
-    if request.scores_prompt:
-        return {}  # or none that helps
-    block_size = workers[0].record.block_size  # one per model
-    return {
-        worker_id: num_blocks * block_size
-        for worker_id, num_blocks in index.match(request.block_hashes).items()
-    }
-
-
-def _held_once(num_held: Sequence[int]) -> tuple[int, int]:
-    """How many leading tokens at least two workers have cached, and how many at least one."""
-    *_, second, most = sorted([0, *num_held])
-    return second, most
+    """Who has the longest cached prefix, and its usable length: the last token is always computed,
+    since its logits are needed."""
+    if holder is None:
+        return None, 0
+    block_size = holder.record.block_size
+    most = (num_tokens - 1) // block_size * block_size
+    num_lent = min(held[holder.worker_id], most)
+    return (holder, num_lent) if num_lent else (None, 0)
 
 
 def expected_output(request: GenerateRequest, usual: float) -> int:

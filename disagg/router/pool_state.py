@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from disagg.messages import WorkerRecord, WorkerStatus
-from disagg.router.fleet import Pool
+from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
+from operator import and_, neg
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
@@ -27,7 +29,8 @@ NAME_NBYTES = 64  # 16 bytes, their header, and what the allocator rounds up to
 ENTRY_NBYTES = NAME_NBYTES + 6 * 20
 EVICTED_AT_ONCE = 1 / 64  # of a shard
 MAX_NUM_MASKS = 1 << 12  # that entries share
-ASKED = 1  # the bit of a hash that was matched since the last eviction
+ASKED = 1  # the bit of a hash that was matched since the last eviction; the lowest bit
+STRIDE = 64  # hashes are looked up so many at a time, until no worker has them all
 
 
 class PrefixIndex:
@@ -63,33 +66,32 @@ class PrefixIndex:
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """How many leading blocks each worker has cached, of workers that have at least one."""
-        leading: dict[str, int] = {}
-        remaining = self._alive
-        if not remaining:
-            return leading
+        return dict(self.find(block_hashes).longest())
+
+    def find(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
+        """The same for few workers of many."""
         shards = self._shards
-        unasked: list[BlockHash] = []
-        before = -1  # the mask of the block before; equal masks are the same object
-        for depth, block_hash in enumerate(block_hashes):
-            mask = shards[block_hash[0]].get(block_hash, 0)
-            if mask is before:
-                continue
-            still = mask & remaining
-            if still != remaining:
-                self._record(leading, remaining ^ still, depth)
-                remaining = still
-                if not still:
-                    break
-            if mask & ASKED:
-                before = mask
-            else:
-                unasked.append(block_hash)
-        else:
-            self._record(leading, remaining, len(block_hashes))
-        for block_hash in unasked:
+        holders: list[int] = []  # of the blocks so far, all of them
+        last = self._alive | ASKED
+        for begin in range(0, len(block_hashes), STRIDE):
+            part = block_hashes[begin : begin + STRIDE]
+            masks = [shards[block_hash[0]].get(block_hash, 0) for block_hash in part]
+            holders += islice(accumulate(masks, and_, initial=last), 1, None)
+            last = holders[-1]
+            if last <= ASKED:  # nobody holds all
+                del holders[bisect_left(holders, True, key=lambda mask: mask <= ASKED) :]
+                break
+        if holders and not holders[-1] & ASKED:
+            self._ask(block_hashes[: len(holders)])
+        return PrefixMatch(holders, self._bits, self._workers)
+
+    def _ask(self, block_hashes: Sequence[BlockHash]) -> None:
+        shards = self._shards
+        for block_hash in block_hashes:
             shard = shards[block_hash[0]]
-            shard[block_hash] = self._shared(shard[block_hash] | ASKED)
-        return leading
+            mask = shard[block_hash]
+            if not mask & ASKED:
+                shard[block_hash] = self._shared(mask | ASKED)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker has exactly these blocks cached."""
@@ -200,23 +202,59 @@ class PrefixIndex:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)
 
-    def _record(self, leading: dict[str, int], mask: int, depth: int) -> None:
-        if not depth:
-            return
-        workers = self._workers
-        if mask in workers:  # the bit of one, as in most cases
-            leading[workers[mask]] = depth
-            return
-        while mask:
-            bit = mask & -mask
-            leading[workers[bit]] = depth
-            mask ^= bit
+
+class PrefixMatch:
+    """How many leading blocks of one prompt workers hold, until the index changes.
+
+    Args:
+        holders: for each number of leading blocks from 1 on, the bits of those that hold so many;
+            somebody holds the last one.
+        bits, workers: of the index.
+    """
+
+    def __init__(
+        self, holders: Sequence[int], bits: Mapping[str, int], workers: Mapping[int, str]
+    ) -> None:
+        self._holders = holders
+        self._bits = bits
+        self._workers = workers
+
+    def num_blocks(self, worker_id: str) -> int:
+        bit, holders = self._bits.get(worker_id, 0), self._holders
+        least, most = 0, len(holders)
+        while least < most:  # faster than `bisect` with a key
+            middle = (least + most) // 2
+            if holders[middle] & bit:
+                least = middle + 1
+            else:
+                most = middle
+        return least
+
+    def longest(self, turn: float = 0.0) -> Iterator[tuple[str, int]]:
+        """Each worker that holds the first block, and how many it holds; most come first.
+
+        Args:
+            turn: from 0 to 1, where equal workers begin, for callers that take only the first few
+        """
+        holders, workers = self._holders, self._workers
+        num_blocks, before = len(holders), 0
+        while num_blocks:
+            mask = holders[num_blocks - 1]
+            new = (mask ^ before) & ~ASKED
+            if new in workers:  # it is one, as in most cases
+                yield workers[new], num_blocks
+            else:
+                shift = int(turn * new.bit_length())
+                late = new & ((1 << shift) - 1)
+                for bit in chain(_bits_of(new ^ late), _bits_of(late)):
+                    yield workers[bit], num_blocks
+            before = mask
+            # Fewer workers hold more blocks, so these numbers become smaller.
+            num_blocks = bisect_left(holders, -mask, hi=num_blocks, key=neg)
 
 
-def _bits_of(mask: int) -> list[int]:
-    bits = []
+def _bits_of(mask: int) -> Iterator[int]:
     while mask:
         bit = mask & -mask
-        bits.append(bit)
+        yield bit
         mask ^= bit
-    return bits

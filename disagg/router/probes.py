@@ -9,16 +9,15 @@ argument.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from itertools import islice
 
 from disagg.messages import StepCosts
+from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
-
-if TYPE_CHECKING:
-    from disagg.router.fleet import WorkerView
 
 NUM_PER_PROBE = 50  # reservations; one request in 50 is slower if the worker is still slow
 SILENT_S = 4.0  # step times reported since then are trusted
+NUM_COMPARED = 64  # workers of a pool, whose fastest is found: a decision waits for it
 
 
 class Probes:
@@ -31,13 +30,14 @@ class Probes:
     def __init__(self) -> None:
         self.trusted: dict[str, StepTimeModel] = {}
         self._num_observed: dict[str, int] = {}
-        self._learned_s: dict[str, float] = {}
+        self._learned_s: dict[str, float] = {}  # longest ago first
         self._num_reserved = 0
 
     def heard(self, worker_id: str, costs: StepCosts | None, now: float) -> None:
         num_observed = costs.num_observed if costs is not None else 0
         if self._num_observed.get(worker_id) != num_observed:
             self._num_observed[worker_id] = num_observed
+            self._learned_s.pop(worker_id, None)
             self._learned_s[worker_id] = now
             self.trusted.pop(worker_id, None)
 
@@ -53,20 +53,24 @@ class Probes:
         if self._num_reserved < NUM_PER_PROBE:
             return None
         self._num_reserved = 0
-        silent = [each for each in workers.values() if self._is_silent(each, now)]
-        if not silent:
+        chosen = self._longest_silent(workers, now)
+        if chosen is None:
             return None
-        chosen = min(silent, key=lambda each: self._learned_s[each.worker_id])
         pool = (chosen.record.model, chosen.record.role)
         alike = (each for each in workers.values() if (each.record.model, each.record.role) == pool)
-        self.trusted[chosen.worker_id] = min((each.times for each in alike), key=_chunk_s)
+        times = [each.times for each in islice(alike, NUM_COMPARED)]
+        self.trusted[chosen.worker_id] = min([*times, chosen.times], key=_chunk_s)
         return chosen.worker_id
 
-    def _is_silent(self, worker: WorkerView, now: float) -> bool:
-        """Whether it takes requests and is believed by what it said long ago."""
-        if not worker.accepting or worker.worker_id in self.trusted:
-            return False
-        return now - self._learned_s.get(worker.worker_id, now) >= SILENT_S
+    def _longest_silent(self, workers: Mapping[str, WorkerView], now: float) -> WorkerView | None:
+        """Of the workers that take requests and are not under probe."""
+        for worker_id, learned_s in self._learned_s.items():
+            if now - learned_s < SILENT_S:
+                return None
+            worker = workers.get(worker_id)
+            if worker is not None and worker.accepting and worker_id not in self.trusted:
+                return worker
+        return None
 
 
 def _chunk_s(times: StepTimeModel) -> float:

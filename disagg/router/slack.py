@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
 
 if TYPE_CHECKING:
-    from disagg.router.fleet import WorkerView
+    from disagg.router.worker_view import WorkerView
 
 
 class Streams(NamedTuple):

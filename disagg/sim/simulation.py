@@ -30,9 +30,10 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.autoscale import pools
-from disagg.router.baselines import OURS, new_policy
+from disagg.router.baselines import ALL_WORKERS, OURS, new_policy
 from disagg.router.cascade import Attempt
-from disagg.router.fleet import Fleet, FleetView, Pool
+from disagg.router.fleet import Fleet, FleetView
+from disagg.router.worker_view import Pool
 from disagg.sim import virtual_time
 from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import Fault, SimConfig
@@ -81,7 +82,7 @@ class _Simulation:
         tiers = config.tiers
         ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
         self._slo_s = (ttft_slo_s, config.tpot_slo_s)
-        if config.policy != OURS:  # others do not know of it
+        if config.policy not in (OURS, ALL_WORKERS):  # others do not know of it
             self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
         self._fleet = _WatchedFleet({tier.name: self._slo_s[1] for tier in tiers})
         times = TransferTimeModel(config.latency_s, config.bytes_per_s)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from disagg.ingress.standby import Standby
 from disagg.messages import WorkerStatus
-from disagg.router.fleet import Fleet, Pool
+from disagg.router.fleet import Fleet
+from disagg.router.worker_view import Pool
 from tests.links.fakes import make_record
 
 IDLE = WorkerStatus(num_blocks=64, num_free_blocks=64)

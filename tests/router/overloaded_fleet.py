@@ -21,9 +21,10 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken, StepPlan
 from disagg.errors import Overloaded
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.router.fleet import Fleet, RequestLoad, Reservation
+from disagg.router.fleet import Fleet, Reservation
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate
+from disagg.router.worker_view import RequestLoad
 from disagg.time_model import StepTimeFit, StepTimeModel
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_record, make_status
 

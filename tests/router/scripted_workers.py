@@ -17,7 +17,8 @@ from disagg.errors import (
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.router.fleet import Fleet, RequestLoad
+from disagg.router.fleet import Fleet
+from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import BLOCK_SIZE, make_status
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from disagg.errors import Overloaded
 from disagg.router.admission import in_time
-from disagg.router.fleet import Fleet, RequestLoad
+from disagg.router.fleet import Fleet
 from disagg.router.output_length import USUAL_DELAY
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
+from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disagg.router.backlog import Backlog
 from disagg.router.costs import prefill_cost
-from disagg.router.fleet import RequestLoad, WorkerView
+from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
 

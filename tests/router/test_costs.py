@@ -14,7 +14,7 @@ from disagg.router.costs import (
     requests_behind,
     transfer_s,
 )
-from disagg.router.fleet import RequestLoad, WorkerView
+from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import make_record, make_status
 
@@ -119,8 +119,8 @@ def test_a_decode_worker_is_kept_clear_even_when_idle() -> None:
 def test_those_who_come_behind_wait_for_what_is_computed() -> None:
     alone_s = view("p0").times.prefill_s(1000)
     busy = view("p1", make_status(num_waiting=2, num_uncomputed_tokens=3000))
-    assert requests_behind([view("p0")]) == 0.0
-    behind = requests_behind([view("p0"), busy])
+    assert requests_behind(0, 1) == 0.0
+    behind = requests_behind(busy.backlog.num_prompts, 2)
     assert behind == 3.0  # two wait and one is computed, in a pool of two
     assert prefill_cost(view("p0"), 1000, 0, behind).harm_s == pytest.approx(3.0 * alone_s)
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from disagg.messages import StepCosts
-from disagg.router.fleet import Fleet, RequestLoad
+from disagg.router.fleet import Fleet
 from disagg.router.probes import NUM_PER_PROBE, SILENT_S
+from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import COSTS, make_record, make_status
 
 SLOW = tuple(3 * each for each in COSTS.coefficients)

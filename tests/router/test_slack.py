@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from disagg.router.fleet import Fleet, WorkerView
+from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
 from disagg.router.slack import added_stream
+from disagg.router.worker_view import WorkerView
 from tests.router.fakes import COSTS, make_record, make_request, make_status
 
 TIGHT_S, LOOSE_S = 0.0125, 0.2  # a step without prompts takes 10 ms

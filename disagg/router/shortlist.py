@@ -1,0 +1,274 @@
+"""Which workers a routing decision looks at: all of a small fleet, some of a large one.
+
+The cost of a decision must not grow with the fleet. So of a large one it looks at the workers that
+hold most of the prompt, at those where a usual request is cheapest (`router/worker_pools.py`), and
+at a few random ones, so that none is overlooked for ever. What depends on all workers, the queue
+of a pool and who else has the prefix, is known without looking at each.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from disagg.errors import DeadlineExceeded, Unavailable
+from disagg.messages import GenerateRequest
+from disagg.router.fleet import FleetView
+from disagg.router.prefix_index import PrefixIndex, PrefixMatch
+from disagg.router.worker_pools import ModelPools, Ranking, WorkerPool
+from disagg.router.worker_view import WorkerView, host_id, worker_of
+
+# Of each pool of a large fleet.
+NUM_CHEAPEST = 6  # of each ranking
+NUM_DEEPEST = 2  # that hold most of the prompt
+NUM_HITS = 4  # the cheapest for it, of the next ones
+NUM_HITS_SEEN = 24
+NUM_RANDOM = 2
+
+
+class Side(NamedTuple):
+    """Workers that may do one part of a request, prefill or decode.
+
+    workers: those that the decision looks at.
+    num_held: leading tokens of the prompt that each of these has cached.
+    held_once: how many leading tokens at least two of the whole pool have cached, and at least one.
+    num_prompts, num_workers: of the whole pool.
+    """
+
+    workers: Sequence[WorkerView]
+    num_held: Sequence[int]
+    held_once: tuple[int, int]
+    num_prompts: int
+    num_workers: int
+
+
+class Shortlist(NamedTuple):
+    """What a decision looks at.
+
+    prefills: for remote prefill; None: there is no worker for it. It is `decodes` where every
+        worker may do both.
+    held: leading tokens by name in the index, of the workers above and of some others.
+    holder: has the longest cached prefix; None: nobody has one.
+    """
+
+    prefills: Side | None
+    decodes: Side
+    held: Mapping[str, int]
+    holder: WorkerView | None
+
+    @property
+    def is_shared(self) -> bool:
+        return self.prefills is self.decodes
+
+    @property
+    def num_workers(self) -> int:
+        """Of the model."""
+        if self.prefills is None or self.is_shared:
+            return self.decodes.num_workers
+        return self.prefills.num_workers + self.decodes.num_workers
+
+
+def shortlist(
+    request: GenerateRequest,
+    fleet: FleetView,
+    index: PrefixIndex,
+    now: float,
+    rng: random.Random,
+    exclude: Collection[str] = (),
+    looks_at_all: bool = False,
+) -> Shortlist:
+    """The workers to look at.
+
+    Args:
+        now: Unix time in seconds.
+        exclude: workers that must not be asked (again). All others are looked at then.
+        looks_at_all: also in a large fleet.
+
+    Raises:
+        Unavailable: no worker of the request's model takes requests.
+        DeadlineExceeded: the request's deadline has passed.
+    """
+    pools = fleet.pools.get(request.model)
+    if pools is None or not pools.is_large or exclude or looks_at_all:
+        return _of_all(request, fleet, index, now, rng, exclude)
+    check_deadline(request, now)
+    return _of_some(request, fleet, index, pools, rng)
+
+
+def eligible(
+    request: GenerateRequest, fleet: FleetView, now: float, exclude: Collection[str]
+) -> tuple[list[WorkerView], list[WorkerView]]:
+    """All workers for remote prefill, and all that may decode (and prefill for themselves)."""
+    check_deadline(request, now)
+    prefills: list[WorkerView] = []
+    decodes: list[WorkerView] = []
+    for worker in fleet.workers.values():
+        record = worker.record
+        if record.model != request.model or not worker.accepting or worker.worker_id in exclude:
+            continue
+        (decodes if record.role == "decode" else prefills).append(worker)
+    if not prefills and not decodes:
+        raise Unavailable(
+            f"No worker of model {request.model!r} takes requests at the moment; try again shortly."
+        )
+    if (decodes or prefills)[0].tpot_slo_s != math.inf:  # one per model
+        both = [*prefills, *decodes]
+        return both, both
+    return (prefills, decodes) if decodes else ([], prefills)
+
+
+def check_deadline(request: GenerateRequest, now: float) -> None:
+    """Raises `DeadlineExceeded`."""
+    if now >= request.deadline_unix_s:
+        raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
+
+
+def held_tokens(
+    index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
+) -> Mapping[str, int]:
+    """Leading tokens of the request that each worker of the model holds KV of.
+
+    What lies in the host memory behind a worker's cache is under its `host_id`.
+    """
+    if request.scores_prompt:
+        return {}  # or none that helps
+    block_size = workers[0].record.block_size  # one per model
+    return {
+        worker_id: num_blocks * block_size
+        for worker_id, num_blocks in index.match(request.block_hashes).items()
+    }
+
+
+def _of_all(
+    request: GenerateRequest,
+    fleet: FleetView,
+    index: PrefixIndex,
+    now: float,
+    rng: random.Random,
+    exclude: Collection[str],
+) -> Shortlist:
+    prefills, decodes = eligible(request, fleet, now, exclude)
+    is_shared = prefills is decodes
+    decodes = _rotated(decodes, rng)
+    held = held_tokens(index, request, decodes)
+    side = other = _whole(decodes, held)
+    workers = decodes
+    if not is_shared:
+        prefills = _rotated(prefills, rng)
+        other = _whole(prefills, held)
+        workers = [*prefills, *decodes]
+    return Shortlist(other if prefills else None, side, held, _holder(workers, held))
+
+
+def _whole(workers: Sequence[WorkerView], held: Mapping[str, int]) -> Side:
+    num_held = [held.get(worker.worker_id, 0) for worker in workers]
+    num_prompts = sum([worker.backlog.num_prompts for worker in workers])
+    return Side(workers, num_held, _held_once(num_held), num_prompts, len(workers))
+
+
+def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
+    """So that cutting off the cheapest few does not always prefer the same ones among equals."""
+    start = int(rng.random() * len(workers))
+    return workers[start:] + workers[:start]
+
+
+def _held_once(num_held: Iterable[int]) -> tuple[int, int]:
+    """How many leading tokens at least two workers hold, and how many at least one."""
+    *_, second, most = sorted([0, 0, *num_held])
+    return second, most
+
+
+def _holder(workers: Iterable[WorkerView], held: Mapping[str, int]) -> WorkerView | None:
+    most, holder = 0, None
+    for worker in workers:
+        num_held = held.get(worker.worker_id, 0)
+        if num_held > most:
+            most, holder = num_held, worker
+    return holder
+
+
+def _of_some(
+    request: GenerateRequest,
+    fleet: FleetView,
+    index: PrefixIndex,
+    pools: ModelPools,
+    rng: random.Random,
+) -> Shortlist:
+    """Of a large fleet."""
+    workers, prefill, decode = fleet.workers, pools.prefill, pools.decode
+    block_size = workers[(decode.names or prefill.names)[0]].record.block_size  # one per model
+    found = index.find(() if request.scores_prompt else request.block_hashes)
+    some = _Some(workers, found, len(request.token_ids), block_size, rng)
+    prefills: Side | None
+    if prefill is decode:
+        decodes = prefills = some.of(decode, decode.by_prefill, decode.by_decode, decode.by_both)
+    elif not len(decode):
+        decodes, prefills = some.of(prefill, prefill.by_both), None
+    else:
+        decodes = some.of(decode, decode.by_decode, decode.by_both)
+        prefills = some.of(prefill, prefill.by_prefill) if len(prefill) else None
+    holders = [workers[name] for name in some.hits if name in prefill or name in decode]
+    return Shortlist(prefills, decodes, some.held, _holder(holders, some.held))
+
+
+class _Some:
+    """Finds the workers that one decision looks at, pool by pool.
+
+    Attributes:
+        held: leading tokens by name in the index, of those that hold most and of all looked at.
+        hits: workers of any pool that hold most of the prompt, in their cache or behind it.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[str, WorkerView],
+        found: PrefixMatch,
+        num_tokens: int,
+        block_size: int,
+        rng: random.Random,
+    ) -> None:
+        self._workers = workers
+        self._found = found
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+        self._rng = rng
+        self.held: dict[str, int] = {}
+        self.hits: dict[str, int] = {}
+        for name, num_blocks in islice(found.longest(rng.random()), NUM_HITS_SEEN):
+            self.held[name] = num_blocks * block_size
+            self.hits.setdefault(worker_of(name), self.held[name])
+
+    def of(self, pool: WorkerPool, *rankings: Ranking) -> Side:
+        workers, rng, held = self._workers, self._rng, self.held
+        hits = [name for name in self.hits if name in pool]
+        names = sorted(hits, key=lambda name: self._prefill_s(pool, name))[:NUM_HITS]
+        names += hits[:NUM_DEEPEST]
+        for ranking in rankings:
+            names += ranking.cheapest(NUM_CHEAPEST, rng)
+        names += rng.choices(pool.names, k=NUM_RANDOM)
+        looked_at = dict.fromkeys(names)
+        num_held = [self._held_by(workers[name]) for name in looked_at]
+        others = [held[name] for name in hits if name in held and name not in looked_at]
+        once = _held_once([*num_held, *others])
+        return Side(
+            [workers[name] for name in looked_at], num_held, once, pool.num_prompts, len(pool)
+        )
+
+    def _prefill_s(self, pool: WorkerPool, name: str) -> float:
+        any_s, token_s = pool.prefill_estimates[name]
+        return any_s + token_s * (self._num_tokens - self.hits[name])
+
+    def _held_by(self, worker: WorkerView) -> int:
+        """Leading tokens in its cache. Those in the host memory behind it are looked up too."""
+        if worker.host is not None:
+            self._look_up(host_id(worker.worker_id))
+        return self._look_up(worker.worker_id)
+
+    def _look_up(self, name: str) -> int:
+        num_tokens = self.held.get(name)
+        if num_tokens is None:
+            num_tokens = self.held[name] = self._found.num_blocks(name) * self._block_size
+        return num_tokens

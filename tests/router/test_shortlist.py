@@ -1,0 +1,167 @@
+"""Decisions in large fleets look at few workers, and are as good as if they looked at all."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from disagg.errors import DeadlineExceeded, Unavailable
+from disagg.messages import GenerateRequest, HostCounts, KVEvent
+from disagg.router.fleet import Fleet
+from disagg.router.policy import choose_decode, choose_route
+from disagg.router.route import Route
+from disagg.router.shortlist import NUM_CHEAPEST, NUM_HITS, NUM_RANDOM, shortlist
+from disagg.router.worker_pools import NUM_ALL_LOOKED_AT
+from tests.router.fakes import make_record, make_request, make_status
+
+NUM_WORKERS = 300
+SLOS_S = (math.inf, 0.05)
+
+
+def busy_fleet(
+    tpot_slo_s: float, rng: random.Random, num_workers: int = NUM_WORKERS, roles: str = "pd"
+) -> Fleet:
+    fleet = Fleet(tpot_slo_s={"toy": tpot_slo_s})
+    for number in range(num_workers):
+        name = f"{roles[number % len(roles)]}{number}"
+        fleet.worker_synced(make_record(name, max_num_seqs=64), [], make_status())
+        load(fleet, name, rng)
+    return fleet
+
+
+def load(fleet: Fleet, name: str, rng: random.Random) -> None:
+    num_running, num_waiting = rng.randrange(2, 32), rng.randrange(4)
+    status = make_status(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_uncomputed_tokens=2000 * num_waiting + rng.randrange(2000),
+        num_context_tokens=1000 * num_running,
+    )
+    fleet.worker_stepped(name, (), status)
+
+
+def choose(fleet: Fleet, request: GenerateRequest, seed: int = 0, at_all: bool = False) -> Route:
+    rng = random.Random(seed)
+    return choose_route(request, fleet.view(), fleet.index, 0.0, rng, looks_at_all=at_all)
+
+
+@pytest.mark.parametrize("tpot_slo_s", SLOS_S)
+@pytest.mark.parametrize("roles", ["pd", "pppd", "p", "d"])
+def test_routes_cost_what_they_would_if_all_workers_were_looked_at(
+    tpot_slo_s: float, roles: str
+) -> None:
+    rng = random.Random(3)
+    fleet = busy_fleet(tpot_slo_s, rng, roles=roles)
+    cost_s, least_s = 0.0, 0.0
+    for turn in range(60):
+        start = 10_000 * turn
+        num_tokens = rng.choice((50, 500, 4000))
+        request = make_request(token_ids=tuple(range(start, start + num_tokens)))
+        for name in rng.sample([*fleet.view().workers], 5):
+            num_held = rng.randrange(len(request.block_hashes) + 1)
+            stored = KVEvent("stored", request.block_hashes[:num_held])
+            fleet.worker_stepped(name, [stored], fleet._statuses[name])
+        cost_s += choose(fleet, request, turn).chosen.total_s
+        least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
+        load(fleet, rng.choice([*fleet.view().workers]), rng)
+    assert cost_s == pytest.approx(least_s, rel=0.03)
+
+
+@pytest.mark.parametrize("tpot_slo_s", SLOS_S)
+def test_it_looks_at_few_however_many_there_are(tpot_slo_s: float) -> None:
+    fleet = busy_fleet(tpot_slo_s, random.Random(4))
+    request = make_request(500)
+    seen = shortlist(request, fleet.view(), fleet.index, 0.0, random.Random(0))
+    assert seen.num_workers == NUM_WORKERS
+    assert len(seen.decodes.workers) <= 3 * NUM_CHEAPEST + NUM_HITS + NUM_RANDOM
+    all_seen = shortlist(request, fleet.view(), fleet.index, 0.0, random.Random(0), (), True)
+    assert (
+        len({each.worker_id for each in all_seen.decodes.workers}) == all_seen.decodes.num_workers
+    )
+    for of_some, of_all in zip(seen[:2], all_seen[:2], strict=True):
+        assert of_some is not None and of_all is not None
+        assert of_some.num_prompts == of_all.num_prompts
+        assert of_some.num_workers == of_all.num_workers
+
+
+@pytest.mark.parametrize("tpot_slo_s", SLOS_S)
+def test_in_a_small_fleet_it_looks_at_all(tpot_slo_s: float) -> None:
+    rng = random.Random(5)
+    fleet = busy_fleet(tpot_slo_s, rng, NUM_ALL_LOOKED_AT)
+    for seed in range(20):
+        request = make_request(rng.choice((50, 500, 4000)))
+        assert choose(fleet, request, seed) == choose(fleet, request, seed, at_all=True)
+
+
+@pytest.mark.parametrize("tpot_slo_s", SLOS_S)
+def test_the_holder_of_the_prompt_is_found_however_busy(tpot_slo_s: float) -> None:
+    rng = random.Random(6)
+    fleet = busy_fleet(tpot_slo_s, rng)
+    request = make_request(8000)
+    fleet.worker_stepped(
+        "d7",
+        [KVEvent("stored", request.block_hashes)],
+        make_status(num_running=30, num_context_tokens=30_000, num_waiting=1),
+    )
+    for name in [*fleet.view().workers][100:200]:  # a system prompt
+        stored = KVEvent("stored", request.block_hashes[:4])
+        fleet.worker_stepped(name, [stored], fleet._statuses[name])
+    seen = shortlist(request, fleet.view(), fleet.index, 0.0, rng)
+    assert seen.holder is not None and seen.holder.worker_id == "d7"
+    assert "d7" in [worker.worker_id for worker in seen.decodes.workers]
+    assert seen.decodes.held_once == (64, 8000)
+    assert all(
+        seen.held[each.worker_id] == num_held
+        for each, num_held in zip(seen.decodes.workers, seen.decodes.num_held, strict=True)
+    )
+
+
+def test_a_prompt_behind_a_cache_is_found_too() -> None:
+    fleet = busy_fleet(math.inf, random.Random(7))
+    request = make_request(4000)
+    status = make_status(host=HostCounts(latency_s=1e-3, block_s=1e-5))
+    fleet.worker_synced(make_record("d7"), [], status)
+    fleet.worker_stepped("d7", [KVEvent("stored", request.block_hashes, "host")], status)
+    route = choose(fleet, request)
+    assert (route.prefill, route.decode, route.num_cached_tokens) == (None, "d7", 3999)
+
+
+def test_every_worker_is_looked_at_now_and_then() -> None:
+    """One that is wrongly believed to be slow would never show that it is not."""
+    fleet, rng = busy_fleet(math.inf, random.Random(8), 40), random.Random(9)
+    seen: set[str] = set()
+    for _ in range(400):
+        found = shortlist(make_request(100), fleet.view(), fleet.index, 0.0, rng)
+        assert found.prefills is not None
+        for side in (found.prefills, found.decodes):
+            seen.update(worker.worker_id for worker in side.workers)
+    assert seen == set(fleet.view().workers)
+
+
+def test_excluded_workers_are_not_looked_at() -> None:
+    fleet = busy_fleet(math.inf, random.Random(10))
+    request = make_request(500)
+    best = choose(fleet, request)
+    exclude = [each for each in (best.prefill, best.decode) if each is not None]
+    route = choose_route(request, fleet.view(), fleet.index, 0.0, random.Random(0), exclude)
+    assert route.prefill not in exclude and route.decode not in exclude
+
+
+def test_finished_kv_goes_to_one_of_the_cheapest_of_many() -> None:
+    fleet = busy_fleet(math.inf, random.Random(11))
+    fleet.worker_stepped("d5", (), make_status())  # the only idle one
+    request = make_request(2000)
+    told = fleet.view(), fleet.index, 0.0, random.Random(0)
+    assert choose_decode(request, "p0", 1999, *told).decode == "d5"
+
+
+def test_a_large_fleet_of_another_model_changes_nothing() -> None:
+    fleet = busy_fleet(math.inf, random.Random(12))
+    fleet.worker_synced(make_record("d-other", model="other"), [], make_status())
+    assert choose(fleet, make_request(100, model="other")).decode == "d-other"
+    with pytest.raises(Unavailable):
+        choose(fleet, make_request(100, model="none"))
+    with pytest.raises(DeadlineExceeded):
+        choose(fleet, make_request(100, deadline_unix_s=0.0))

@@ -1,0 +1,124 @@
+"""Rankings agree with sorting, and pools with what is known of their workers."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.messages import StepCosts
+from disagg.router.fleet import Fleet
+from disagg.router.worker_pools import BUCKETS_PER_OCTAVE, NUM_ALL_LOOKED_AT, Ranking
+from disagg.router.worker_view import RequestLoad
+from tests.router.fakes import COSTS, make_record, make_status
+
+STEP = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)  # what places are exact to
+
+
+@settings(deadline=None)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.none() | st.floats(1e-4, 1e4)), max_size=60
+    ),
+    number=st.integers(1, 10),
+    seed=st.integers(0, 9),
+)
+def test_the_cheapest_are_those_of_a_sorted_list(
+    changes: list[tuple[str, float | None]], number: int, seed: int
+) -> None:
+    ranking = Ranking()
+    costs: dict[str, float] = {}
+    for name, cost_s in changes:
+        if cost_s is not None:
+            costs[name] = cost_s
+            ranking.put(name, cost_s)
+        elif costs.pop(name, None) is not None:
+            ranking.drop(name)
+    found = ranking.cheapest(number, random.Random(seed))
+    assert len(found) == len(set(found)) == min(number, len(costs))
+    found_s, least_s = sorted(costs[name] for name in found), sorted(costs.values())[:number]
+    assert all(
+        cost_s <= least * STEP * 1.01 for cost_s, least in zip(found_s, least_s, strict=True)
+    )
+
+
+def test_among_equals_all_are_found_in_turn() -> None:
+    ranking, rng = Ranking(), random.Random(0)
+    for number in range(100):
+        ranking.put(f"w{number}", 1.0)
+    assert len({name for _ in range(200) for name in ranking.cheapest(3, rng)}) == 100
+
+
+def test_no_cost_is_too_small_or_too_large_for_a_place() -> None:
+    ranking = Ranking()
+    for number, cost_s in enumerate((1e300, 0.0, 1.0, float("inf"))):
+        ranking.put(str(number), cost_s)
+    assert ranking.cheapest(2, random.Random(0)) == ["1", "2"]
+
+
+def large_fleet(tpot_slo_s: float = float("inf")) -> Fleet:
+    """Half of the workers prefill; one more makes it large."""
+    fleet = Fleet(tpot_slo_s={"toy": tpot_slo_s})
+    for number in range(NUM_ALL_LOOKED_AT):
+        fleet.worker_synced(make_record(f"{'dp'[number % 2]}{number}"), [], make_status())
+    return fleet
+
+
+def test_pools_know_their_workers_and_queues_whatever_happens() -> None:
+    rng, fleet = random.Random(1), large_fleet()
+    names = [*fleet.view().workers, "d-new", "p-new"]
+    for _ in range(2000):
+        name = rng.choice(names)
+        known = name in fleet.view().workers
+        event = rng.randrange(6)
+        status = make_status(
+            accepting=rng.random() < 0.9,
+            num_waiting=rng.randrange(4),
+            num_uncomputed_tokens=rng.choice((0, 5000)),
+        )
+        if event == 0 and known:
+            fleet.worker_lost(name)
+        elif event == 1 and known:
+            fleet.reserve(name, RequestLoad(100, 1, 100))
+        elif known:
+            fleet.worker_stepped(name, (), status)
+        else:
+            fleet.worker_synced(make_record(name), [], status)
+        view = fleet.view()
+        pools, accepting = view.pools["toy"], [w for w in view.workers.values() if w.accepting]
+        assert pools.num_workers == len(accepting)
+        assert pools.is_large == (len(accepting) > NUM_ALL_LOOKED_AT)
+        for role, pool in (("prefill", pools.prefill), ("decode", pools.decode)):
+            members = [worker for worker in accepting if worker.record.role == role]
+            assert sorted(pool.names) == sorted(worker.worker_id for worker in members)
+            assert pool.num_prompts == sum(worker.backlog.num_prompts for worker in members)
+            if pools.is_large:
+                for ranking in (pool.by_prefill, pool.by_decode, pool.by_both):
+                    assert sorted(ranking.cheapest(99, rng)) == sorted(pool.names)
+
+
+def test_reports_move_a_worker_in_the_ranking() -> None:
+    fleet, rng = large_fleet(), random.Random(2)
+    fleet.worker_synced(make_record("d-one-more"), [], make_status())
+    decodes = fleet.view().pools["toy"].decode
+    for name in decodes.names[1:]:
+        fleet.worker_stepped(name, (), make_status(num_running=8, num_context_tokens=8000))
+    idle = decodes.names[0]
+    assert decodes.by_decode.cheapest(1, rng) == decodes.by_both.cheapest(1, rng) == [idle]
+    slow = StepCosts(tuple(20 * each for each in COSTS.coefficients), 1000, 0.0)
+    fleet.worker_stepped(idle, (), make_status(step_costs=slow))
+    assert idle not in decodes.by_decode.cheapest(len(decodes) - 1, rng)
+
+
+def test_where_every_worker_may_do_both_there_is_one_pool() -> None:
+    pools = large_fleet(tpot_slo_s=0.05).view().pools["toy"]
+    assert pools.prefill is pools.decode and len(pools.decode) == NUM_ALL_LOOKED_AT
+
+
+def test_a_worker_that_comes_back_with_another_role_changes_its_pool() -> None:
+    fleet = large_fleet()
+    name = fleet.view().pools["toy"].decode.names[0]
+    fleet.worker_synced(make_record(name, role="prefill"), [], make_status())
+    pools = fleet.view().pools["toy"]
+    assert name in pools.prefill and name not in pools.decode
