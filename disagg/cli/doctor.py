@@ -82,10 +82,13 @@ def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[Tr
 
 
 def _store() -> Finding:
+    from disagg.doctor.machine import program
+
+    advice = "disagg serve --no-redis, or --redis-url"
     try:
-        return Finding("store", f"embedded server: {find_redis_server()}")
+        return program("store", find_redis_server(), "--version", advice)
     except StartupError as error:
-        return Finding("store", error.message, "warn", "disagg serve --no-redis, or --redis-url")
+        return Finding("store", error.message, "warn", advice)
 
 
 def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:

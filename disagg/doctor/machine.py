@@ -7,9 +7,11 @@ can produce each result. Reads Linux's files; if they are absent, the check says
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,6 +27,7 @@ LEAST_SHM_NBYTES = GIB  # Docker gives 64 MB; Ray's object store and UCX live th
 FULL_DISK = 0.95  # from here on Ray refuses to write objects
 INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("disagg", "torch", "triton", "ray", "msgspec", "redis")
+PROGRAM_S = 10.0  # until a program has said its version
 LEAST_CLOCK_ERROR_S, WRONG_CLOCK_ERROR_S = 0.1, 5.0
 
 
@@ -157,11 +160,33 @@ def port(host: str, number: int) -> Finding:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, number))
+        except OverflowError:
+            return Finding(
+                check, "a port is 0 to 65535", "wrong", "disagg serve --port with a free one"
+            )
         except OSError as error:
             who = listener(number)
             found = f"{who} listens there" if who else f"{host}: {error.strerror}"
             return Finding(check, found, "wrong", "disagg serve --port with a free one")
     return Finding(check, f"free on {host}")
+
+
+def program(check: str, path: str, flag: str, advice: str) -> Finding:
+    """A program that `disagg serve` starts, and its version.
+
+    Args:
+        flag: with which it says its version.
+        advice: what to change where it does not run.
+    """
+    try:
+        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=PROGRAM_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(check, f"{path} does not run: {error}", "warn", advice)
+    number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
+    if done.returncode or number is None:
+        said = (done.stderr or done.stdout).strip().partition("\n")[0]
+        return Finding(check, f"{path} does not run: {said or done.returncode}", "warn", advice)
+    return Finding(check, f"{number[0]}, {path}")
 
 
 def listener(number: int) -> str:

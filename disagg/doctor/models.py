@@ -42,4 +42,6 @@ def check_model(tier: TierConfig) -> list[Finding]:
 
 
 def _flag(error: DisaggError) -> str:
+    if error.param == "model":  # no flag: the first argument
+        return "the path or the name of the model"
     return f"--{error.param.replace('_', '-')}" if error.param else "the model directory"

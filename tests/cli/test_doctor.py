@@ -30,6 +30,9 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Do
 def test_a_sound_machine_with_a_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     status, report = doctor(capsys, "demo-small", "--max-model-len", "512")
     assert status == 0, [each for each in report.findings() if each.status == "wrong"]
+    found = {each.check: each.found for each in report.nodes[0].findings}
+    for check in ("HAProxy", "store"):
+        assert re.match(r"\d+\.\d+\.\d+, /", found[check])
     described, room = report.models
     assert "Qwen3ForCausalLM" in described.found
     assert re.search(
@@ -52,7 +55,7 @@ def test_what_is_wrong_makes_the_status_1_and_comes_with_what_to_change(
 @pytest.mark.parametrize(
     ("arguments", "found", "change"),
     [
-        (["no-such-model"], "no model directory", "--model"),
+        (["no-such-model"], "no model directory", "the path or the name of the model"),
         (["demo-small", "--max-model-len", "1000000"], "positions at most", "--max-model-len"),
     ],
 )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +68,25 @@ def test_a_port_in_use_names_its_owner() -> None:
 def test_an_address_of_another_machine_is_no_place_to_listen() -> None:
     finding = machine.port("192.0.2.77", 8000)
     assert (finding.status, finding.found.split(":")[0]) == ("wrong", "192.0.2.77")
+
+
+@pytest.mark.parametrize("number", [-1, 65536])
+def test_a_number_that_is_no_port_is_said(number: int) -> None:
+    finding = machine.port("127.0.0.1", number)
+    assert (finding.status, finding.found) == ("wrong", "a port is 0 to 65535")
+
+
+def test_a_program_says_its_version_or_why_it_does_not_run(tmp_path: Path) -> None:
+    finding = machine.program("Python", sys.executable, "--version", "install it")
+    assert (finding.status, finding.change) == ("ok", "")
+    assert finding.found == f"{platform.python_version()}, {sys.executable}"
+    broken = tmp_path / "broken"
+    for content in ("#!/bin/sh\necho it is broken >&2\nexit 1\n", "#!/nowhere\n"):
+        broken.write_text(content)
+        broken.chmod(0o755)
+        finding = machine.program("broken", str(broken), "-v", "install it")
+        assert (finding.status, finding.change) == ("warn", "install it")
+        assert finding.found.startswith(f"{broken} does not run: ")
 
 
 def test_this_machine_can_be_looked_at() -> None:
