@@ -110,6 +110,9 @@ def _show(console: Console, report: DoctorReport) -> None:
         _table(console, node.name, node.findings)
     if report.transfers:
         _table(console, "KV transfers", [transfer.finding for transfer in report.transfers])
+        for transfer in report.transfers:
+            if transfer.ucx:
+                console.print(f"UCX of {escape(transfer.reader)}: {escape(transfer.ucx)}")
     if report.models:
         _table(console, "models", report.models)
     wrong = [finding for finding in report.findings() if finding.status == "wrong"]

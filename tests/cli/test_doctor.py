@@ -41,6 +41,14 @@ def test_a_sound_machine_with_a_bundled_model(capsys: pytest.CaptureFixture[str]
     assert report.transfer_prior is not None
 
 
+def test_transfers_are_shown_with_the_transports_of_ucx(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--port", str(free_port())]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"UCX of this machine \([ab]\): \d+\.\d+\.\d+: .*cma", shown)) == 2
+
+
 def test_what_is_wrong_makes_the_status_1_and_comes_with_what_to_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
