@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from bench.report import finish, print_table
-from disagg.api.http.app import HttpApp, Readiness
+from disagg.api.http.app import AsgiApp, HttpApp, Readiness, Receive, Scope
+from disagg.api.http.reply import Send
 from disagg.api.service import Service
 from disagg.app.haproxy import find_haproxy
 from disagg.app.haproxy_launcher import mended
@@ -41,6 +42,7 @@ from tests.app.test_haproxy import serve_config
 GOAL_S = 1.0
 LIMIT_S = 5.0  # the good client waits no longer
 PERIOD_S = 0.1
+NUM_STARTS = 3  # of an HAProxy, one of whose free ports another program may take first
 SETTLE_S = 2.0  # after the strangers have come
 GOOD, STRANGERS = "127.0.0.2", "127.0.1."  # where they come from
 BODY = b'{"prompt":"hi","max_tokens":1}'
@@ -163,13 +165,28 @@ async def run(case: Case, port: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def with_health(app: AsgiApp) -> AsgiApp:
+    """As in Serve, which answers HAProxy's health checks before the application."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/-/healthz":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"success"})
+        else:
+            await app(scope, receive, send)
+
+    return served
+
+
 @asynccontextmanager
 async def application() -> AsyncIterator[int]:
     """Its port."""
     model = served_model()
     service = Service({model.name: model}, FakeGenerate())
     app = HttpApp(service, HttpConfig(api_key=KEY), readiness=lambda: Readiness(ready=True))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(with_health(app), port=0, log_level="error", lifespan="off")
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -181,21 +198,24 @@ async def application() -> AsyncIterator[int]:
 @asynccontextmanager
 async def proxy(name: str, backend: int) -> AsyncIterator[int]:
     """The port of an HAProxy in front of the application."""
-    port, number = free_port(), NUM_PROXY_CONNECTIONS[name]
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as directory:
-        files = Path(directory)
-        text = serve_config(files, port, backend, free_port())
-        config = files / "haproxy.cfg"
-        config.write_text(mended(text, "127.0.0.1", "", number) if name == "ours" else text)
-        process = subprocess.Popen(  # noqa: ASYNC220
-            [find_haproxy(), "-db", "-f", str(config)], stderr=subprocess.DEVNULL
-        )
-        while await ask(port) is None:
-            if process.poll() is not None:
-                raise SystemExit("HAProxy did not start")
-        yield port
-        process.kill()
-        process.wait()
+    number = NUM_PROXY_CONNECTIONS[name]
+    for _ in range(NUM_STARTS):
+        port = free_port()
+        with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as directory:
+            files = Path(directory)
+            text = serve_config(files, port, backend, free_port())
+            config = files / "haproxy.cfg"
+            config.write_text(mended(text, "127.0.0.1", "", number) if name == "ours" else text)
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [find_haproxy(), "-db", "-f", str(config)], stderr=subprocess.DEVNULL
+            )
+            while process.poll() is None:
+                if await ask(port) is not None:
+                    yield port
+                    process.kill()
+                    process.wait()
+                    return
+    raise SystemExit("HAProxy did not start.")
 
 
 async def measure(cases: tuple[Case, ...], seconds: float) -> list[dict[str, Any]]:
