@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from bench.report import finish, print_table
-from disagg.api.http.app import AsgiApp, HttpApp, Readiness, Receive, Scope
-from disagg.api.http.reply import Send
+from disagg.api.http.app import AsgiApp, HttpApp, Readiness, Scope
+from disagg.api.http.reply import Receive, Send
 from disagg.api.service import Service
 from disagg.app.haproxy import find_haproxy
 from disagg.app.haproxy_launcher import mended

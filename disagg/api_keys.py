@@ -24,6 +24,20 @@ def digest_of(key: bytes) -> Digest:
     return hashlib.sha256(key).digest()
 
 
+def digest_said(key: str, whose: str, param: str) -> Digest:
+    """Of a key as a configuration has it.
+
+    Raises:
+        StartupError: it cannot be one; names `whose` and `param`.
+    """
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise StartupError(
+            f"The {whose} must be printable ASCII without spaces, and not empty.", param=param
+        )
+    match = _HASH.fullmatch(key)
+    return bytes.fromhex(match[1]) if match else digest_of(key.encode())
+
+
 def tenants_by_digest(keys: Iterable[tuple[str, str]]) -> dict[Digest, str]:
     """Whose each key is.
 
@@ -41,14 +55,8 @@ def tenants_by_digest(keys: Iterable[tuple[str, str]]) -> dict[Digest, str]:
                 f" and '-' can; {DEFAULT_TENANT!r} stands for keys without a tenant's name.",
                 param="api_keys",
             )
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise StartupError(
-                f"The API key of {name or DEFAULT_TENANT!r} must be printable ASCII without spaces,"
-                " and not empty.",
-                param="api_keys" if name else "api_key",
-            )
-        match = _HASH.fullmatch(key)
-        digest = bytes.fromhex(match[1]) if match else digest_of(key.encode())
+        whose = f"API key of {name or DEFAULT_TENANT!r}"
+        digest = digest_said(key, whose, "api_keys" if name else "api_key")
         if found.setdefault(digest, name) != name:
             raise StartupError(
                 "Two tenants have the same API key; give each one of its own.", param="api_keys"

@@ -192,6 +192,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # `sha256:HEX`.
     api_keys: dict[str, str | tuple[str, ...]] = {}
     api_keys_file: str | None = None  # TENANT:KEY a line; read again when it changes
+    metrics_key: str | None = None  # that /metrics asks for, which is open without one
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
     max_requests_nbytes: Positive = 256 << 20  # their bodies

@@ -131,6 +131,8 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
 
 
 def _named_keys(http: HttpConfig) -> Iterator[tuple[str, str]]:
+    if http.metrics_key is not None:
+        yield "metrics_key", http.metrics_key
     for name, key in http.named_keys():
         yield ("api_keys" if name else "api_key"), key
 

@@ -98,6 +98,11 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         help="file with one TENANT:KEY per line; it is read again when it changes",
     )
     group.add_argument(
+        "--metrics-key",
+        metavar="KEY",
+        help="that /metrics asks for, or sha256: and its hash: it names tenants (default: none)",
+    )
+    group.add_argument(
         "--insecure",
         action="store_true",
         help="allow weak secrets, and serving without an API key on a public address",

@@ -25,7 +25,7 @@ from disagg.api.choices import Caller
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
-from disagg.api.http.reply import Reply, Send, Writer, watch
+from disagg.api.http.reply import Receive, Reply, Send, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
@@ -37,7 +37,6 @@ from disagg.config import AUTO, HttpConfig
 from disagg.errors import Overloaded, Unavailable
 
 Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
@@ -143,7 +142,7 @@ class HttpApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _answer_lifespan(receive, send)
+            await answer_lifespan(receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1003})
@@ -234,6 +233,8 @@ class HttpApp:
             self._key_check(request)
             if self._stopping is not None:
                 raise self._stopping
+        elif request.path == "/metrics":
+            self._key_check.of_metrics(request)
         if endpoint is None:
             raise UnknownUrl(f"There is no {request.path[:128]!r} here.")
         if request.method not in (method, "HEAD" if method == "GET" else method):
@@ -382,14 +383,6 @@ class HttpApp:
         return await request.read_body(
             self._config.max_body_nbytes, self._bodies, self._config.default_timeout_s
         )
-
-
-async def _answer_lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 def _say_why(run: RunningJob, request: HttpRequest) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
-from disagg.api_keys import digest_of, read_key_file, tenants_by_digest
+from disagg.api_keys import digest_of, digest_said, read_key_file, tenants_by_digest
 from disagg.config import HttpConfig
 from disagg.errors import StartupError, Unauthorized
 
@@ -38,6 +38,12 @@ class KeyCheck:
         self._looked_s = now()
         self._version = _version(self._file)
         self._tenants = self._read()
+        metrics_key = config.metrics_key
+        self._of_metrics = (
+            None
+            if metrics_key is None
+            else self._hidden(digest_said(metrics_key, "key of /metrics", "metrics_key"))
+        )
 
     def __call__(self, request: HttpRequest) -> None:
         """Fill in whose request it is. Raises `Unauthorized`."""
@@ -45,16 +51,25 @@ class KeyCheck:
             self._look()
         if not self._tenants:
             return
+        tenant = self._tenants.get(self._given(request))
+        if tenant is None:
+            raise Unauthorized("The API key is not valid.")
+        request.tenant = tenant
+
+    def of_metrics(self, request: HttpRequest) -> None:
+        """Whoever has the operators' key may see the metrics. Raises `Unauthorized`."""
+        if self._of_metrics is not None and self._given(request) != self._of_metrics:
+            raise Unauthorized("The metrics have a key of their own, and this is not it.")
+
+    def _given(self, request: HttpRequest) -> bytes:
+        """The digest of the key that was sent. Raises `Unauthorized`."""
         given = request.headers.get(b"authorization")
         if given is None and b"x-api-key" in request.headers:  # as Anthropic's clients send it
             given = b"Bearer " + request.headers[b"x-api-key"]
         if given is None:
             raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
         scheme, _, key = given.partition(b" ")
-        tenant = self._tenants.get(self._hidden(digest_of(key)))
-        if scheme.lower() != b"bearer" or tenant is None:
-            raise Unauthorized("The API key is not valid.")
-        request.tenant = tenant
+        return self._hidden(digest_of(key)) if scheme.lower() == b"bearer" else b""
 
     def _look(self) -> None:
         self._looked_s = self._now()

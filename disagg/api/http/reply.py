@@ -13,6 +13,7 @@ from disagg.api.openai.frames import PING
 from disagg.api.refusals import ErrorFormat, error_headers
 from disagg.errors import DisaggError
 
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # A stream without an event for so long gets a comment, against idle timeouts of proxies; one
@@ -109,3 +110,12 @@ async def watch(request: HttpRequest, writer: Writer) -> None:
         return
     finally:
         gone.cancel()
+
+
+async def answer_lifespan(receive: Receive, send: Send) -> None:
+    """What a server says before the first request and after the last."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -13,6 +13,7 @@ import pytest
 from disagg.api.http.keys import LOOK_S, KeyCheck
 from disagg.config import HttpConfig
 from disagg.errors import StartupError, Unauthorized
+from tests.api.apps import http_client, make_app
 
 
 class Clock:
@@ -97,3 +98,20 @@ def test_files_that_cannot_be(tmp_path: Path, text: str, reason: str) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be read"):
         KeyCheck(HttpConfig(api_keys_file=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("said", ["operators", hashed("operators")])
+async def test_metrics_may_have_a_key_of_their_own(said: str) -> None:
+    app = make_app(config=HttpConfig(api_key="house", metrics_key=said))
+    async with http_client(app) as client:
+        for key, status in (("operators", 200), ("house", 401), (said + "x", 401), (None, 401)):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            assert (await client.get("/metrics", headers=headers)).status_code == status
+        assert (await client.get("/ready")).status_code == 200
+        of_operators = {"authorization": "Bearer operators"}
+        assert (await client.get("/v1/models", headers=of_operators)).status_code == 401
+
+
+def test_a_key_of_metrics_that_cannot_be() -> None:
+    with pytest.raises(StartupError, match="key of /metrics must be"):
+        KeyCheck(HttpConfig(metrics_key="two words"))
