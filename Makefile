@@ -68,9 +68,11 @@ test-families: $(foreach name,qwen3 gptoss deepseek_v3 llama3_1,$(FETCHED)/$(nam
 	$(PYTEST) $(FAMILIES) $(ARGS)
 
 # Client libraries of others against a server, in an environment of their own.
-$(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/package.json
+$(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/aiperf.txt bench/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/aiperf
+	$(CLIENTS)/aiperf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/clients/aiperf.txt
 	mkdir -p $(CLIENTS)/node && cp bench/clients/package.json $(CLIENTS)/node/
 	npm install --silent --prefix $(CLIENTS)/node
 	touch $@

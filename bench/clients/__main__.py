@@ -34,7 +34,10 @@ def main() -> int:
     parser.add_argument("libraries", nargs="*", help="only these")
     asked = parser.parse_args()
     clients = asked.clients.resolve()
-    environment = os.environ | {"CLIENTS_NODE": str(clients / "node")}
+    environment = os.environ | {
+        "CLIENTS_NODE": str(clients / "node"),
+        "CLIENTS_AIPERF": str(clients / "aiperf" / "bin" / "aiperf"),
+    }
     environment.pop("PYTHONPATH", None)  # that of another environment
     with _served() as url:
         command = [str(clients / "bin" / "python"), "-m", "bench.clients.matrix"]

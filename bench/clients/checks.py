@@ -455,6 +455,21 @@ def lm_eval_loglikelihood(server: Server) -> None:
         assert "two_texts" in shown and "acc" in shown, shown[-1500:]
 
 
+@check("aiperf", "load")
+def aiperf_load(server: Server) -> None:
+    """In an environment of its own: it wants other versions of what the others use."""
+    with tempfile.TemporaryDirectory() as home:
+        command = [os.environ["CLIENTS_AIPERF"], "profile", "--model", server.model]
+        command += ["--url", server.url, "--tokenizer", server.tokenizer, "--ui", "none"]
+        command += ["--endpoint-type", "chat", "--streaming", "--use-server-token-count"]
+        command += ["--request-count", "20", "--concurrency", "2", "--artifact-dir", home]
+        command += ["--synthetic-input-tokens-mean", "20", "--output-tokens-mean", "16"]
+        _run(command, HF_HOME=home)
+        report = json.loads(Path(home, "profile_export_aiperf.json").read_text())
+        assert report["request_count"]["avg"] == 20 and not report["error_summary"], report
+        assert report["usage_completion_tokens"]["min"] >= 1, report
+
+
 @check("openai-node", "all")
 def openai_node(server: Server) -> None:
     shown = _run(["node", str(HERE / "checks.mjs"), server.url, server.model])
