@@ -15,6 +15,7 @@ import psutil
 
 from disagg.cli.ports import free_port
 from tests import plain_http
+from tests.e2e.command import is_named
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 150.0  # it gives itself 80 after the first signal
@@ -34,6 +35,10 @@ class Served:
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Its processes of this name, or with these words in their title."""
+        return [each for each in self.family() if is_named(each, name)]
 
     def workers(self, role: str) -> list[psutil.Process]:
         """The worker processes of a role, by the title that Ray gives them."""

@@ -115,10 +115,8 @@ def test_a_server_is_calibrated_against(
 def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Served) -> None:
     """Last in this file: Serve starts another worker, which is not waited for."""
     url, question = f"{server.url}/v1/chat/completions", next(iter(HARD))
-    for process in server.family():
-        title = " ".join(process.cmdline() or [""])
-        if f"{LARGE}-prefill" in title or f"{LARGE}-decode" in title:
-            process.kill()
+    for process in server.named(f"{LARGE}-prefill") + server.named(f"{LARGE}-decode"):
+        process.kill()
     deadline = time.monotonic() + 60
     while num_large_workers(server):
         assert time.monotonic() < deadline, "they are still there"

@@ -222,7 +222,7 @@ def test_the_start_was_told_in_few_lines(server: Served) -> None:
 def test_an_embedded_redis_that_dies_is_replaced(
     server: Served, client: openai.OpenAI, reference: SingleEngine
 ) -> None:
-    (redis,) = [each for each in server.family() if each.name() == "valkey-server"]
+    (redis,) = server.named("valkey-server")
     redis.kill()
     while "Redis died; an empty one has taken its place" not in server.log.read_text():
         prompt = "asked while there is no Redis " * 9
@@ -233,7 +233,7 @@ def test_an_embedded_redis_that_dies_is_replaced(
             max_tokens=8,
         )
         assert answer.choices[0].message.content == reference.chat(prompt, 8)
-    assert sum(each.name() == "valkey-server" for each in server.family()) == 1
+    assert len(server.named("valkey-server")) == 1
 
 
 def test_metrics_and_probes(server: Served, client: openai.OpenAI) -> None:

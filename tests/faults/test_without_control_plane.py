@@ -13,6 +13,7 @@ import random
 import psutil
 import pytest
 
+from tests.e2e.command import is_named
 from tests.faults.clients import Answer, Questions, load
 from tests.faults.faults import Fault, Frozen, HeadDown, Killed, suffered
 from tests.faults.oracles import Oracle
@@ -25,11 +26,7 @@ AWAY_S = float(os.environ.get("CONTROL_PLANE_AWAY_S", "10"))
 
 
 def process_named(system: System, part: str) -> psutil.Process:
-    (found,) = [
-        each
-        for each in system.root.children(recursive=True)
-        if part in each.name() or part in " ".join(each.cmdline()[:1])
-    ]
+    (found,) = [each for each in system.root.children(recursive=True) if is_named(each, part)]
     return found
 
 
