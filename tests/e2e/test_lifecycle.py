@@ -60,7 +60,8 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
-    command = Command(MODEL, tmp_path_factory.mktemp("home"))
+    # On a busy machine the last test's streams may need longer than the usual 60 s to end.
+    command = Command(f"{MODEL} --drain-s {TIMEOUT_S:g}", tmp_path_factory.mktemp("home"))
     try:
         command.wait_ready()
         yield command
