@@ -88,7 +88,7 @@ class OtlpCollector:
         return [span for span in self.spans if span.name == name]
 
     def wait_for(
-        self, enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
+        self, enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 60.0
     ) -> list[ReceivedSpan]:
         """Spans as soon as `enough(spans)`; fails with the names that came when they are not."""
         deadline = time.monotonic() + timeout_s

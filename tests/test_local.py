@@ -96,7 +96,7 @@ async def until_empty(worker: Worker) -> None:
         status = worker._core.status()
         return worker._core.is_idle and status.num_free_blocks == status.num_blocks
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not await worker._ask(is_empty):
             await worker.check()
     await worker.check()

@@ -52,7 +52,7 @@ async def test_nothing_is_left(phase: str, model: Path, monkeypatch: pytest.Monk
 
         def hold() -> None:
             is_held.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
 
         for worker in running.workers:
             if worker.record.role == phase:  # what comes waits for its engine

@@ -197,7 +197,7 @@ def test_many_threads_record_at_once(collector: OtlpCollector) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert telemetry.shutdown(timeout_s=20)
+    assert telemetry.shutdown(timeout_s=60)
     assert len({got.span_id for got in collector.named("step")}) == 800
 
 
@@ -226,7 +226,7 @@ def test_a_collector_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyP
         assert not telemetry.shutdown(timeout_s=0.05)
         leftover = [t for t in threading.enumerate() if t.name == "telemetry-flush"]
     for thread in leftover:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -237,7 +237,7 @@ def test_a_refusing_collector_costs_only_spans(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", refusing.endpoint)
         telemetry.setup("test")
         record_span("one", "", 1.0, 2.0)
-        assert telemetry.shutdown(timeout_s=20)
+        assert telemetry.shutdown(timeout_s=60)
         assert refusing.spans == []
     assert "400" in caplog.text
 

@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_is_nobodys_request(
     class Held(ChatTemplate):
         def render(self, *args: Any, **options: Any) -> str:
             reading.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
             return super().render(*args, **options)
 
     generate, metrics = FakeGenerate(), ApiMetrics()

@@ -109,9 +109,9 @@ async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice
 
     metrics = ApiMetrics()
     exchange = Exchange(make_app(reluctant, metrics=metrics), CHAT)
-    await asyncio.wait_for(asked.wait(), timeout=5)
+    await asyncio.wait_for(asked.wait(), timeout=60)
     exchange.done.cancel()
-    await asyncio.wait_for(leaving.wait(), timeout=5)
+    await asyncio.wait_for(leaving.wait(), timeout=60)
     exchange.done.cancel()
     await asyncio.wait([exchange.done])
     shown = metrics.expose().decode()

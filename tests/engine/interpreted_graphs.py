@@ -110,7 +110,7 @@ def test_all_graphs_write_the_same_logits() -> None:
     assert len(starts) == 1
 
 
-LONG = 700  # cut along its keys
+LONG = 300  # cut along its keys, which takes more than 256
 
 
 class _Mixed(NamedTuple):
@@ -127,10 +127,10 @@ class _Mixed(NamedTuple):
 def mixed() -> _Mixed:
     """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    config = dataclasses.replace(SMALL, max_model_len=1024)
+    config = dataclasses.replace(SMALL, max_model_len=512)
     decoder, prefiller = Decoder(config, weights, TritonOps(6, 4)), Decoder(config, weights)
-    slab = new_slab(SMALL, 256, BLOCK_SIZE, torch.float32)
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).tolist()
+    slab = new_slab(SMALL, 128, BLOCK_SIZE, torch.float32)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(3)).tolist()
     sequences = []
     for index, context in enumerate((LONG, 3, 30, 0)):
         ids = [(7 * index + 3 * place) % SMALL.vocab_size for place in range(context + 40)]
@@ -140,8 +140,8 @@ def mixed() -> _Mixed:
             prefiller.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
             sequences[-1].num_computed = context
     values = slab.values.clone()
-    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(64, 32)]
-    graphs = MixedGraphs(decoder, slab, sizes, 4, 256, fake_record, new_logits(decoder, 32))
+    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(32, 16)]
+    graphs = MixedGraphs(decoder, slab, sizes, 4, 128, fake_record, new_logits(decoder, 16))
     return _Mixed(decoder, graphs, slab, sequences, values)
 
 
@@ -167,7 +167,7 @@ def _mixed_step(
     ("work", "every_row"),
     [
         pytest.param([(1, 1), (0, 5), (2, 8)], True, id="drafts"),
-        pytest.param([(0, 1), (3, 33), (2, 2)], False, id="a prompt beside a decode and a draft"),
+        pytest.param([(0, 1), (3, 25), (2, 2)], False, id="a prompt beside a decode and a draft"),
         pytest.param([(0, 9)], False, id="the rest of a long prompt"),
     ],
 )

@@ -53,12 +53,12 @@ class RawIngress:
         await self._writer.wait_closed()
 
     async def read(self) -> ToIngress:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             (nbytes,) = HEADER.unpack(await self._reader.readexactly(4))
             return decode_to_ingress(await self._reader.readexactly(nbytes))
 
     async def is_closed(self) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             try:
                 return await self._reader.read() == b""
             except ConnectionResetError:
@@ -235,7 +235,7 @@ async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None
             _, link = await loop.connect_accepted_socket(
                 lambda: server._IngressLink(worker.server), accepted
             )
-            await asyncio.wait_for(link.ended, timeout=5)
+            await asyncio.wait_for(link.ended, timeout=60)
             assert link.reason == "the worker shuts down"
     assert worker.received == []
 

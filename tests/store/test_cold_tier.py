@@ -58,7 +58,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
 
     yield new
     for tier in tiers:
-        assert tier.close(timeout_s=20)
+        assert tier.close(timeout_s=60)
 
 
 def known(tier: ColdTier, *numbers: int) -> list[bool]:
@@ -235,7 +235,7 @@ def test_a_slow_time_is_forgotten_when_nobody_looks() -> None:
     assert tier.predicted_s(1) > 20
     now_s += 61
     assert tier.predicted_s(1) == 2.0
-    assert tier.close(timeout_s=20)
+    assert tier.close(timeout_s=60)
 
 
 def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
@@ -352,7 +352,7 @@ def test_close_stores_what_was_offered(gate: Gate) -> None:
     for i in range(1, 4):
         offer(tier, i)
     gate.open.set()
-    assert tier.close(timeout_s=20)
+    assert tier.close(timeout_s=60)
     assert gate.closed.is_set()
     assert gate.store.contains_prefix(names(*range(4))) == 4
     assert tier.stats.num_stored == 4
@@ -371,7 +371,7 @@ def test_close_leaves_what_there_is_no_time_for(
     assert not tier.close(timeout_s=0.05)
     now_s = 1.0
     gate.open.set()
-    assert gate.closed.wait(30)
+    assert gate.closed.wait(120)
     assert gate.calls == ["put"]
 
 
@@ -384,5 +384,5 @@ def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
     assert tier.poll() == [before, after]
     assert before.error == after.error == "the tier is closed"
     gate.open.set()
-    assert gate.closed.wait(30)
+    assert gate.closed.wait(120)
     assert tier.poll() == []

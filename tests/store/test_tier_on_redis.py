@@ -51,7 +51,7 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     found = tier.lookup(names(0, 1))
     finish(tier, found)
     assert found.blocks == [block(0)]
-    assert tier.close(timeout_s=20)
+    assert tier.close(timeout_s=60)
 
 
 def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None:
@@ -65,7 +65,7 @@ def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None
     finish(tier, found)
     assert found.blocks == [] and tier.counts().num_damaged == 1
     assert tier.counts().num_misses == 1
-    assert tier.close(timeout_s=20)
+    assert tier.close(timeout_s=60)
 
 
 def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
@@ -81,7 +81,7 @@ def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: Embedded
         for i in range(200):
             offer(tier, i)
         assert tier.stats.num_dropped >= 199 and tier.stats.queued_nbytes <= NBYTES
-        assert tier.close(timeout_s=20)
+        assert tier.close(timeout_s=60)
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
 
@@ -106,7 +106,7 @@ def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
     found = tier.lookup(names(0))
     finish(tier, found)
     assert found.blocks == [block(0)]
-    assert tier.close(timeout_s=20)
+    assert tier.close(timeout_s=60)
 
 
 def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:
@@ -117,4 +117,4 @@ def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None
     fetch = other.lookup(names(*range(25)))
     finish(other, fetch)
     assert fetch.blocks == [block(i) for i in range(20)]
-    assert one.close(timeout_s=20) and other.close(timeout_s=20)
+    assert one.close(timeout_s=60) and other.close(timeout_s=60)

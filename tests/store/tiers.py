@@ -36,7 +36,7 @@ class Gate:
     def _pass(self, name: str) -> None:
         self.calls.append(name)
         self.entered.release()
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         if self.error is not None:
             raise self.error
 
