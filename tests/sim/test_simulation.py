@@ -31,9 +31,8 @@ def test_another_seed_is_another_run() -> None:
     assert simulate(config, LOAD) != simulate(msgspec.structs.replace(config, seed=1), LOAD)
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
 @pytest.mark.parametrize("num_decode", [0, 2])
-@pytest.mark.parametrize("num_blocks", [24, 96])
+@pytest.mark.parametrize(("policy", "num_blocks"), [("round-robin", 24), ("least-loaded", 96)])
 def test_runs_of_steps_change_nothing(
     monkeypatch: pytest.MonkeyPatch, policy: str, num_decode: int, num_blocks: int
 ) -> None:

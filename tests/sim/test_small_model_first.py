@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 import pytest
 
@@ -12,7 +14,7 @@ from disagg.errors import RequestError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import LARGEST, Fault, SimConfig, SmallTier
-from disagg.sim.report import TierReport
+from disagg.sim.report import SimReport, TierReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
 
@@ -25,19 +27,25 @@ def with_small(unsure: float, **changes: object) -> SimConfig:
     return msgspec.structs.replace(ALONE, smaller=(small,), **changes)
 
 
+@cache
+def played(config: SimConfig) -> SimReport:
+    """`LOAD` on a fleet, once for all tests."""
+    return simulate(config, LOAD)
+
+
 def tiers(config: SimConfig) -> dict[str, TierReport]:
-    return {each.model: each for each in simulate(config, LOAD).tiers}
+    return {each.model: each for each in played(config).tiers}
 
 
 def test_two_runs_are_equal_to_the_bit_and_another_seed_is_another_run() -> None:
     config = with_small(0.3)
-    report = simulate(config, LOAD)
+    report = played(config)
     assert report == simulate(config, LOAD)
-    assert report != simulate(msgspec.structs.replace(config, seed=1), LOAD)
+    assert report != played(msgspec.structs.replace(config, seed=1))
     assert (report.num_requests, report.num_failed) == (len(LOAD), 0)
     wanted = sum(each.num_output_tokens for each in LOAD)
     assert report.output_tokens_per_s * report.duration_s == pytest.approx(wanted)
-    assert simulate(ALONE, LOAD).tiers == ()
+    assert played(ALONE).tiers == ()
 
 
 @pytest.mark.parametrize("unsure", [0.0, 0.3, 1.0])
@@ -52,12 +60,12 @@ def test_so_many_are_escalated_as_the_small_model_is_unsure_of(unsure: float) ->
 
 
 def test_small_answers_come_sooner_and_cost_less() -> None:
-    report, alone = simulate(with_small(0.3), LOAD), simulate(ALONE, LOAD)
+    report, alone = played(with_small(0.3)), played(ALONE)
     small, largest = report.tiers
     assert small.ttft_p50_s < alone.ttft_p50_s < largest.ttft_p50_s
     assert small.tpot_p50_s < 0.2 * largest.tpot_p50_s
-    assert simulate(with_small(0.0), LOAD).cost_percent == pytest.approx(12.5)
-    assert 12.5 < report.cost_percent < 60.0 < simulate(with_small(1.0), LOAD).cost_percent
+    assert played(with_small(0.0)).cost_percent == pytest.approx(12.5)
+    assert 12.5 < report.cost_percent < 60.0 < played(with_small(1.0)).cost_percent
     assert report.worker_hours == pytest.approx(small.worker_hours + largest.worker_hours)
     assert small.busy_hours < largest.busy_hours
 
@@ -151,8 +159,8 @@ def test_pools_of_all_tiers_follow_the_load_within_one_budget() -> None:
         speed=12.0,
     )
     least = msgspec.structs.replace(free, max_num_workers=4)
-    small_hours, large_hours = (each.worker_hours for each in simulate(free, LOAD).tiers)
-    fixed = simulate(least, LOAD)
+    small_hours, large_hours = (each.worker_hours for each in played(free).tiers)
+    fixed = played(least)
     assert [each.worker_hours for each in fixed.tiers] == pytest.approx(
         [2 * fixed.duration_s / 3600.0] * 2, rel=0.05
     )

@@ -33,7 +33,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 @given(SCHEMAS, st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_answer_parses_and_validates(
     engine: Engine, tokenizer: Tokenizer, schema: Any, seed: int
 ) -> None:
