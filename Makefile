@@ -6,15 +6,19 @@ CLIENTS := .clients
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.smollm2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
-# Tests of the running system, in two parts that take about as long.
-CLUSTERS := tests/faults $(patsubst %,tests/e2e/test_%.py,autoscaling running_cluster three_nodes two_ingresses)
+# Tests of the running system, in two parts that take about as long, and those of models and kernels,
+# which take as long as all others.
 SYSTEM := tests/e2e tests/faults
+CLUSTERS := tests/faults \
+	$(patsubst %,tests/e2e/test_%.py,autoscaling cascade running_cluster serve three_nodes two_ingresses)
+MODELS := tests/engine tests/kernels tests/models \
+	$(patsubst %,tests/test_%.py,real_model kv_formats moves)
 # Not for every change: `make test-bench`.
 BENCH := tests/bench tests/scripts tests/kernels/grid
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
-.PHONY: serve chat test test-commands test-clusters test-parts test-bench test-families lint style types bench soak clients clean
+.PHONY: serve chat test test-commands test-clusters test-models test-parts test-bench test-families lint style types bench soak clients clean
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -34,12 +38,12 @@ chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
 # Tests of the running system wait more than they compute. Without ARGS their two parts run beside
-# each other, types and all other tests, which leave them the processors. Each ends with its 15 slowest
-# tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are `make test-bench`.
+# each other, types and all other tests, which leave them the processors. Each part ends with its 15
+# slowest tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@began_s=$$(date +%s); \
-	$(MAKE) --no-print-directory --keep-going --jobs=4 test-commands test-clusters test-parts types; status=$$?; \
+	$(MAKE) --no-print-directory --keep-going --jobs=5 test-commands test-clusters test-models test-parts types; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
 test: lint $(MODEL)
@@ -49,12 +53,14 @@ endif
 # Shown when all have run: until then the dots on the terminal are those of the other tests.
 test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
-test-commands test-clusters: $(READY)
-	@$(PYTEST) $(FILES) >$(VENV)/$@.out 2>&1; status=$$?; \
+test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
+test-models: NICELY = nice -n 10 env
+test-commands test-clusters test-models: $(MODEL)
+	@$(NICELY) $(PYTEST) $(FILES) >$(VENV)/$@.out 2>&1; status=$$?; \
 	echo "$@:"; cat $(VENV)/$@.out; exit $$status
 
 test-parts: $(MODEL)
-	nice -n 10 env $(PYTEST) $(SYSTEM:%=--ignore=%) $(BENCH:%=--ignore=%) $(FAMILIES:%=--ignore=%)
+	nice -n 10 env $(PYTEST) $(foreach each,$(SYSTEM) $(MODELS) $(BENCH) $(FAMILIES),--ignore=$(each))
 
 test-bench: $(READY)
 	$(PYTEST) $(BENCH) $(ARGS)
