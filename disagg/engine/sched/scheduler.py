@@ -396,6 +396,8 @@ class Scheduler:
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
         self.milestones.enter(sequence)
+        if sequence.thinking is not None:
+            self._async_scheduling.watch_thinking(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.release(disown(sequence))

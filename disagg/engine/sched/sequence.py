@@ -164,10 +164,12 @@ class Sequence:
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Take them once, when the answer begins; None if they were not requested."""
         scored, self.prompt_logprobs = self.prompt_logprobs, None
+        if scored is None:
+            return None
         self.needs_host = self._has_rules or self.thinking is not None
-        if scored is not None and len(scored) != self.num_prompt_tokens - 1:
+        if len(scored) != self.num_prompt_tokens - 1:
             raise ValueError(f"{self} has {len(scored)} log-probabilities of its prompt")
-        return None if scored is None else tuple(scored)
+        return tuple(scored)
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with its last token, if it does."""

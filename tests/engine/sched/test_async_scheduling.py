@@ -16,7 +16,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, StepPlan, TokenEvent
 from disagg.messages import Thinking
 from tests.engine.fake_runner import FakeDevice, FakeKV, draft_of, expected_tokens
-from tests.engine.workload import new_engine, new_sequence
+from tests.engine.workload import arrive, new_engine, new_sequence
 
 BLOCK_SIZE = 4
 PROMPT = tuple(range(10, 17))  # its first token is computed with a block's last place
@@ -260,6 +260,33 @@ def test_a_draft_is_verified_before_anything_follows() -> None:
     (event,) = engine.step()
     assert len(event.token_ids) == 4 and not engine.is_under_way
     play(engine)
+    assert answer(sequence) == expected_tokens(PROMPT, 12)
+
+
+@pytest.mark.parametrize("door", ["submit", "join"])
+def test_a_budget_that_is_far_away_keeps_no_step_from_being_launched(
+    monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    """Neither the first steps here nor those after the first token was sent."""
+    engine, kv = new_engine(16, BLOCK_SIZE, on_device=True)
+    device = device_of(engine)
+    monkeypatch.setattr(device, "needs_host", attrgetter("needs_host"))
+    thinking = Thinking(starts=(), end=(1000,), forced_end=(1000,), is_open=True, budget=500)
+    output = tuple(expected_tokens(PROMPT, 1)) if door == "join" else ()
+    sequence = new_sequence(
+        PROMPT, BLOCK_SIZE, 12, output=output, stop_ids=NEVER, thinking=thinking
+    )
+    if door == "join":
+        arrive(engine, kv, sequence, len(PROMPT))
+    else:
+        engine.submit(sequence)
+    num_tokens = 0
+    while engine.has_work:
+        for event in engine.step():
+            num_tokens += len(event.token_ids)
+            assert event.sequence.take_prompt_logprobs() is None  # as when its delta is made
+        assert engine.last_plan.is_ahead == (num_tokens > 1), "only the first one follows none"
+    assert num_tokens == 12 - len(output)
     assert answer(sequence) == expected_tokens(PROMPT, 12)
 
 
