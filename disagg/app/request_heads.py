@@ -1,7 +1,7 @@
 """Limits of request heads on an ingress's own HTTP port, which HAProxy alone should reach.
 
-HAProxy sends whole heads. Whoever passes it by meets uvicorn, which waits for the end of a head for
-ever and keeps all of it.
+HAProxy sends only complete heads. A client that connects to the port directly reaches uvicorn,
+which waits for the end of a head without a time limit and stores all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_HEAD_NBYTES = 128 << 10  # four times what `api/http/request.py` takes
 class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """A connection that is closed when a head does not end in `HEAD_S`, or is too long."""
 
-    _timer: asyncio.TimerHandle | None = None  # runs while a head has begun, or has never
+    _timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
     _nbytes = 0  # of that head
 
     def connection_made(self, transport: asyncio.Transport) -> None:

@@ -93,7 +93,7 @@ class FleetMetrics(Collector):
         usage = _gauge(
             "worker_kv_cache_usage_perc",
             "Share of a worker's KV blocks that requests or tickets hold, from 0 to 1. Blocks that"
-            " only cache prefixes count as free: they give way",
+            " only cache prefixes count as free: they can be evicted",
             WORKER,
         )
         blocks = _gauge("worker_kv_blocks", "KV blocks of a worker, used or not", WORKER)

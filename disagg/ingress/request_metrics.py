@@ -31,8 +31,8 @@ class RequestMetrics:
         )
         self._loans = counter(
             "prefix_loans",
-            "Prefixes of prompts that a worker was to pull from the KV cache of another one instead"
-            " of computing them. lent: the other issued a ticket; refused: it did not, in time",
+            "Cached prefixes that a worker should pull from another one instead of computing them."
+            " lent: the other worker issued a ticket; refused: it issued none in time",
             "model_name",
             "outcome",
         )
@@ -41,9 +41,9 @@ class RequestMetrics:
             "Prompts by where they were sent to be computed. place: remote (a prefill worker; the"
             " KV then moves to a decode worker) or local (the worker that decodes). reason, the"
             " largest predicted gain over the other place: other_unavailable (no other place took"
-            " requests), compute (more is cached there, or it is faster), queue (less waits there),"
-            " transfer_or_decode (no KV to move, or no running decodes to hold up); moved (again,"
-            " after a failure)",
+            " requests), compute (more is cached there, or it is faster), queue (its queue is"
+            " shorter), transfer_or_decode (no KV has to move, or no running decodes are delayed);"
+            " moved (again, after a failure)",
             "model_name",
             "place",
             "reason",

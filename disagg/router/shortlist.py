@@ -1,9 +1,10 @@
-"""Which workers a routing decision looks at: all of a small fleet, some of a large one.
+"""Chooses the workers that a routing decision compares: all of a small fleet, some of a large one.
 
-The cost of a decision must not grow with the fleet. So of a large one it looks at the workers that
-hold most of the prompt, at those where a usual request is cheapest (`router/worker_pools.py`), and
-at a few random ones, so that none is overlooked for ever. What depends on all workers, the queue
-of a pool and who else has the prefix, is known without looking at each.
+The time of a decision must not grow with the fleet. So in a large fleet it compares the workers
+that have cached most of the prompt, those where a usual request is cheapest
+(`router/worker_pools.py`), and a few random ones, so that every worker is compared now and then.
+What depends on all workers (the queue of a pool, and how many workers have cached the prefix) is
+known without looking at each.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NUM_RANDOM = 2
 class Side(NamedTuple):
     """Workers that may do one part of a request, prefill or decode.
 
-    workers: those that the decision looks at.
+    workers: the workers that the decision compares.
     num_held: leading tokens of the prompt that each of these has cached.
     held_once: how many leading tokens at least two of the whole pool have cached, and at least one.
     num_prompts, num_workers: of the whole pool.
@@ -46,12 +47,12 @@ class Side(NamedTuple):
 
 
 class Shortlist(NamedTuple):
-    """What a decision looks at.
+    """The workers that a decision compares.
 
-    prefills: for remote prefill; None: there is no worker for it. It is `decodes` where every
-        worker may do both.
+    prefills: for remote prefill; None: there is no worker for it. It is `decodes` if every worker
+        may do both.
     held: leading tokens by name in the index, of the workers above and of some others.
-    holder: has the longest cached prefix; None: nobody has one.
+    holder: the worker with the longest cached prefix; None: none has cached any.
     """
 
     prefills: Side | None
@@ -80,12 +81,13 @@ def shortlist(
     exclude: Collection[str] = (),
     looks_at_all: bool = False,
 ) -> Shortlist:
-    """The workers to look at.
+    """Choose the workers to compare.
 
     Args:
         now: Unix time in seconds.
-        exclude: workers that must not be asked (again). All others are looked at then.
-        looks_at_all: also in a large fleet.
+        exclude: workers that must not get the request (again). If there are any, all others are
+            compared.
+        looks_at_all: compare all workers, also in a large fleet.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
@@ -129,9 +131,9 @@ def check_deadline(request: GenerateRequest, now: float) -> None:
 def held_tokens(
     index: PrefixIndex, request: GenerateRequest, workers: Sequence[WorkerView]
 ) -> Mapping[str, int]:
-    """Leading tokens of the request that each worker of the model holds KV of.
+    """How many leading tokens of the request each worker of the model has cached.
 
-    What lies in the host memory behind a worker's cache is under its `host_id`.
+    The host memory behind a worker's cache is listed under the worker's `host_id`.
     """
     if request.scores_prompt:
         return {}  # or none that helps
@@ -170,13 +172,14 @@ def _whole(workers: Sequence[WorkerView], held: Mapping[str, int]) -> Side:
 
 
 def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
-    """So that cutting off the cheapest few does not always prefer the same ones among equals."""
+    """`workers` from a random position on, so that among equal ones not always the same are
+    among the cheapest few."""
     start = int(rng.random() * len(workers))
     return workers[start:] + workers[:start]
 
 
 def _held_once(num_held: Iterable[int]) -> tuple[int, int]:
-    """How many leading tokens at least two workers hold, and how many at least one."""
+    """How many leading tokens at least two workers have cached, and how many at least one."""
     *_, second, most = sorted([0, 0, *num_held])
     return second, most
 
@@ -197,7 +200,7 @@ def _of_some(
     pools: ModelPools,
     rng: random.Random,
 ) -> Shortlist:
-    """Of a large fleet."""
+    """The shortlist of a large fleet."""
     workers, prefill, decode = fleet.workers, pools.prefill, pools.decode
     block_size = workers[(decode.names or prefill.names)[0]].record.block_size  # one per model
     found = index.find(() if request.scores_prompt else request.block_hashes)
@@ -218,8 +221,9 @@ class _Some:
     """Finds the workers that one decision looks at, pool by pool.
 
     Attributes:
-        held: leading tokens by name in the index, of those that hold most and of all looked at.
-        hits: workers of any pool that hold most of the prompt, in their cache or behind it.
+        held: leading tokens by name in the index, of the workers with most of the prompt and of
+            all compared ones.
+        hits: workers of any pool with most of the prompt, in their cache or in host memory.
     """
 
     def __init__(
@@ -262,7 +266,7 @@ class _Some:
         return any_s + token_s * (self._num_tokens - self.hits[name])
 
     def _held_by(self, worker: WorkerView) -> int:
-        """Leading tokens in its cache. Those in the host memory behind it are looked up too."""
+        """Leading tokens in a worker's cache. Also looks up those in its host memory."""
         if worker.host is not None:
             self._look_up(host_id(worker.worker_id))
         return self._look_up(worker.worker_id)

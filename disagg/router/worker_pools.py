@@ -1,8 +1,8 @@
-"""The workers of each model that take requests, and which of them are cheapest, kept by reports.
+"""The workers of each model that take requests, ranked by cost and updated by reports.
 
-A decision in a large fleet looks only at some workers (`router/shortlist.py`). For that, each
-worker has a place by what a usual request would cost there; a report moves it. What costs depend on
-beside the worker itself, the queues of its whole pool, is kept as a sum.
+A decision in a large fleet compares only some workers (`router/shortlist.py`). For this, workers
+are ranked by the cost of a usual request there; each report updates the rank. The queues of a whole
+pool, on which costs also depend, are kept as a sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.router.output_length import USUAL_OUTPUT_TOKENS
 from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 
-NUM_ALL_LOOKED_AT = 32  # workers of a model: decisions in such a fleet leave none out
+NUM_ALL_LOOKED_AT = 32  # workers of a model up to which decisions compare all of them
 BUCKETS_PER_OCTAVE = 8
 LEAST_S, MOST_S = 2.0**-20, 2.0**20
 
@@ -23,7 +23,7 @@ LEAST_S, MOST_S = 2.0**-20, 2.0**20
 class Ranking:
     """Names by a cost in seconds that changes often, cheapest first.
 
-    Exact to an eighth of an octave, so a report that says little new moves nothing.
+    Exact to an eighth of an octave, so a report with small changes moves nothing.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Ranking:
             self._filled ^= 1 << number
 
     def cheapest(self, number: int, rng: random.Random) -> list[str]:
-        """Up to `number` names, random ones among those that cost the same."""
+        """Up to `number` of the cheapest names; random ones among equal costs."""
         found: list[str] = []
         filled = self._filled
         while filled and len(found) < number:
@@ -83,11 +83,11 @@ class WorkerPool:
     """Workers that a decision compares with each other.
 
     Attributes:
-        names: of all of them, in no order.
-        num_prompts: that wait on them or are computed.
-        by_prefill, by_decode, by_both: workers by what a usual request would cost them, of which
-            nothing is cached, where the pool is ranked.
-        prefill_estimates: see `costs.prefill_estimate`; by worker, where the pool is ranked.
+        names: of all workers, in no order.
+        num_prompts: prompts that wait on them or are being computed.
+        by_prefill, by_decode, by_both: in a ranked pool, workers by the cost of a usual request of
+            which nothing is cached.
+        prefill_estimates: in a ranked pool, `costs.prefill_estimate` by worker.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class ModelPools:
     """The pools of one model.
 
     Attributes:
-        prefill, decode: by role, or the same pool twice where every worker may do both.
+        prefill, decode: by role, or the same pool twice if every worker may do both.
         is_large: whether the pools are ranked, and decisions leave workers out.
     """
 
@@ -152,7 +152,7 @@ class ModelPools:
         return len(self._workers)
 
     def put(self, worker: WorkerView) -> None:
-        """Its latest view. It leaves when it no longer takes requests."""
+        """Store a worker's latest view, or remove a worker that no longer takes requests."""
         name = worker.worker_id
         if not worker.accepting:
             self.drop(name)

@@ -1,4 +1,4 @@
-"""One worker as routing decisions see it: what it reports, and what is on its way to it."""
+"""One worker as routing decisions see it: its last report, and the requests on their way to it."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def host_id(worker_id: str) -> str:
 
 
 def worker_of(name: str) -> str:
-    """The worker of a name in the prefix index, be it the worker's or its `host_id`."""
+    """The worker of a name in the prefix index, which is a worker id or a `host_id`."""
     return name.removesuffix(_HOST_SUFFIX)

@@ -94,12 +94,12 @@ class ApiMetrics:
         )
         self.queue_length = gauge(
             "queue_num_requests",
-            "Requests that wait in this ingress for their tenant's turn, all workers being busy",
+            "Requests in the admission queue of this ingress, because all workers are busy",
             "tenant",
         )
         self.queue_nbytes = gauge(
             "queue_bytes",
-            "Prompts of the requests that wait in this ingress, in bytes (bounded by"
+            "Prompts of the requests in the admission queue of this ingress, in bytes (bounded by"
             " http.max_queue_nbytes)",
         )
 
@@ -110,7 +110,7 @@ class ApiMetrics:
         model, counted = "model_name", "Counted when the answer ends, however it ends"
         self.http_requests = counter(
             "http_requests",
-            "HTTP requests by route and status. 499: the client went away before there was one."
+            "HTTP requests by route and status. 499: the client disconnected before the reply."
             " A stream that fails after its first byte has status 200 (see request_failure)",
             "route",
             "code",
@@ -118,8 +118,8 @@ class ApiMetrics:
         self.refused = counter(
             "request_refused",
             "Requests refused with 429 before any work was done. reason: predicted_late (the first"
-            " token would come after the deadline or ttft_slo_s), became_late (waited until it"
-            " would), queue_full, no_room (too many at once here or on the workers), tenant_limit"
+            " token would come after the deadline or ttft_slo_s), became_late (noticed in the"
+            " queue), queue_full, no_room (too many at once here or on the workers), tenant_limit"
             " (the tenant has used up its requests or tokens)",
             "route",
             "reason",
@@ -127,7 +127,7 @@ class ApiMetrics:
         )
         self.success = counter(
             "request_success",
-            "Answers that came to an end: one for each choice of a request",
+            "Complete answers: one for each choice of a request",
             model,
             "finish_reason",
         )
@@ -138,14 +138,15 @@ class ApiMetrics:
             "code",
         )
         self.disconnects = counter(
-            "request_disconnect", "Requests whose client went away before the answer was complete"
+            "request_disconnect",
+            "Requests whose client disconnected before the answer was complete",
         )
         self.slo = counter(
             "request_slo",
             "Requests that were answered, by whether they met their SLO: first token within"
             " ttft_slo_s, and the mean time between tokens within tpot_slo_s. missed: also those"
-            " that failed. Goodput is the rate of met. slo says whose it is: model, request (it"
-            " asked for one of its own), or none (it asked for none, as batch work)",
+            " that failed. Goodput is the rate of met. slo: the SLO of the model, of the request"
+            " itself, or none (batch work)",
             model,
             "outcome",
             "slo",
@@ -184,8 +185,8 @@ class ApiMetrics:
 
         self.queue_wait = histogram(
             "queue_wait",
-            "Time that requests waited in this ingress for their tenant's turn: of those that had"
-            " to wait, and were not refused",
+            "Time that requests waited in the admission queue of this ingress: of those that had to"
+            " wait, and were not refused",
             _TTFT_S,
             "tenant",
         )

@@ -26,7 +26,8 @@ from disagg.kernels.sampling_rows import (
 
 
 class DraftPenalties:
-    """Of one step. To be made before the tables' penalties are applied, `apply_` after that.
+    """The penalties of one step's drafts. Create it before the tables' penalties are applied, and
+    call `apply_` after them.
 
     Args:
         logits: float32 [num_rows, vocab_size].

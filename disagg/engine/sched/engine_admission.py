@@ -2,8 +2,8 @@
 
 Running sequences grow by one block each `block_size` steps. If a new sequence took the last blocks,
 the next step would have to preempt, and recomputing costs more than waiting: so one block per
-running sequence is kept free. Remembers which sequences found too few blocks. Who gives way if
-nobody can go on is the scheduler's decision.
+running sequence is kept free. Remembers which sequences found too few blocks. The scheduler decides
+which sequence is preempted if none can continue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineAdmission:
         return False
 
     def join_decodes(self, enable_prefix_caching: bool) -> list[Sequence]:
-        """Move arrived ones that decode to `running`, before prompts share the budget."""
+        """Move arrived sequences that decode to `running`, before prompts use the budget."""
         joined: list[Sequence] = []
         arrived = self._queues.arrived
         while self._may_decode():
