@@ -34,6 +34,15 @@ def unsupported(param: str, message: str) -> InvalidRequest:
     )
 
 
+def only_text(param: str, kind: str) -> InvalidRequest:
+    """For images and the like. Args: kind: what was sent."""
+    return InvalidRequest(
+        f"Invalid {param}: only text is supported, not {kind[:64]!r}.",
+        code="unsupported_content",
+        param=param,
+    )
+
+
 class UnknownUrl(RequestError):
     http_status = 404
     code = "unknown_url"

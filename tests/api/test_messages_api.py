@@ -202,7 +202,10 @@ async def test_a_last_message_of_the_assistant_is_continued() -> None:
         ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
         ({"messages": []}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "invalid_request_error", "type"),
+         "invalid_request_error", "messages[0].content[0].type: only text is supported"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]},
+         "invalid_request_error", "content[0].content[0].type: only text is supported"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "invalid_request_error", "messages[0].content[0]"),

@@ -27,7 +27,7 @@ from disagg.api.openai.tools import (
     ToolChoice,
 )
 from disagg.api.openai.understand import understand_chat
-from disagg.api.refusals import unsupported
+from disagg.api.refusals import only_text, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import InvalidRequest
@@ -58,6 +58,7 @@ class RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
 
 
 Block: TypeAlias = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking
+_BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class Message(msgspec.Struct):
@@ -129,6 +130,20 @@ def _check(raw: dict[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise unsupported(name, "Leave it out: this server does not implement it.")
+    messages = raw.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _check_blocks(message.get("content"), f"messages[{index}].content")
+
+
+def _check_blocks(content: Any, path: str) -> None:
+    """Raises `InvalidRequest` for what is no text and no call."""
+    for number, block in enumerate(content if isinstance(content, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in _BLOCK_TYPES:
+            raise only_text(f"{path}[{number}].type", kind)
+        if kind == "tool_result":
+            _check_blocks(block.get("content"), f"{path}[{number}].content")
 
 
 def understand_messages(request: MessagesRequest, model: ServedModel, min_priority: int) -> Wanted:

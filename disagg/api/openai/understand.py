@@ -25,7 +25,7 @@ from disagg.api.openai.requests import (
 )
 from disagg.api.openai.structured_output import wanted_grammar
 from disagg.api.openai.tools import answer_syntax, check_tools, offered, required_calls
-from disagg.api.refusals import invalid_value, missing_parameter
+from disagg.api.refusals import invalid_value, missing_parameter, only_text
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import in_body
 from disagg.api.wanted import Conversation, JsonText, Prompt, Text, Wanted
@@ -300,11 +300,7 @@ def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, 
 
 def _part(part: ContentPart, path: str) -> str:
     if part.type not in ("text", "refusal"):
-        raise InvalidRequest(
-            f"Invalid {path}.type: only text is supported, not {part.type[:64]!r}.",
-            code="unsupported_content",
-            param=f"{path}.type",
-        )
+        raise only_text(f"{path}.type", part.type)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise missing_parameter(f"{path}.{part.type}")

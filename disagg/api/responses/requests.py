@@ -34,10 +34,9 @@ from disagg.api.openai.tools import (
     ToolChoice,
 )
 from disagg.api.openai.understand import understand_chat
-from disagg.api.refusals import missing_parameter, unsupported
+from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
-from disagg.errors import InvalidRequest
 
 
 class Part(msgspec.Struct):
@@ -69,6 +68,7 @@ class ReasoningItem(msgspec.Struct, tag="reasoning"):
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class OfferedFunction(msgspec.Struct):
@@ -141,9 +141,13 @@ def _check(raw: dict[str, Any]) -> None:
         if raw.get(name):
             raise unsupported(name, why)
     items = raw.get("input")
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict):
-            item.setdefault("type", "message")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        kind = item.setdefault("type", "message") if isinstance(item, dict) else None
+        if isinstance(kind, str) and kind not in _ITEM_TYPES:
+            raise unsupported(
+                f"input[{index}].type",
+                f"There is no {kind[:64]!r} here, only {', '.join(_ITEM_TYPES)}.",
+            )
     tools = raw.get("tools")
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -245,11 +249,7 @@ def _content(content: str | Sequence[Part], path: str) -> str | list[ContentPart
     parts = []
     for number, part in enumerate(content):
         if part.type not in _PART_TYPES:
-            raise InvalidRequest(
-                f"Invalid {path}[{number}].type: only text is supported, not {part.type[:64]!r}.",
-                code="unsupported_content",
-                param=f"{path}[{number}].type",
-            )
+            raise only_text(f"{path}[{number}].type", part.type)
         parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
     return parts or ""
 
