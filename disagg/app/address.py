@@ -26,9 +26,9 @@ ADVICE = (
 
 
 def check_address(address: str) -> None:
-    """Raises `StartupError` unless a Ray head answers there and takes our token, if it wants one.
+    """Raises `StartupError` unless a Ray head answers there and accepts our token, if it needs one.
 
-    Forms that are not HOST:PORT or `auto`, and clusters with TLS, are Ray's to read.
+    Does not check addresses that are not HOST:PORT or `auto`, nor clusters with TLS.
     """
     found = _host_and_port(address)
     if found is None:
@@ -63,7 +63,7 @@ def check_address(address: str) -> None:
 
 
 def wants_token(address: str) -> bool | None:
-    """Whether the cluster lets in only those who have its token; None: that is not known."""
+    """Whether the cluster requires a token; None: not known."""
     found = _host_and_port(address)
     if found is None or _is_of_ray_alone():
         return None
@@ -87,7 +87,7 @@ def _refusal(words: str) -> StartupError:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """None for forms that are Ray's to read."""
+    """None for addresses in other forms, which only Ray reads."""
     if address == "auto":
         try:
             temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -108,7 +108,7 @@ def _is_of_ray_alone() -> bool:
 
 
 def _ask(address: tuple[str, int], token: str) -> grpc.StatusCode:
-    """What a head answers to the question whether it lives."""
+    """A head's answer to a health check."""
     import grpc
 
     host, port = address

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "Ingress"
 POLICY = "disagg.app.pool_policy:PoolPolicy"
 PERIOD_S = 1.0  # of reports, and between decisions
-STALE_S = 5.0  # a report that is older says nothing
+STALE_S = 5.0  # older reports are ignored
 
 
 def is_scaled(config: ServeConfig) -> bool:
@@ -52,7 +52,7 @@ def serve_options(config: ServeConfig, least: int, first: int, most: int) -> Ser
         "max_num_workers": config.max_num_workers,
     }
     with warnings.catch_warnings():
-        # Serve 2.60 deprecates the interval, and has nothing yet that takes its place.
+        # Serve 2.60 deprecates the interval, and has no replacement yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return ServeAutoscaling(
             min_replicas=least,
@@ -68,7 +68,7 @@ def serve_options(config: ServeConfig, least: int, first: int, most: int) -> Ser
 
 
 class Scaler:
-    """One application's decisions. Asked by the policies of all its deployments."""
+    """The decisions for one application. The policies of all its deployments call it."""
 
     def __init__(self, tiers: Iterable[TierConfig], max_num_workers: int | None) -> None:
         self._tiers = tuple(tiers)
@@ -102,7 +102,7 @@ class Scaler:
         return wanted.num_workers if wanted is not None else int(context.target_num_replicas)
 
     def _hear(self, context: AutoscalingContext, now: float) -> None:
-        """Take the ingresses' latest reports, and decide if any is new."""
+        """Read the ingresses' latest reports, and decide if any is new."""
         said: dict[str, dict[str, float]] = {}
         newest_s = 0.0
         for name, by_replica in context.raw_metrics.items():
@@ -115,13 +115,13 @@ class Scaler:
             self.decide(now, said)
 
     def decide(self, now: float, said: dict[str, dict[str, float]]) -> Mapping[Pool, PoolTarget]:
-        """What each pool should have, after these reports by ingress."""
+        """Decide the size of each pool from the reports of the ingresses."""
         seconds = now - self._decided_s if self._decided_s else PERIOD_S
         self._decided_s = now
         for tier in self._tiers:
             asked = RequestTotals()
             for ingress, its in said.items():
-                before = self._said.get(ingress, its)  # a new one's past is not known
+                before = self._said.get(ingress, its)  # a new ingress has no earlier report
                 asked = asked.plus(asked_in(its, tier.name).since(asked_in(before, tier.name)))
             self._autoscaler.observe(tier.name, now, seconds, asked)
         self._said = said
@@ -152,7 +152,7 @@ class Scaler:
 
 @cache
 def _gauge(name: str) -> Gauge:
-    """Beside Serve's own metrics, where Ray exports them."""
+    """A gauge in the metrics that Ray exports."""
     return Gauge(f"disagg_pool_{name}", "Of the autoscaler", tag_keys=("model_name", "role"))
 
 
@@ -160,7 +160,8 @@ _scalers: dict[str, tuple[dict[str, Any], Scaler]] = {}  # by application, and f
 
 
 def scaler_of(application: str, config: dict[str, Any]) -> Scaler:
-    """The one of this process. New settings, as after an update, begin anew."""
+    """The scaler of an application in this process. New settings, as after an update, create a new
+    one."""
     known = _scalers.get(application)
     if known is None or known[0] != config:
         tiers = msgspec.convert(config["tiers"], list[TierConfig])

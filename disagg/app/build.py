@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
 DRAIN_MARGIN_S = 5.0  # for Serve, on top of our own limits
-# An update starts a replica before it stops the one that it replaces. Not where a worker needs a
-# device of its own: Serve would wait for a free one for ever.
+# An update starts a replica before it stops the old one, except if a worker needs a device of its
+# own: Serve would wait for a free device for ever.
 SURGE_PERCENT = 100
-# Failures to start after which Serve gives a pool up; a restarted controller counts anew.
+# Failures to start after which Serve gives up on a pool; a restarted controller starts again at 0.
 MAX_NUM_STARTS = 3
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
 
@@ -55,16 +55,16 @@ def build(args: dict[str, Any]) -> Application:
     config = parse_config(raw)
     check_secrets(config)
     if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
-        # All GPUs, not the free ones: on an update the workers of before hold some.
+        # All GPUs, not only free ones: during an update the old workers still hold some.
         plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))
         log.info(plan.line)
         return build_application(plan.config)
-    # As written: nodes with GPUs may come when workers ask for them.
+    # Not checked against the nodes: nodes with GPUs may be added when workers ask for them.
     return build_application(with_devices(config, has_gpus=False))
 
 
 def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
-    """`args` with the values of variables in the place of their names.
+    """`args` with environment variables replaced by their values.
 
     Raises:
         StartupError: one is not set.
@@ -117,7 +117,7 @@ def build_application(
 
 
 def _check_limits(config: ServeConfig) -> None:
-    """Limits that several ingresses could not share would be as many times as high."""
+    """Refuse limits that several ingresses cannot share: each would grant them in full."""
     limited = [name for name, tenant in config.tenants.items() if tenant.is_limited]
     if limited and config.num_ingress > 1 and config.redis_url is None:
         raise StartupError(
@@ -128,14 +128,15 @@ def _check_limits(config: ServeConfig) -> None:
 
 
 def _reporting(config: ServeConfig) -> AutoscalingConfig | None:
-    """Of an ingress: always as many; in this way Serve asks it for its load."""
+    """An autoscaling configuration that never changes the ingresses, but makes Serve ask them for
+    their load."""
     if not autoscaling.is_scaled(config):
         return None
     return AutoscalingConfig(min_replicas=config.num_ingress, max_replicas=config.num_ingress)
 
 
 def _size(config: ServeConfig, limits: AutoscalingConfig | None, number: int) -> dict[str, Any]:
-    """How many replicas, to begin with or always."""
+    """The number of replicas, or the first number of an autoscaled pool."""
     if limits is not None:
         first = min(number, limits.max_replicas)
         options = autoscaling.serve_options(config, limits.min_replicas, first, limits.max_replicas)

@@ -40,7 +40,7 @@ class Cluster:
 
     Args:
         address: of a running cluster; None starts one on this machine, for loopback only.
-        scratch: where a cluster of our own keeps its files; removed by the caller.
+        scratch: directory for the files of a cluster that we start; the caller removes it.
     """
 
     def __init__(self, address: str | None, scratch: Path) -> None:
@@ -55,10 +55,10 @@ class Cluster:
         self._haproxy = files if address is None and files.exists() else None
 
     def connect(self, device_ids: Sequence[str] = ()) -> None:
-        """Start Ray, or join the one of others. Raises `StartupError` when that fails.
+        """Start Ray, or join a running cluster. Raises `StartupError` when that fails.
 
         Args:
-            device_ids: the GPUs of a cluster of our own; one of others has its own.
+            device_ids: the GPUs of a cluster that we start.
         """
         if self._address is None:
             self._try_ray(lambda: self._start_local(device_ids))
@@ -106,11 +106,11 @@ class Cluster:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def gpus(self) -> Gpus:
-        """What a cluster of others has left for us."""
+        """The free GPUs of a running cluster."""
         return gpus_of_cluster(only_free=True)
 
     def _start_local(self, device_ids: Sequence[str]) -> None:
-        """Start Ray here, once more where a busy machine made its node too slow for Ray."""
+        """Start Ray here. Try once more if the machine was too busy for Ray's time limit."""
         see_only(device_ids)
         this = psutil.Process()
         before = set(this.children(recursive=True))
@@ -183,7 +183,7 @@ class Cluster:
             raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
 
     def watch(self, say: Say, stop: threading.Event) -> Watch:
-        """Look after all that serves, from now on."""
+        """Watch all processes of the application from now on."""
         if self._address is not None:
             return Watch(None, None, self._url, say, stop)
         haproxy = (
@@ -192,7 +192,7 @@ class Cluster:
         return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
 
     def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Let every ingress end what it answers, and refuse what is new.
+        """Make every ingress finish its running requests and refuse new ones.
 
         Returns:
             How many requests have ended, and how many were cut after `timeout_s`.
@@ -212,17 +212,17 @@ class Cluster:
         return sum(ended for ended, _ in answers), sum(cut for _, cut in answers)
 
     def leave(self) -> None:
-        """Let go of a cluster that is not ours until `stop`.
+        """Disconnect from a running cluster until `stop`.
 
-        The application does not need this process, and Ray would end it, after a minute at full
-        load, if the cluster's head were away for that long.
+        The application does not need this process. A process that stays connected while the
+        cluster's head is away uses a full core for a minute, and then Ray ends it.
         """
         if self._address is not None:
             ray.shutdown()
             self._has_left = True
 
     def stop(self) -> None:
-        """Take down what this object started: the application, and Ray if it is ours."""
+        """Stop what this object started: the application, and Ray if we started it."""
         if self._has_left:
             self._join()
             self._has_left = False
@@ -250,7 +250,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _own_words(messages: list[str]) -> str | None:
-    """The sentence of an error of ours inside Serve's messages with their tracebacks."""
+    """The message of our own error inside Serve's message with its traceback."""
     for line in "\n".join(messages).splitlines():
         name, _, sentence = line.strip().partition(": ")
         if name.startswith("disagg.errors.") and sentence:

@@ -28,11 +28,11 @@ from disagg.kvtransfer.ucx import interface_of
 LOOK_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 300.0
 NUM_CLOCK_LOOKS = 3
-MAX_NODES_IN_PAIRS = 8  # of more, each is measured with the next one only
+MAX_NODES_IN_PAIRS = 8  # with more nodes, each is measured with the next one only
 
 
 class NodeDoctor:
-    """Looks at the node it is placed on. What it returns is JSON of our own structs."""
+    """Checks the node on which it runs. Returns JSON of our own structs."""
 
     def __init__(self) -> None:
         self._probe: ProbeProcess | None = None
@@ -50,7 +50,7 @@ class NodeDoctor:
         return msgspec.json.encode(measure_here(here(name, num_gpus())))
 
     def start_probe(self, name: str) -> bytes:
-        """How others reach a probe on this node. Raises `TransferFailed` if they cannot."""
+        """Start a probe on this node. Returns its peer record. Raises `TransferFailed`."""
         interface = interface_of(ray.util.get_node_ip_address())
         self._probe = ProbeProcess(name, 0 if num_gpus() else HOST, interface)
         return msgspec.json.encode(self._probe.peer())
@@ -82,7 +82,7 @@ class _Node(NamedTuple):
 def examine(
     address: str, with_transfers: bool = True
 ) -> tuple[list[NodeReport], list[TransferReport]]:
-    """Look at all nodes of the cluster at `address`, and measure transfers between them.
+    """Check all nodes of the cluster at `address`, and measure transfers between them.
 
     Raises:
         StartupError: there is no cluster that answers.
@@ -125,13 +125,13 @@ def _examine(with_transfers: bool) -> tuple[list[NodeReport], list[TransferRepor
 
 
 def _place(node_id: str) -> Any:
-    """An actor on that node; it takes no share of it, so that a busy node can be looked at."""
+    """Create an actor on a node. It reserves no resources, so a busy node can be checked."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(num_cpus=0, scheduling_strategy=strategy)(NodeDoctor).remote()
 
 
 def last_words(error: Exception) -> str:
-    """The last line of an error of Ray's, which is what was raised in the actor."""
+    """The last line of a Ray error, which is the exception that was raised in the actor."""
     return (str(error).strip().splitlines() or [repr(error)])[-1]
 
 
@@ -145,7 +145,7 @@ def _not_looked_at(error: Exception) -> Finding:
 
 
 def _clock_offset_s(actor: Any) -> float:
-    """By the quickest of some answers, whose way takes the least of the difference."""
+    """The clock's offset, from the fastest of several answers, where the delay matters least."""
     looks: list[tuple[float, float]] = []
     for _ in range(NUM_CLOCK_LOOKS):
         asked_s = time.time()
@@ -194,7 +194,7 @@ def _pull(source: bytes | Figures, reader: _Node, own: bytes | Figures) -> Figur
 
 
 def _ask(method: Callable[..., Any], *arguments: Any) -> bytes | Figures:
-    """The answer of an actor, or why there is none."""
+    """An actor's answer, or the error."""
     try:
         answer: bytes = ray.get(method(*arguments), timeout=MEASURE_TIMEOUT_S)
     except (RayError, TimeoutError) as error:

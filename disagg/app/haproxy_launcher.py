@@ -53,7 +53,7 @@ _REQUEST_ID = "^[A-Za-z0-9_.:-]{1,128}$"
 
 
 class _Edit(NamedTuple):
-    """A part of Serve's configuration, how to find it, and what comes into its place."""
+    """A part of Serve's configuration, how to find it, and what replaces it."""
 
     part: str
     pattern: str
@@ -100,7 +100,7 @@ def _refusals() -> str:
 
 
 def most_connections() -> int:
-    """As many as the limit of open files allows. Raises the soft limit to the hard one."""
+    """As many connections as open files allow. Raises the soft limit to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return max(256, min(MOST_CONNECTIONS, int((hard - OTHER_FILES) / FILES_EACH)))
@@ -110,7 +110,7 @@ def connections_of_one(num_connections: int) -> int:
     """Connections that one address may have, of so many in all.
 
     Raises:
-        ValueError: `OF_ONE_ADDRESS` is no number of connections; in words.
+        ValueError: `OF_ONE_ADDRESS` is no number of connections; has a message for the user.
     """
     said = os.environ.get(OF_ONE_ADDRESS, "")
     if not said:
@@ -121,15 +121,15 @@ def connections_of_one(num_connections: int) -> int:
 
 
 def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
-    """Serve's configuration with our answers and limits in the place of its own.
+    """Serve's configuration with our error replies and limits.
 
     Args:
-        host: that the user asked to listen on; "": as Serve has it.
+        host: where the user wants to listen; "": as in Serve's configuration.
         certificate: file with a certificate chain and its key, for HTTPS; "": HTTP.
         num_connections: at once, of all clients.
 
     Returns:
-        the new configuration; it begins with a line `NOT_FOUND` for each part that is not there.
+        the new configuration; it begins with a line `NOT_FOUND` for each missing part.
     """
     if text.startswith(MARK):  # Serve starts a successor with the file as it finds it
         return text

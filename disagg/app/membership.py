@@ -40,7 +40,7 @@ def to_metadata(record: WorkerRecord) -> dict[str, str]:
 
 
 def from_metadata(metadata: dict[str, Any] | None) -> WorkerRecord | None:
-    """None for a replica that has not published itself yet, or not in words of this release."""
+    """None for a replica that has no record yet, or one of another release."""
     if not metadata or _METADATA_KEY not in metadata:
         return None
     try:
@@ -51,7 +51,7 @@ def from_metadata(metadata: dict[str, Any] | None) -> WorkerRecord | None:
 
 
 def replace(deployment: str, records: Iterable[WorkerRecord]) -> None:
-    """Serve's word on who runs in `deployment`, complete each time."""
+    """Store Serve's complete list of the workers that run in `deployment`."""
     with _lock:
         _records[deployment] = list(records)
         everyone = _everyone()
@@ -62,7 +62,7 @@ def replace(deployment: str, records: Iterable[WorkerRecord]) -> None:
 def subscribe(listener: Listener) -> None:
     """Call `listener` with all workers now and at each change, from any thread.
 
-    It must only take note: it must neither wait nor fail, nor call back into this module.
+    It must neither wait nor fail, nor call back into this module.
     """
     with _lock:
         _listeners.append(listener)

@@ -12,7 +12,8 @@ from ray.serve.config import AutoscalingContext
 
 
 class PoolPolicy:
-    """Of one deployment: a pool of workers, or the ingress, which never changes but reports.
+    """The policy of one deployment: a pool of workers, or the ingress, whose size never changes but
+    which reports its load.
 
     Args:
         config: tiers and budget, see `autoscaling.scaler_of`.

@@ -9,7 +9,7 @@ from typing import cast
 
 
 def ask_here(url: str, timeout_s: float) -> HTTPResponse:
-    """GET of an address here. Certificates are for the name that clients use, so not checked.
+    """GET a URL of this machine. Does not check certificates, which have the clients' name.
 
     Raises:
         OSError: no answer, or one that is no success (`urllib.error.HTTPError`).

@@ -16,7 +16,7 @@ _ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
 def bind_to_node() -> None:
-    """Have the servers of this replica listen on the address of its node in Ray only.
+    """Make the servers of this replica listen only on the address of its node in Ray.
 
     Serve starts them when the replica is constructed: gRPC, which unpickles what it receives, on
     all interfaces, and HTTP where HAProxy listens for clients, though only HAProxy uses it. Peers

@@ -41,21 +41,21 @@ class Board:
         self._last: StartsByPool = {}
 
     def read(self) -> StartsByPool:
-        """What workers have written so far; as last known while the board does not answer."""
+        """The progress of the workers; the last known one while the board does not answer."""
         with contextlib.suppress(RayError):
             self._last = ray.get(self._steps.read.remote(), timeout=_READ_TIMEOUT_S)
         return self._last
 
     def close(self) -> None:
-        """Take it down."""
+        """Remove the board."""
         ray.kill(self._steps)
 
 
 def reporter(pool: str, worker: str) -> Callable[[StartStep], None]:
-    """What a starting worker calls, from any thread. It neither waits nor fails."""
+    """The function that a starting worker calls, from any thread. It neither waits nor fails."""
     try:
         steps = ray.get_actor(_NAME, _NAMESPACE)
-    except (ValueError, RayError):  # nobody watches
+    except (ValueError, RayError):  # no command reads the board
         return lambda step: None
 
     def tell(step: StartStep) -> None:
