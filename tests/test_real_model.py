@@ -91,7 +91,12 @@ async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
     """Through a prefill and a decode worker; and a chat ends where the model ends it."""
     expected = _expected(file)
     assert expected[PROMPTS[0]][1].startswith(" Paris.")
-    engine = {"dtype": "float32", "num_threads": 1, "max_model_len": 1024}
+    engine = {
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+    }
     config = parse_config(
         {"tiers": [{"model": NAME, "engine": engine}], "cluster_key": "a key of this test"}
     )
