@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 ENOUGH_S = 10.0
 VIEWS = {"view", "slice", "select", "unsqueeze", "squeeze", "t", "split", "split_with_sizes"}
-VIEWS |= {"expand", "as_strided", "detach", "alias", "_unsafe_view", "lift_fresh"}
+VIEWS |= {"unbind", "expand", "as_strided", "detach", "alias", "_unsafe_view", "lift_fresh"}
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

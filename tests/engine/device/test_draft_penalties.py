@@ -35,8 +35,9 @@ def test_a_step_of_drafts_with_penalties_is_few_calls_and_none_that_waits() -> N
                 sampler.sample(logits, rows, positions)
         assert not WAITING & set(calls.names), calls.names
         assert launched.count("_adjust") == 1
+        calls.names["zero_"] -= launched.count("_pick")  # of the stand-in
         nums_calls.append(calls.num_calls + len(launched))
-    assert nums_calls[0] == nums_calls[1] <= 40
+    assert nums_calls[0] == nums_calls[1] <= 30
 
 
 def test_a_draft_is_penalised_for_what_it_repeats_and_may_not_end_early() -> None:
