@@ -27,6 +27,7 @@ BENCHES = (
     "kv_formats",
     "kv_pull",
     "prefix_index",
+    "quantised",
     "routing",
     "sampler",
     "sampler_law",

@@ -18,7 +18,7 @@ struct Layer {
 struct Model {
   int32_t num_layers, num_heads, num_kv_heads, head_dim, hidden, inner, vocab;
   float eps;
-  const bf16* embedding;  // [vocab, hidden]
+  const bf16* embedding;  // [vocab, hidden]; null: the head, whose weight is of 8 bits
   const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
   const bf16* norm;       // [hidden]
   Matrix head;

@@ -12,16 +12,20 @@ constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
 constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
 
 struct Matrix {
-  const uint32_t* panels;
-  const bf16* bias;  // null: none
+  const uint32_t* panels;  // null: a weight of 8 bits, as int8.h has it
+  const bf16* bias;        // null: none
+  const int8_t* numbers;   // [num_panels, num_in, PANEL], 0 behind the last column
+  const bf16* scales;      // [num_out]; null: a weight in panels
   int32_t num_out;
-  int32_t num_in;  // even
+  int32_t num_in;  // even, of a weight in panels
 
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
   int num_pairs() const { return num_in / 2; }
   // oneDNN fills up to a multiple of 32.
   int64_t panel_size() const { return int64_t((num_in + 31) / 32 * 32) / 2 * PANEL; }
-  const uint32_t* panel(int index) const { return panels + index * panel_size(); }
+  const uint32_t* panel(int index) const {
+    return panels == nullptr ? nullptr : panels + index * panel_size();
+  }
 };
 
 // Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
@@ -89,10 +93,12 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
   }
 }
 
-// With the bias added, of the columns that exist.
-inline __m512 with_bias(const Matrix& matrix, int column, __m512 sums) {
-  if (matrix.bias == nullptr) return sums;
-  return _mm512_add_ps(sums, load(matrix.bias + column, first_lanes(matrix.num_out - column)));
+// Times the scales and with the bias added, of the columns that exist.
+inline __m512 finished(const Matrix& matrix, int column, __m512 sums) {
+  const __mmask16 mask = first_lanes(matrix.num_out - column);
+  if (matrix.scales != nullptr) sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
+  if (matrix.bias != nullptr) sums = _mm512_add_ps(sums, load(matrix.bias + column, mask));
+  return sums;
 }
 
 }  // namespace disagg

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "chunks.h"
+#include "int8.h"
 #include "model.h"
 #include "norm.h"
 #include "product.h"
@@ -51,9 +52,7 @@ class Step {
     cache_ = cache;
     if (!make_room(num_threads)) return NO_MEMORY;
     for (int row = 0; row < batch.num_rows; ++row)
-      memcpy(hidden_.get() + int64_t(row) * model_.hidden,
-             model_.embedding + batch.token_ids[row] * model_.hidden,
-             sizeof(bf16) * model_.hidden);
+      embed(batch.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
     team_.run(num_threads);
     return DONE;
   }
@@ -62,6 +61,13 @@ class Step {
   int group() const { return model_.num_heads / model_.num_kv_heads; }
   int q_size() const { return model_.num_heads * model_.head_dim; }
   int qkv_size() const { return q_size() + 2 * model_.num_kv_heads * model_.head_dim; }
+
+  void embed(int64_t token_id, bf16* out) const {
+    if (model_.embedding != nullptr)
+      memcpy(out, model_.embedding + token_id * model_.hidden, sizeof(bf16) * model_.hidden);
+    else
+      int8_row(model_.head, token_id, out);
+  }
 
   bool make_room(int num_threads) {
     if (num_threads > num_own_) {
@@ -99,7 +105,7 @@ class Step {
     const Matrix& head = model_.head;
     multiply(member, head, head, [&] { return normed(member, model_.norm, is_normed); },
              [&](int row, int column, __m512 sums) {
-               const __m512 logits = rounded(with_bias(head, column, sums));
+               const __m512 logits = rounded(finished(head, column, sums));
                _mm512_mask_storeu_ps(batch_.logits + int64_t(row) * head.num_out + column,
                                      first_lanes(head.num_out - column), logits);
              });
@@ -146,9 +152,9 @@ class Step {
       const int panel = item / num_parts, part = item % num_parts;
       const uint32_t* next = panel_after(member, matrix, panel, following);
       if (num_parts == 1)
-        product<4>(matrix, panel, 0, x, num_rows, next, take);
+        any_product<4>(matrix, panel, 0, x, num_rows, next, take);
       else
-        product<1>(matrix, panel, part, x, num_rows, next, take);
+        any_product<1>(matrix, panel, part, x, num_rows, next, take);
     });
   }
 
@@ -167,14 +173,14 @@ class Step {
   }
 
   void store_row(bf16* to, const Matrix& matrix, int row, int column, __m512 sums) {
-    store(to + int64_t(row) * matrix.num_out + column, with_bias(matrix, column, sums),
+    store(to + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
           first_lanes(matrix.num_out - column));
   }
 
   void add(const Matrix& matrix, int row, int column, __m512 sums) {
     bf16* at = hidden_.get() + int64_t(row) * matrix.num_out + column;
     const __mmask16 mask = first_lanes(matrix.num_out - column);
-    store(at, _mm512_add_ps(load(at, mask), with_bias(matrix, column, sums)), mask);
+    store(at, _mm512_add_ps(load(at, mask), finished(matrix, column, sums)), mask);
   }
 
   // silu(gate) * up, by panels of both.
@@ -195,19 +201,20 @@ class Step {
   void compute_gated(Member& member, const Layer& layer, int panel, int part, bool& is_normed) {
     const bf16* x = normed(member, layer.post_norm, is_normed);
     float* gates = own_[member.id].gates.get();
-    product<num_vectors>(layer.gate, panel, part, x, batch_.num_rows, layer.up.panel(panel),
-                         [&](int row, int column, __m512 sums) {
-                           _mm512_storeu_ps(gates + row * PANEL + column % PANEL,
-                                            silu(with_bias(layer.gate, column, sums)));
-                         });
+    auto open = [&](int row, int column, __m512 sums) {
+      _mm512_storeu_ps(gates + row * PANEL + column % PANEL,
+                       silu(finished(layer.gate, column, sums)));
+    };
+    any_product<num_vectors>(layer.gate, panel, part, x, batch_.num_rows, layer.up.panel(panel),
+                             open);
     const uint32_t* next = panel_after(member, layer.gate, panel, layer.down);
-    product<num_vectors>(layer.up, panel, part, x, batch_.num_rows, next,
-                         [&](int row, int column, __m512 sums) {
-                           const __m512 gate = _mm512_loadu_ps(gates + row * PANEL + column % PANEL);
-                           const __m512 up = with_bias(layer.up, column, sums);
-                           store(inner_.get() + int64_t(row) * model_.inner + column,
-                                 _mm512_mul_ps(gate, up), first_lanes(model_.inner - column));
-                         });
+    auto times = [&](int row, int column, __m512 sums) {
+      const __m512 gate = _mm512_loadu_ps(gates + row * PANEL + column % PANEL);
+      const __m512 up = finished(layer.up, column, sums);
+      store(inner_.get() + int64_t(row) * model_.inner + column, _mm512_mul_ps(gate, up),
+            first_lanes(model_.inner - column));
+    };
+    any_product<num_vectors>(layer.up, panel, part, x, batch_.num_rows, next, times);
   }
 
   void attend(Member& member, int index) {
@@ -298,7 +305,7 @@ class Step {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 1; }
+int32_t disagg_step_version() { return 2; }
 
 // Returns null where there is no memory. The layers are copied, the weights are not.
 void* disagg_step_new(const disagg::Model* model) {

@@ -12,6 +12,13 @@ using bf16 = uint16_t;  // the upper half of a float32
 
 constexpr int LANES = 16;
 
+inline float wide_of(bf16 narrow) {
+  const uint32_t wide = uint32_t(narrow) << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
 inline __m512 load(const bf16* from) {
   __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));

@@ -8,6 +8,8 @@ installed for the tests; PyPI is asked where it is not.
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +88,11 @@ def _expected(file: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
-@pytest.mark.timeout(600)
-async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
-    """Through a prefill and a decode worker; and a chat ends where the model ends it."""
-    expected = _expected(file)
-    assert expected[PROMPTS[0]][1].startswith(" Paris.")
-    engine = {
-        "dtype": "float32",
-        "num_threads": 1,
-        "max_model_len": 1024,
-        "max_num_batched_tokens": 256,
-    }
+@asynccontextmanager
+async def _served(**engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """By a prefill and a decode worker; KV has come from the first one when this ends."""
+    sizes = {"num_threads": 1, "max_model_len": 1024, "max_num_batched_tokens": 256}
+    engine = {**sizes, **engine}
     config = parse_config(
         {"tiers": [{"model": NAME, "engine": engine}], "cluster_key": "a key of this test"}
     )
@@ -105,23 +101,42 @@ async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", timeout=300
         ) as client:
-
-            async def ask(path: str, **body: Any) -> dict[str, Any]:
-                body = {"model": NAME, "temperature": 0, **body}
-                answer = await client.post(f"/v1/{path}", json=body)
-                assert answer.status_code == 200, answer.text
-                return dict(answer.json())
-
-            for prompt, (num_tokens, text) in expected.items():
-                answer = await ask("completions", prompt=prompt, max_tokens=NUM_TOKENS)
-                assert answer["usage"]["prompt_tokens"] == num_tokens
-                assert answer["choices"][0]["text"] == text
-            question = {"role": "user", "content": "What is the capital of France?"}
-            [choice] = (await ask("chat/completions", messages=[question], max_tokens=40))[
-                "choices"
-            ]
-            assert choice["message"]["content"] == "The capital of France is Paris."
-            assert choice["finish_reason"] == "stop"
+            yield client
             metrics = (await client.get("/metrics")).text
     pulled = r'disagg_worker_kv_pulls_total\{.*outcome="ok".*\} [1-9]'
     assert re.search(pulled, metrics), "no KV came from the prefill worker"
+
+
+async def _ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = await client.post(f"/v1/{path}", json={"model": NAME, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@pytest.mark.timeout(600)
+async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
+    """Through a prefill and a decode worker; and a chat ends where the model ends it."""
+    expected = _expected(file)
+    assert expected[PROMPTS[0]][1].startswith(" Paris.")
+    async with _served(dtype="float32") as client:
+        for prompt, (num_tokens, text) in expected.items():
+            answer = await _ask(client, "completions", prompt=prompt, max_tokens=NUM_TOKENS)
+            assert answer["usage"]["prompt_tokens"] == num_tokens
+            assert answer["choices"][0]["text"] == text
+        await _check_chat(client)
+
+
+@pytest.mark.timeout(600)
+async def test_with_weights_of_8_bits_it_knows_as_much(file: Path) -> None:
+    async with _served(quantization="int8") as client:
+        answer = await _ask(client, "completions", prompt=PROMPTS[0], max_tokens=NUM_TOKENS)
+        assert answer["choices"][0]["text"].startswith(" Paris.")
+        await _check_chat(client)
+
+
+async def _check_chat(client: httpx.AsyncClient) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = await _ask(client, "chat/completions", messages=[question], max_tokens=40)
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] == "The capital of France is Paris."
+    assert choice["finish_reason"] == "stop"

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantization", choices=("int8",))
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -97,6 +98,7 @@ def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
             "device": arguments.device,
             "dtype": arguments.dtype,
             "kv_cache_dtype": arguments.kv_cache_dtype,
+            "quantization": arguments.quantization,
             "max_model_len": arguments.max_model_len,
             "gpu_memory_utilization": arguments.gpu_memory_utilization,
         },

@@ -1,8 +1,8 @@
 """A decode step as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
 
 With few rows, a step in torch is some hundred calls, and starting them takes as long as their
-work. The program reads the weights in oneDNN's packed layout, so that torch computes prompts from
-the same copy.
+work. The program reads the weights in oneDNN's packed layout, or as int8, so that torch computes
+prompts from the same copy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.huge_pages import use_huge_pages
+from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
 from disagg.kernels.ops import PagedBatch, Weight
@@ -50,7 +51,7 @@ class DenseModel:
     num_kv_heads: int
     head_dim: int
     eps: float
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | None  # [vocab, hidden]; None: the head, which is an `Int8Linear`
     rope: Tensor  # of `TorchOps.rope_table`
     layers: Sequence[DenseLayer]
     norm: Tensor  # [hidden]
@@ -72,6 +73,8 @@ class _Matrix(Structure):
     _fields_ = (
         ("panels", c_void_p),
         ("bias", c_void_p),
+        ("numbers", c_void_p),
+        ("scales", c_void_p),
         ("num_out", c_int32),
         ("num_in", c_int32),
     )
@@ -148,19 +151,19 @@ class CpuStep:
         library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
-        self._vocab_size = model.embedding.shape[0]
+        self._vocab_size = model.head.num_out
+        _lay_in_panels([each for each in _matrices(model) if isinstance(each, Int8Linear)])
         layers = (_Layer * len(model.layers))(*map(_layer, model.layers))
-        hidden = model.embedding.shape[1]
         described = _Model(
             num_layers=len(model.layers),
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            hidden=hidden,
+            hidden=model.head.num_in,
             inner=model.layers[0].down.num_in,
             vocab=self._vocab_size,
             eps=model.eps,
-            embedding=model.embedding.data_ptr(),
+            embedding=None if model.embedding is None else model.embedding.data_ptr(),
             rope=model.rope.data_ptr(),
             norm=model.norm.data_ptr(),
             head=_matrix(model.head),
@@ -178,7 +181,7 @@ class CpuStep:
 
     def use_huge_pages(self) -> int:
         """Move the weights into huge pages. Returns how many bytes are there now."""
-        return use_huge_pages((each.panels, each.panels_nbytes) for each in _matrices(self._model))
+        return use_huge_pages(map(_region, _matrices(self._model)))
 
     def takes(self, batch: StepBatch, kv_cache: KVPages) -> bool:
         """Whether it computes this batch: one token of each of a few sequences."""
@@ -258,20 +261,23 @@ def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:
 
 def _problem(model: DenseModel) -> str:
     """Why the compiled step does not compute this model; empty if it does."""
-    if model.embedding.device.type != "cpu":
+    if model.norm.device.type != "cpu":
         return "the model is not on a CPU"
-    if model.embedding.dtype != torch.bfloat16:
-        return f"the model computes in {str(model.embedding.dtype).removeprefix('torch.')}"
+    if model.norm.dtype != torch.bfloat16:
+        return f"the model computes in {str(model.norm.dtype).removeprefix('torch.')}"
     if model.head_dim % LANES:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
-    if not all(isinstance(each, PackedLinear) and each.panels for each in _matrices(model)):
+    matrices = _matrices(model)
+    if all(isinstance(each, Int8Linear) for each in matrices):
+        return ""
+    if not all(isinstance(each, PackedLinear) and each.panels for each in matrices):
         return "oneDNN lays out the weights in another way here"
-    if any(matrix.num_in % 2 for matrix in _matrices(model)):
+    if any(matrix.num_in % 2 for matrix in matrices):
         return "a weight has an odd number of columns"
     return ""
 
 
-def _matrices(model: DenseModel) -> list[PackedLinear]:
+def _matrices(model: DenseModel) -> list[PackedLinear | Int8Linear]:
     matrices = [model.head]
     for layer in model.layers:
         matrices += [layer.qkv, layer.output, *layer.gate_up, layer.down]
@@ -293,6 +299,24 @@ def _layer(layer: DenseLayer) -> _Layer:
     )
 
 
-def _matrix(linear: PackedLinear) -> _Matrix:
+def _matrix(linear: PackedLinear | Int8Linear) -> _Matrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Matrix(linear.panels, bias, linear.num_out, linear.num_in)
+    sizes = linear.num_out, linear.num_in
+    if isinstance(linear, PackedLinear):
+        return _Matrix(linear.panels, bias, None, None, *sizes)
+    return _Matrix(None, bias, linear.numbers.data_ptr(), linear.scales.data_ptr(), *sizes)
+
+
+def _lay_in_panels(linears: list[Int8Linear]) -> None:
+    """All in one piece of memory, so that its huge pages hold nothing else."""
+    sizes = [each.panels_nbytes for each in linears]
+    memory = torch.empty(sum(sizes), dtype=torch.int8)
+    for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
+        linear.lay_in_panels(own)
+
+
+def _region(linear: PackedLinear | Int8Linear) -> tuple[int, int]:
+    """Where its numbers lie: an address, and how many bytes."""
+    if isinstance(linear, PackedLinear):
+        return linear.panels, linear.panels_nbytes
+    return linear.numbers.data_ptr(), linear.numbers.nbytes

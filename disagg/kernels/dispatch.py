@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -13,20 +14,27 @@ from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
 from disagg.kernels.torch_sampling import TorchSampling
 
+Quantization: TypeAlias = Literal["int8"]
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
 
-def ops_for(device: torch.device, num_heads: int) -> Ops:
+def ops_for(device: torch.device, num_heads: int, quantization: Quantization | None = None) -> Ops:
     """Return Triton kernels for CUDA and plain torch for everything else.
 
+    Args:
+        quantization: of weights, as they are packed.
+
     Raises:
+        NotImplementedError: there are no such products for this device.
         ValueError: the environment asks for a way of attention that does not exist.
     """
     prompt_attention = os.environ.get(PROMPT_ATTENTION, "triton")
     if prompt_attention not in ("triton", "sdpa"):
         raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
-        return TorchOps()
+        return TorchOps(is_int8=quantization == "int8")
+    if quantization is not None:
+        raise NotImplementedError(f"no products of {quantization} weights on {device.type}")
     from disagg.kernels.triton_ops import TritonOps
 
     properties = torch.cuda.get_device_properties(device)

@@ -6,11 +6,12 @@ cost. Attention, with the block tables, is in `torch_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
 from disagg.kernels.ops import Experts, PagedBatch
@@ -21,9 +22,14 @@ _FEW_ROWS = 16
 
 
 class TorchOps:
-    """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible."""
+    """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible.
 
-    def __init__(self) -> None:
+    Args:
+        is_int8: all but experts become `Int8Linear`.
+    """
+
+    def __init__(self, *, is_int8: bool = False) -> None:
+        self._linear: Callable[[Tensor, Tensor | None], Linear] = Int8Linear if is_int8 else linear
         self._mirrors = {
             dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -31,12 +37,12 @@ class TorchOps:
         self._scratch = torch.empty(0, 0)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return linear(weight, bias)
+        return self._linear(weight, bias)
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> tuple[Linear, Linear]:
         gate, up = weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-        return linear(gate, gate_bias), linear(up, up_bias)
+        return self._linear(gate, gate_bias), self._linear(up, up_bias)
 
     def pack_experts(self, experts: Experts) -> TorchExperts:
         return TorchExperts(experts)

@@ -16,7 +16,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.cpu_step import DenseLayer, DenseModel, cpu_step
-from disagg.kernels.dispatch import ops_for
+from disagg.kernels.dispatch import Quantization, ops_for
+from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
 from disagg.models.batch import Batch
@@ -69,6 +70,7 @@ class Decoder:
     Args:
         weights: consumed; packed copies may replace them.
         ops: the device's operations; by default what `ops_for` chooses.
+        quantization: of matrices, as they are packed; for the default `ops`.
 
     Attributes:
         step: the compiled decode step; None where `ops` compute them.
@@ -76,15 +78,21 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, ops: Ops | None = None
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        ops: Ops | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self.ops = ops or ops_for(self.device, config.num_heads)
-        self._embedding = weights.embedding
+        self.ops = ops or ops_for(self.device, config.num_heads, quantization)
         self._norm = weights.norm
         self._lm_head = self.ops.pack(weights.lm_head, None)
+        # One table of 8 bits serves both.
+        is_shared = weights.lm_head is weights.embedding and isinstance(self._lm_head, Int8Linear)
+        self._embedding = None if is_shared else weights.embedding
         self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
@@ -212,7 +220,10 @@ class Decoder:
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         rope_rows = self._rope.index_select(0, batch.positions)
-        hidden = functional.embedding(batch.token_ids, self._embedding)
+        if self._embedding is None:
+            hidden = self._lm_head.rows(batch.token_ids)
+        else:
+            hidden = functional.embedding(batch.token_ids, self._embedding)
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -254,16 +265,20 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> Decoder:
     """Load a checkpoint's weights into a decoder that is ready to run.
 
     Args:
         progress: called with (bytes loaded, bytes in all) after each tensor.
+        quantization: of matrices, each as soon as its layer was read.
 
     Raises:
         ModelError: the weights do not fit the model's config, or are damaged.
     """
-    decoder = Decoder(model.config, load_weights(model, dtype, device, progress))
+    weights = load_weights(model, dtype, device, progress)
+    decoder = Decoder(model.config, weights, quantization=quantization)
+    del weights
     _give_back_freed_memory()
     if device.type == "cpu":
         log.info("Decode steps: %s.", decoder.step_sentence)

@@ -85,14 +85,26 @@ def all_parts(config: ModelConfig) -> Iterator[Part]:
             yield from parts
 
 
-def weights_nbytes(config: ModelConfig, itemsize: int, *, widens: bool = False) -> int:
+def weights_nbytes(
+    config: ModelConfig, itemsize: int, *, widens: bool = False, is_int8: bool = False
+) -> int:
     """Of all tensors on a device.
 
     Args:
         itemsize: of a float as it is computed with.
         widens: MXFP4 becomes floats there.
+        is_int8: matrices have 8 bits a value and a float a row. A table that is only looked up,
+            and not multiplied with, stays as it is.
     """
-    return sum(_nbytes(part, itemsize, widens) for part in all_parts(config))
+    if not is_int8:
+        return sum(_nbytes(part, itemsize, widens) for part in all_parts(config))
+    table = () if config.tie_word_embeddings else outer_parts(config)["embedding"]
+    return sum(
+        math.prod(part.shape) + part.shape[0] * itemsize
+        if len(part.shape) == 2 and part not in table
+        else _nbytes(part, itemsize, widens)
+        for part in all_parts(config)
+    )
 
 
 def _nbytes(part: Part, itemsize: int, widens: bool) -> int:

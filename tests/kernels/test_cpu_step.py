@@ -14,7 +14,9 @@ from torch import Tensor
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
 from disagg.kernels.cpu_step import MOST_ROWS
+from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
+from disagg.kernels.torch_ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import DecoderWeights, random_weights
@@ -34,8 +36,13 @@ def new_decoder(
     found = compiled(tmp_path_factory.getbasetemp() / "compiled")
     monkeypatch.setattr(cpu_step_module, "find_library", lambda _: found)
 
-    def new(config: ModelConfig, weights: DecoderWeights | None = None) -> Decoder:
-        decoder = Decoder(config, weights or random_weights(config, torch.bfloat16, CPU, seed=2))
+    def new(
+        config: ModelConfig,
+        weights: DecoderWeights | None = None,
+        quantization: Quantization | None = None,
+    ) -> Decoder:
+        weights = weights or random_weights(config, torch.bfloat16, CPU, seed=2)
+        decoder = Decoder(config, weights, quantization=quantization)
         assert decoder.step is not None, decoder.step_sentence
         return decoder
 
@@ -152,6 +159,42 @@ def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> No
         assert torch.equal(found.values[at].view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(found.scales[at], scales)
     assert torch.equal(found.scales != 0, slabs["torch"].scales != 0)
+
+
+@pytest.mark.parametrize("case", [*CASES, "tied", "odd sizes"])
+def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
+    """The logits of torch with the same int8 weights, and in float32 with what they stand for."""
+    config, lengths, block_size = CASES["llama" if case in ("tied", "odd sizes") else case]
+    if case == "tied":
+        config = replace(config, tie_word_embeddings=True)
+    if case == "odd sizes":
+        config = replace(config, hidden_size=53, intermediate_size=75)
+    weights = _loud_weights(config)
+    if case == "tied":
+        weights = replace(weights, lm_head=weights.embedding / 4)
+        weights = replace(weights, embedding=weights.lm_head)
+    ours, torchs = new_decoder(config, weights, "int8"), new_decoder(config, weights, "int8")
+    torchs.step = None
+    exact = Decoder(config, _in_float32(weights), TorchOps(is_int8=True))
+    logits = []
+    for decoder in (exact, ours, torchs):
+        sequences = _sequences(lengths, block_size, config.vocab_size)
+        slab = _slab(config, sequences, block_size)
+        if decoder is exact:
+            num_blocks = slab.values.shape[0]
+            slab = new_slab(config, num_blocks, block_size, torch.float32, fill=math.nan)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            run_step(decoder, slab, [(sequence, length)], block_size)
+        batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
+        logits.append(decoder.forward(batch, slab))
+        if decoder is ours:  # nor do neighbours change a bit
+            alone = make_batch([(sequences[0], 1)], block_size)
+            assert torch.equal(decoder.forward(alone, slab)[0], logits[-1][0])
+    truth, own, other = logits
+    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
+    assert truth.abs().max() > 0.5
+    assert own_error <= 2 * other_error
+    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""The dtype that an engine computes in."""
+"""The dtype that an engine computes in, and whether its weights are quantised."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from disagg.config import EngineConfig
+from disagg.errors import StartupError
 from disagg.models.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,3 +28,21 @@ def cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False  # not Linux
     return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raises `StartupError`: not this model, or not on this device."""
+    asked, why = config.quantization, ""
+    if asked is None:
+        return
+    if model.experts is not None:
+        why = (
+            f"{model.family} has experts, and only dense models are quantised when they are loaded"
+        )
+    elif device.type != "cpu":
+        why = "there is a kernel for CPUs only; set device = 'cpu'"
+    if why:
+        raise StartupError(
+            f"quantization = {asked!r} is not possible: {why}, or leave it out.",
+            param="quantization",
+        )

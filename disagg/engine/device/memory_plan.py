@@ -76,7 +76,12 @@ def plan_memory(
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
     """
-    model_nbytes = weights_nbytes(model, dtype.itemsize, widens=claim_nbytes is None)
+    model_nbytes = weights_nbytes(
+        model,
+        dtype.itemsize,
+        widens=claim_nbytes is None,
+        is_int8=config.quantization == "int8",
+    )
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, MutableSequence
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching, StepInputs
-from disagg.engine.device.dtypes import choose_dtype
+from disagg.engine.device.dtypes import check_quantization, choose_dtype
 from disagg.engine.device.gpu import GpuMemory, choose_device
 from disagg.engine.device.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
 from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
@@ -275,7 +276,7 @@ def build_engine(
     description: ModelDescription,
     progress: Tell = lambda step: None,
     new_generations: NewGenerations = _own_generations,
-    load: LoadModel = load_model,
+    load: LoadModel | None = None,
 ) -> tuple[Engine, KVCache]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
@@ -283,7 +284,7 @@ def build_engine(
         progress: called after every tensor and before every longer part of the work.
         new_generations: makes the stamp table for a number of blocks (a transport's, which remote
             readers see); by default one of the engine's own.
-        load: makes the decoder; by default of the checkpoint's weights.
+        load: makes the decoder; by default of the checkpoint's weights, quantised if asked for.
 
     Raises:
         ModelError: the checkpoint is missing, damaged or unsupported.
@@ -293,6 +294,7 @@ def build_engine(
     model = description.config
     max_model_len = _choose_max_model_len(config, model)
     device = choose_device(config)
+    check_quantization(config, model, device)
     gpu = GpuMemory(config, device) if device.type == "cuda" else None
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device)
@@ -300,6 +302,7 @@ def build_engine(
     memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    load = load or partial(load_model, quantization=config.quantization)
     decoder = load(
         description, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
     )
@@ -366,6 +369,7 @@ def check_engine(
     if not is_here and config.device != "cpu":
         return None
     device = choose_device(config)
+    check_quantization(config, model, device)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device)
     if device.type == "cpu":
@@ -393,4 +397,7 @@ def _choose_shape(
 ) -> KVShape:
     format = choose_format(config, dtype, device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
-    return KVShape.of(model.config, model.fingerprint, block_size, format)
+    fingerprint = model.fingerprint
+    if config.quantization is not None:  # its KV is not that of the weights as they were
+        fingerprint += f"+{config.quantization}"
+    return KVShape.of(model.config, fingerprint, block_size, format)

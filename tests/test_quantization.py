@@ -1,0 +1,97 @@
+"""`--quantization int8`: what is counted, what is refused, and whose KV it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from disagg.config import ASSETS, EngineConfig
+from disagg.engine.device.dtypes import check_quantization
+from disagg.engine.device.runner import check_engine
+from disagg.errors import StartupError
+from disagg.kernels.int8_linear import Int8Linear
+from disagg.models.decoder import load_model
+from disagg.models.description import describe_model
+from disagg.models.parts import weights_nbytes
+from tests.models.checkpoints import write_checkpoint
+from tests.models.paging import Tokens, new_slab, run_step
+
+CPU = torch.device("cpu")
+INT8 = EngineConfig(quantization="int8", device="cpu", dtype="float32")
+
+
+def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """All that an object keeps, once each."""
+    if isinstance(held, torch.Tensor):
+        seen[held.data_ptr()] = held
+    elif isinstance(held, list | tuple):
+        for each in held:
+            _tensors(each, seen)
+    elif isinstance(held, Int8Linear):
+        _tensors(list(vars(held).values()), seen)
+    elif hasattr(held, "__dataclass_fields__"):
+        _tensors([getattr(held, name) for name in held.__dataclass_fields__], seen)
+    return seen
+
+
+@pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
+def test_what_is_counted_is_what_is_kept(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
+    model = describe_model(tmp_path)
+    decoder = load_model(model, torch.float32, CPU, quantization="int8")
+    kept: dict[int, torch.Tensor] = {}
+    for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
+        _tensors(each, kept)
+    nbytes = sum(each.nbytes for each in kept.values())
+    # Norms of heads are kept for every head.
+    config, widened = model.config, 0
+    if config.qk_norm:
+        num_copies = config.num_heads + config.num_kv_heads - 2
+        widened = config.num_layers * num_copies * config.head_dim * 4
+    assert nbytes - widened == weights_nbytes(config, 4, is_int8=True)
+    assert nbytes < 0.5 * weights_nbytes(config, 4)
+
+
+def test_the_start_counts_it_and_keeps_its_kv_apart() -> None:
+    model = describe_model(ASSETS / "demo-small")
+    plain = msgspec.structs.replace(INT8, quantization=None)
+    narrow, wide = (check_engine(each, model) for each in (INT8, plain))
+    assert narrow is not None and wide is not None
+    assert narrow.weights_nbytes < 0.4 * wide.weights_nbytes
+    assert narrow.shape.layout != wide.shape.layout
+    assert narrow.shape.block_nbytes == wide.shape.block_nbytes
+
+
+def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(StartupError, match="MixtralForCausalLM has experts, and only dense") as it:
+        check_engine(INT8, describe_model(tmp_path))
+    assert it.value.param == "quantization"
+    dense = describe_model(ASSETS / "demo-small").config
+    check_quantization(INT8, dense, CPU)
+    with pytest.raises(StartupError, match="a kernel for CPUs only; set device = 'cpu', or leave"):
+        check_quantization(INT8, dense, torch.device("cuda"))
+    check_quantization(EngineConfig(), dense, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_nearly_those_of_the_weights_as_they_were(dtype: torch.dtype) -> None:
+    """Of a trained model, whose weights are not alike; prompts and single tokens."""
+    model = describe_model(ASSETS / "demo-small")
+    found = []
+    for quantization in (None, "int8"):
+        decoder = load_model(model, dtype, CPU, quantization=quantization)
+        slab = new_slab(model.config, 4, 16, dtype)
+        tokens = Tokens(list(range(5, 55)), [0, 1, 2, 3])
+        run_step(decoder, slab, [(tokens, 40)], 16)
+        for _ in range(10):
+            run_step(decoder, slab, [(tokens, 1)], 16)
+        found.append(torch.stack(tokens.logits).softmax(-1))
+    plain, quantised = found
+    assert not torch.equal(plain, quantised)
+    distances = (plain - quantised).abs().sum(-1) / 2
+    assert distances.mean() < 0.05 and distances.max() < 0.2
