@@ -171,7 +171,7 @@ class CommandGates:
 
     async def _controller_killed(self, command: Command) -> list[dict[str, Any]]:
         def replicas() -> set[psutil.Process]:
-            return set(command.named("ray::ServeReplica"))
+            return set(command.named("ServeReplica"))
 
         before = replicas()
         controller = Killed(command.one("ray::ServeController"))

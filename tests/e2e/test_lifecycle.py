@@ -91,14 +91,14 @@ def test_haproxy_says_what_it_took(served: Command) -> None:
 
 def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
     """Its successor asks every replica for its health, which needs the replica's log files."""
-    workers = set(served.named("ray::ServeReplica"))
+    workers = set(served.named("ServeReplica"))
     served.one("ray::ServeController").kill()
     served.wait_for("process_started")
     asked_until_s = time.monotonic() + 10  # five periods of Serve's health checks
     while time.monotonic() < asked_until_s:
         assert ask(served.url).status_code == 200
         time.sleep(0.05)
-    assert workers == set(served.named("ray::ServeReplica"))
+    assert workers == set(served.named("ServeReplica"))
     (line,) = served.events("process_ended")
     assert line["message"].startswith("Serve's controller ended")
 
