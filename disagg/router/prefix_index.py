@@ -249,8 +249,10 @@ class PrefixMatch:
                 for bit in chain(_bits_of(new ^ late), _bits_of(late)):
                     yield workers[bit], num_blocks
             before = mask
-            # Fewer workers hold more blocks, so these numbers become smaller.
-            num_blocks = bisect_left(holders, -mask, hi=num_blocks, key=neg)
+            num_blocks -= 1
+            if num_blocks and holders[num_blocks - 1] == mask:
+                # The bits of fewer workers are a smaller number, so the masks are in order.
+                num_blocks = bisect_left(holders, -mask, hi=num_blocks, key=neg)
 
 
 def _bits_of(mask: int) -> Iterator[int]:

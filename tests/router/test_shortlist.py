@@ -49,7 +49,7 @@ def choose(fleet: Fleet, request: GenerateRequest, seed: int = 0, at_all: bool =
 
 @pytest.mark.parametrize("tpot_slo_s", SLOS_S)
 @pytest.mark.parametrize("roles", ["pd", "pppd", "p", "d"])
-def test_routes_cost_what_they_would_if_all_workers_were_looked_at(
+def test_routes_cost_no_more_than_if_all_workers_were_looked_at(
     tpot_slo_s: float, roles: str
 ) -> None:
     rng = random.Random(3)
@@ -66,7 +66,7 @@ def test_routes_cost_what_they_would_if_all_workers_were_looked_at(
         cost_s += choose(fleet, request, turn).chosen.total_s
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
-    assert cost_s == pytest.approx(least_s, rel=0.03)
+    assert cost_s < 1.03 * least_s  # which tries only two loans, and so need not be the least
 
 
 @pytest.mark.parametrize("tpot_slo_s", SLOS_S)
