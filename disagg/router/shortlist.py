@@ -23,7 +23,7 @@ from disagg.router.worker_pools import ModelPools, Ranking, WorkerPool
 from disagg.router.worker_view import WorkerView, host_id, worker_of
 
 # Of each pool of a large fleet.
-NUM_CHEAPEST = 5  # of each ranking
+NUM_CHEAPEST = 6  # of each ranking
 NUM_DEEPEST = 2  # that hold most of the prompt
 NUM_HITS, NUM_HITS_SEEN = 3, 12  # the cheapest for it, of those that hold most
 NUM_RANDOM = 2
