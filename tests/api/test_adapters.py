@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from disagg.api.anthropic import requests as messages
+from disagg.api.anthropic.answers import error_body
 from disagg.api.openai import tools
 from disagg.api.openai.requests import ChatRequest
+from disagg.api.refusals import UnknownUrl
 from disagg.api.responses import requests as responses
+from disagg.errors import DeadlineExceeded, DisaggError, RateLimited, Unavailable
 from tests.api.apps import http_client, make_app
 from tests.api.fakes import FakeGenerate, served_model
 from tests.api.openai.test_tools import HERMES
@@ -151,3 +154,28 @@ async def test_calls_of_a_message_have_ids_and_cached_tokens_count_apart() -> No
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
     (start,) = (event["message"] for event in events if event["type"] == "message_start")
     assert whole["usage"]["input_tokens"] == start["usage"]["input_tokens"] - 4
+
+
+async def test_events_of_a_text_name_their_item() -> None:
+    app = make_app(FakeGenerate("the quick brown fox"))
+    async with http_client(app) as client:
+        text = (await client.post("/v1/responses", json={"input": "hi", "stream": True})).text
+    lines = [line for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    (item,) = events[-1]["response"]["output"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RateLimited("x"), "rate_limit_error"),
+        (Unavailable("x"), "overloaded_error"),
+        (DeadlineExceeded("x"), "timeout_error"),
+        (DisaggError("x"), "api_error"),
+        (UnknownUrl("x"), "not_found_error"),
+    ],
+)
+def test_errors_of_messages_are_anthropics(error: DisaggError, kind: str) -> None:
+    told = {"type": "error", "error": {"type": kind, "message": "x"}}
+    assert json.loads(error_body(error)) == told
