@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from bench.gpu_models import new_sequence
 from bench.report import finish, print_table, take_turns
 from disagg.config import ASSETS, EngineConfig, SpeculativeConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.models.description import describe_model
 from scripts.demo_tasks import Turn, arithmetic_turn, copy_turn, render, sort_turn
 

@@ -25,7 +25,7 @@ from bench.report import ENOUGH_S, finish, print_table, take_turns
 from bench.shapes import SHAPES, transformers_config
 from disagg.blocks import hash_blocks
 from disagg.config import DType, EngineConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import describe_model

@@ -41,7 +41,8 @@ from bench.gpu_models import (
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
 from disagg.config import EngineConfig
-from disagg.engine.device.runner import ModelRunner, build_engine
+from disagg.engine.device.build import build_engine
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder

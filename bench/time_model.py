@@ -31,7 +31,7 @@ import msgspec
 from bench.report import finish, print_table
 from disagg.blocks import hash_blocks
 from disagg.config import ASSETS, EngineConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kvtransfer.ticket import Peer

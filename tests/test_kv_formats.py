@@ -22,8 +22,8 @@ from disagg.config import (
     ServeConfig,
     TierConfig,
 )
+from disagg.engine.device.build import build_engine
 from disagg.engine.device.kv_cache import choose_format
-from disagg.engine.device.runner import build_engine
 from disagg.engine.engine import Engine
 from disagg.errors import StartupError, TransferFailed
 from disagg.kernels import torch_attention

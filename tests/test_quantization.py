@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from disagg.config import ASSETS, EngineConfig
+from disagg.engine.device.build import check_engine
 from disagg.engine.device.dtypes import check_quantization
-from disagg.engine.device.runner import check_engine
 from disagg.errors import StartupError
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.models.decoder import load_model

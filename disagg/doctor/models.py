@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 def check_model(tier: TierConfig) -> list[Finding]:
     """Read a model's description and its weights' headers; do the arithmetic of one worker."""
-    from disagg.engine.device.runner import check_engine
+    from disagg.engine.device.build import check_engine
 
     check = f"model {tier.name}"
     gpus = gpus_here().devices if tier.engine.device != "cpu" else ()

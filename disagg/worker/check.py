@@ -21,8 +21,8 @@ def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = 
     Raises:
         StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
     """
+    from disagg.engine.device.build import check_engine
     from disagg.engine.device.gpu import choose_device
-    from disagg.engine.device.runner import check_engine
 
     model = describe_model(tier.directory)
     host_nbytes = 0

@@ -89,7 +89,7 @@ def build_parts(
         StartupError: with a message for the user.
     """
     # Here, and not above: the scheduler's users must not need torch to import this package.
-    from disagg.engine.device.runner import build_engine
+    from disagg.engine.device.build import build_engine
     from disagg.kernels.dispatch import device_name
 
     made: list[Stamps] = []

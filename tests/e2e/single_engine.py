@@ -6,7 +6,7 @@ from pathlib import Path
 
 from disagg.api.served_model import ServedModel
 from disagg.config import EngineConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import describe_model

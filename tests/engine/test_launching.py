@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import StepInputs
-from disagg.engine.device.runner import ModelRunner, build_engine
+from disagg.engine.device.build import build_engine
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, StepPlan

@@ -52,8 +52,8 @@ def change_cuda(cuda: Any) -> None:
     cuda.mem_get_info = lambda device=None: (FREE_NBYTES[visible()[0]], TOTAL_NBYTES)
 
 
-def change_runner(runner: Any) -> None:
-    choose_device = runner.choose_device
+def change_build(build: Any) -> None:
+    choose_device = build.choose_device
 
     def open_device(config: Any) -> Any:
         device = choose_device(config)
@@ -62,19 +62,19 @@ def change_runner(runner: Any) -> None:
             return device
         from ray import serve
 
-        claim_nbytes = runner.GpuMemory(config, device).claim_nbytes
+        claim_nbytes = build.GpuMemory(config, device).claim_nbytes
         pool = serve.get_replica_context().deployment
         opened = {"pool": pool, "gpu": visible()[0], "claim_nbytes": claim_nbytes}
         directory = Path(os.environ["DISAGG_TEST_OPENED"])
         (directory / f"{os.getpid()}.json").write_text(json.dumps(opened))
         return type(device)("cpu")
 
-    runner.choose_device = open_device
+    build.choose_device = open_device
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.cuda": change_cuda,
-    "disagg.engine.device.runner": change_runner,
+    "disagg.engine.device.build": change_build,
 }
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG

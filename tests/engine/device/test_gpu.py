@@ -9,8 +9,8 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.engine.device import gpu as module
+from disagg.engine.device.build import build_engine
 from disagg.engine.device.gpu import GpuMemory, choose_device
-from disagg.engine.device.runner import build_engine
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
 from disagg.models.description import describe_model

@@ -15,9 +15,9 @@ import transformers
 
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
-from disagg.engine.device import dtypes, prompt_scores
+from disagg.engine.device import build, dtypes, prompt_scores
 from disagg.engine.device import runner as runner_module
-from disagg.engine.device.runner import build_engine, check_engine
+from disagg.engine.device.build import build_engine, check_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
@@ -433,7 +433,7 @@ def test_the_check_refuses_what_building_would_without_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, directory = checkpoint
-    monkeypatch.delattr(runner_module, "load_model")
+    monkeypatch.delattr(build, "load_model")
     check_engine(config(), describe_model(directory))
     with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
         check_engine(config(num_gpu_blocks_override=15), describe_model(directory))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from disagg.config import EngineConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.engine import Engine
 from disagg.engine.sched.grammar import MAX_CACHED

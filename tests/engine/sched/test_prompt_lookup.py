@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.config import ASSETS, SpeculativeConfig
-from disagg.engine.device.runner import build_engine
+from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched import prompt_lookup
 from disagg.engine.sched.prompt_lookup import PromptLookup
