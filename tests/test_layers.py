@@ -178,3 +178,13 @@ def test_what_computes_nothing_imports_no_torch() -> None:
     code = "; ".join(f"import disagg.{name}" for name in TORCH_FREE)
     check = f"{code}; import sys; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name that is searched for leads to one place."""
+    places: dict[str, list[str]] = {}
+    for source in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{source.relative_to(PACKAGE)}")
+    assert not {name: files for name, files in places.items() if len(files) > 1}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from disagg.api.openai.answers import Job
 from disagg.api.served_model import ServedModel
-from disagg.api.slo import Slo
+from disagg.api.slo import RequestSlo
 from disagg.api.wanted import Text, Wanted
 from disagg.blocks import hash_blocks, hash_root
 from disagg.messages import GenerateRequest, SamplingParams
@@ -24,8 +24,8 @@ class Caller(msgspec.Struct, frozen=True):
     traceparent: str = ""
     waited_s: float = 0.0  # from its arrival until now
     min_priority: int = 0  # the lowest number that it may set
-    slo: Slo = Slo()  # from its headers
-    least_slo: Slo = Slo()  # the shortest that it may ask for; 0: its model's
+    slo: RequestSlo = RequestSlo()  # from its headers
+    least_slo: RequestSlo = RequestSlo()  # the shortest that it may ask for; 0: its model's
 
 
 def name_choices(
@@ -34,7 +34,7 @@ def name_choices(
     sampling: SamplingParams,
     caller: Caller,
     *,
-    slo: Slo = Slo(),  # noqa: B008 - it is frozen
+    slo: RequestSlo = RequestSlo(),  # noqa: B008 - it is frozen
     created_unix_s: float,
     deadline_unix_s: float,
 ) -> Job:

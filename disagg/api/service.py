@@ -35,7 +35,7 @@ from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.refusals import invalid_value
 from disagg.api.served_model import ServedModel
-from disagg.api.slo import Slo, agreed
+from disagg.api.slo import RequestSlo, agreed
 from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 
@@ -83,8 +83,10 @@ class Service:
             return api.understand(request, self.model(request.model), caller.min_priority)
 
         wanted = await off_loop(len(body), understood)
-        of_model = Slo(*wanted.model.slo_s)
-        least = Slo(*(its or model for its, model in zip(caller.least_slo, of_model, strict=True)))
+        of_model = RequestSlo(*wanted.model.slo_s)
+        least = RequestSlo(
+            *(its or model for its, model in zip(caller.least_slo, of_model, strict=True))
+        )
         slo = agreed(wanted.slo, caller.slo, least)
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s

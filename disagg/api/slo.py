@@ -20,7 +20,7 @@ NONE = "none"
 Milliseconds: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e9)] | Literal["none"]
 
 
-class Slo(NamedTuple):
+class RequestSlo(NamedTuple):
     """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: none."""
 
     ttft_s: float = 0.0
@@ -29,25 +29,25 @@ class Slo(NamedTuple):
     @property
     def kind(self) -> str:
         """The label in metrics: whose SLO applies to the request."""
-        if self == Slo():
+        if self == RequestSlo():
             return "model"
         return "none" if math.isinf(self.ttft_s) and math.isinf(self.tpot_s) else "request"
 
 
-def in_headers(headers: Mapping[bytes, bytes]) -> Slo:
+def in_headers(headers: Mapping[bytes, bytes]) -> RequestSlo:
     """Raises `InvalidRequest`."""
     ttft_s, tpot_s = (
         _of_text(name, headers.get(name.encode(), b"").decode("latin-1").strip())
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")
     )
-    return Slo(ttft_s, tpot_s)
+    return RequestSlo(ttft_s, tpot_s)
 
 
-def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> Slo:
-    return Slo(_seconds(ttft_ms), _seconds(tpot_ms))
+def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> RequestSlo:
+    return RequestSlo(_seconds(ttft_ms), _seconds(tpot_ms))
 
 
-def agreed(body: Slo, headers: Slo, least: Slo) -> Slo:
+def agreed(body: RequestSlo, headers: RequestSlo, least: RequestSlo) -> RequestSlo:
     """The SLOs that apply to a request.
 
     Args:
@@ -68,7 +68,7 @@ def agreed(body: Slo, headers: Slo, least: Slo) -> Slo:
                 " ask of this model.",
             )
         agreed_s.append(asked_s)
-    return Slo(*agreed_s)
+    return RequestSlo(*agreed_s)
 
 
 def _of_text(name: str, text: str) -> float:

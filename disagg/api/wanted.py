@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from disagg.api.served_model import ServedModel
-from disagg.api.slo import Slo
+from disagg.api.slo import RequestSlo
 from disagg.messages import Grammar, SamplingParams
 from disagg.text.answer_reader import AnswerSyntax
 
@@ -92,5 +92,5 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     timeout_s: float | None = None
     priority: int = 0
-    slo: Slo = Slo()
+    slo: RequestSlo = RequestSlo()
     cache_salt: str = ""

@@ -80,7 +80,7 @@ class _Matrix(Structure):
     )
 
 
-class _Layer(Structure):
+class _LayerPointers(Structure):
     _fields_ = (
         ("input_norm", c_void_p),
         ("qk_norm", c_void_p),
@@ -108,7 +108,7 @@ class _Model(Structure):
         ("rope", c_void_p),
         ("norm", c_void_p),
         ("head", _Matrix),
-        ("layers", POINTER(_Layer)),
+        ("layers", POINTER(_LayerPointers)),
     )
 
 
@@ -153,7 +153,7 @@ class CpuStep:
         self._model = model
         self._vocab_size = model.head.num_out
         _lay_in_panels([each for each in _matrices(model) if isinstance(each, Int8Linear)])
-        layers = (_Layer * len(model.layers))(*map(_layer, model.layers))
+        layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
         described = _Model(
             num_layers=len(model.layers),
             num_heads=model.num_heads,
@@ -284,9 +284,9 @@ def _matrices(model: DenseModel) -> list[PackedLinear | Int8Linear]:
     return matrices
 
 
-def _layer(layer: DenseLayer) -> _Layer:
+def _layer(layer: DenseLayer) -> _LayerPointers:
     gate, up = layer.gate_up
-    return _Layer(
+    return _LayerPointers(
         input_norm=layer.input_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from disagg.router.worker_view import WorkerView
 
 
-class Streams(NamedTuple):
+class RunningStreams(NamedTuple):
     """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
 
     num: sequences that decode, and sequences that will decode here after their prompt.
@@ -35,7 +35,7 @@ class Streams(NamedTuple):
     @classmethod
     def of(
         cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
-    ) -> Streams:
+    ) -> RunningStreams:
         """`num_context_tokens`: of all of them."""
         per_step_s, per_token_s, _, _, _ = times.coefficients
         full_rate = CHUNK_TOKENS / (per_step_s + CHUNK_TOKENS * per_token_s)

@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.messages import HostCounts, Role, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.backlog import Backlog
-from disagg.router.slack import Streams
+from disagg.router.slack import RunningStreams
 from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
@@ -41,7 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     host: HostCounts | None = None  # measured loads from its host memory; None: it has none
     began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
-    streams: Streams | None = None  # None: its model has no TPOT SLO
+    streams: RunningStreams | None = None  # None: its model has no TPOT SLO
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         if tpot_slo_s != math.inf:
             num_beside = status.num_running - status.num_prefilling
             num_streams = num_decoding - status.num_leaving
-            streams = Streams.of(times, tpot_slo_s, num_streams, num_context)
+            streams = RunningStreams.of(times, tpot_slo_s, num_streams, num_context)
         return cls(
             record.worker_id,
             record,

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from disagg.api.http.app import AsgiApp
-from disagg.api.slo import Slo, agreed, in_headers
+from disagg.api.slo import RequestSlo, agreed, in_headers
 from disagg.config import TenantConfig
 from disagg.errors import InvalidRequest
 from tests.api.apps import openai_client as client_of
@@ -18,8 +18,8 @@ from tests.api.http.test_quota import KEYS, MESSAGES, tenants_app
     ("text", "seconds"), [(b"250", 0.25), (b" 0.5 ", 0.0005), (b"none", math.inf), (b"", 0.0)]
 )
 def test_headers_are_milliseconds_or_none(text: bytes, seconds: float) -> None:
-    assert in_headers({b"x-slo-ttft-ms": text}) == Slo(seconds, 0.0)
-    assert in_headers({b"x-slo-tpot-ms": text}) == Slo(0.0, seconds)
+    assert in_headers({b"x-slo-ttft-ms": text}) == RequestSlo(seconds, 0.0)
+    assert in_headers({b"x-slo-tpot-ms": text}) == RequestSlo(0.0, seconds)
 
 
 @pytest.mark.parametrize("text", [b"0", b"-1", b"nan", b"inf", b"1e12", b"fast", b"\xff"])
@@ -30,15 +30,15 @@ def test_what_is_no_time_is_refused_with_the_headers_name(text: bytes) -> None:
 
 
 def test_the_body_comes_before_the_headers_and_neither_below_the_least() -> None:
-    least = Slo(0.2, 0.01)
-    assert agreed(Slo(0.5), Slo(0.3, 0.02), least) == Slo(0.5, 0.02)
-    assert agreed(Slo(), Slo(), least) == Slo()
-    assert agreed(Slo(math.inf, math.inf), Slo(0.1), least).kind == "none"
+    least = RequestSlo(0.2, 0.01)
+    assert agreed(RequestSlo(0.5), RequestSlo(0.3, 0.02), least) == RequestSlo(0.5, 0.02)
+    assert agreed(RequestSlo(), RequestSlo(), least) == RequestSlo()
+    assert agreed(RequestSlo(math.inf, math.inf), RequestSlo(0.1), least).kind == "none"
     with pytest.raises(InvalidRequest, match="100 ms is less than 200 ms") as caught:
-        agreed(Slo(0.1), Slo(), least)
+        agreed(RequestSlo(0.1), RequestSlo(), least)
     assert caught.value.param == "slo_ttft_ms"
     with pytest.raises(InvalidRequest) as caught:
-        agreed(Slo(), Slo(0.0, 0.001), least)
+        agreed(RequestSlo(), RequestSlo(0.0, 0.001), least)
     assert caught.value.param == "x-slo-tpot-ms"
 
 

@@ -49,7 +49,7 @@ class ToolResult(msgspec.Struct, tag="tool_result"):
     is_error: bool | None = None
 
 
-class Thinking(msgspec.Struct, tag="thinking"):
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
     thinking: str
 
 
@@ -57,7 +57,7 @@ class RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
     """Encrypted reasoning of another server; it is ignored."""
 
 
-Block: TypeAlias = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking
+Block: TypeAlias = TextBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking
 _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
@@ -225,7 +225,7 @@ def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
         match block:
             case TextBlock(text=text):
                 texts.append(text)
-            case Thinking(thinking=text):
+            case ThinkingBlock(thinking=text):
                 thoughts.append(text)
             case ToolUse():
                 calls.append(

@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 
 from disagg.api.openai.answers import ChoiceDelta, RunningJob
-from disagg.api.slo import Slo
+from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
@@ -292,7 +292,7 @@ class RequestTimer:
         metrics.cached_tokens.labels(model, self._tenant).inc(run.num_cached_tokens)
         metrics.generation_tokens.labels(model, self._tenant).inc(run.num_completion_tokens)
         if model in metrics.slo_s and (error is None or isinstance(error, DisaggError)):
-            asked = Slo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
+            asked = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
             ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
             has_met = error is None and self._is_in_time(
                 asked.ttft_s or ttft_slo_s, asked.tpot_s or tpot_slo_s

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
 from disagg.api.openai.answers import RunningJob
-from disagg.api.slo import Slo
+from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import TenantConfig
 from disagg.store.limits import Limits, Remaining
@@ -42,10 +42,10 @@ class Quota:
     def min_priority(self, name: str) -> int:
         return self._tenant(name).min_priority
 
-    def least_slo(self, name: str) -> Slo:
+    def least_slo(self, name: str) -> RequestSlo:
         """The shortest times that a tenant's requests may ask for; 0: those of their model."""
         tenant = self._tenant(name)
-        return Slo(tenant.min_ttft_slo_s or 0.0, tenant.min_tpot_slo_s or 0.0)
+        return RequestSlo(tenant.min_ttft_slo_s or 0.0, tenant.min_tpot_slo_s or 0.0)
 
     def begin(self, request: HttpRequest) -> None:
         """Raises `RateLimited`."""

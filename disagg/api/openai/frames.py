@@ -25,7 +25,7 @@ PING = b": ping\n\n"
 _to_json = msgspec.json.Encoder().encode
 
 
-class Frames(ABC):
+class OpenAIFrames(ABC):
     """Events of a streamed answer. Their constant parts are built once per request."""
 
     kind: ClassVar[str]
@@ -128,7 +128,7 @@ class Frames(ABC):
         )
 
 
-class ChatFrames(Frames):
+class ChatFrames(OpenAIFrames):
     kind = "chat.completion.chunk"
     gain = b'"delta":'
 
@@ -161,7 +161,7 @@ class ChatFrames(Frames):
         return _to_json(chat_logprobs(piece.scored, self._tokenizer))
 
 
-class CompletionFrames(Frames):
+class CompletionFrames(OpenAIFrames):
     kind = "text_completion"
     gain = b'"text":'
 

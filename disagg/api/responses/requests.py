@@ -39,7 +39,7 @@ from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
 
 
-class Part(msgspec.Struct):
+class ResponsePart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -47,7 +47,7 @@ class Part(msgspec.Struct):
 
 class MessageItem(msgspec.Struct, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[ResponsePart]
 
 
 class CallItem(msgspec.Struct, tag="function_call"):
@@ -58,13 +58,13 @@ class CallItem(msgspec.Struct, tag="function_call"):
 
 class OutputItem(msgspec.Struct, tag="function_call_output"):
     call_id: Label
-    output: str | list[Part]
+    output: str | list[ResponsePart]
 
 
 class ReasoningItem(msgspec.Struct, tag="reasoning"):
     """What was thought before the next item; chat templates get it as they do in chats."""
 
-    content: list[Part] | None = None
+    content: list[ResponsePart] | None = None
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
@@ -242,7 +242,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     return messages
 
 
-def _content(content: str | Sequence[Part], path: str) -> str | list[ContentPart]:
+def _content(content: str | Sequence[ResponsePart], path: str) -> str | list[ContentPart]:
     """Parts of texts are called by who wrote them here, and by what they are in chats."""
     if isinstance(content, str):
         return content
