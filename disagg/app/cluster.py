@@ -28,7 +28,7 @@ from disagg.messages import StartsByPool
 
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
-NUM_RAY_STARTS = 3
+NUM_RAY_STARTS = 4
 _TOO_SLOW = "timed out during startup"  # Ray's words after 30 s, which no setting makes longer
 logger = logging.getLogger(__name__)
 

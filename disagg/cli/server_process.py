@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from disagg.app.cluster import Cluster
 
 READY_TIMEOUT_S = 600.0
-RAY_TIMEOUT_S = 120.0  # for three starts; a machine at full load needs one or two
+RAY_TIMEOUT_S = 180.0  # for four starts; a machine at full load needs one or two
 SERVE_TIMEOUT_S = 90.0  # its proxies are given 60
 TOO_LATE = (
     f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; are the machines too busy for it?"
