@@ -25,8 +25,8 @@ def ops_for(device: torch.device, num_heads: int, quantization: Quantization | N
         quantization: of weights, as they are packed.
 
     Raises:
-        NotImplementedError: there are no such products for this device.
-        ValueError: the environment asks for a way of attention that does not exist.
+        ValueError: this device does not multiply such weights, or the environment asks for a way of
+            attention that does not exist.
     """
     prompt_attention = os.environ.get(PROMPT_ATTENTION, "triton")
     if prompt_attention not in ("triton", "sdpa"):
@@ -34,7 +34,9 @@ def ops_for(device: torch.device, num_heads: int, quantization: Quantization | N
     if device.type != "cuda":
         return TorchOps(is_int8=quantization == "int8")
     if quantization is not None:
-        raise NotImplementedError(f"no products of {quantization} weights on {device.type}")
+        raise ValueError(
+            f"{quantization} weights are multiplied on CPUs only, not on {device.type}"
+        )
     from disagg.kernels.triton_ops import TritonOps
 
     properties = torch.cuda.get_device_properties(device)

@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.delenv(devices.VISIBLE, raising=False)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(devices, "AMD", tmp_path / "kfd")
-    monkeypatch.setattr(devices, "LIBRARY", "libof-no-driver.so")
+    monkeypatch.setattr(devices, "LIBRARY", "libcuda-absent.so")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return monkeypatch
 
@@ -78,7 +78,7 @@ import sys
 from pathlib import Path
 from disagg.kernels import devices
 devices.DRIVER = devices.AMD = Path("/nowhere")
-devices.LIBRARY = "libof-no-driver.so"
+devices.LIBRARY = "libcuda-absent.so"
 assert devices.gpus_here() == devices.Gpus()
 assert "torch" not in sys.modules
 """
