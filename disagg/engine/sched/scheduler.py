@@ -20,14 +20,7 @@ from itertools import compress
 
 from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import (
-    disown,
-    extend,
-    give_back,
-    grow,
-    publish,
-    watch_blocks,
-)
+from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, watch_blocks
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.engine_admission import EngineAdmission
 from disagg.engine.sched.limits import check_step_size, token_limit
@@ -145,7 +138,7 @@ class Scheduler:
         sequence = self.queues.by_id.get(request_id)
         if sequence is not None:
             self._forget(sequence)
-            self._give_back(sequence)
+            self.release(disown(sequence))
         return sequence
 
     def hand_over(self, sequence: Sequence) -> None:
@@ -201,8 +194,7 @@ class Scheduler:
 
         `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
         """
-        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
-            self._has_drafts = True
+        self._propose_drafts()
         decodes, prefills, num_preempted = *self.queues.split_running(), self.num_preempted
         growing = [each for each in decodes if len(each.tokens) > each.num_slots]
         if growing and not grow(self.pool, growing):
@@ -235,21 +227,22 @@ class Scheduler:
         Args:
             needs_host: whether a sequence that runs but is not part of `plan` needs the host.
         """
-        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
-            self._has_drafts = True
+        self._propose_drafts()
         if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
         following, growing, num_left = self._async_scheduling.follow(
             plan, self.queues, self.milestones.next, self.step_budget, needs_host
         )
-        if following is None:
-            return None
-        if self._admission.may_admit(num_left):
+        if following is None or self._admission.may_admit(num_left):
             return None
         if not grow(self.pool, growing):
             return None
         self._async_scheduling.begin()
         return following
+
+    def _propose_drafts(self) -> None:
+        if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
+            self._has_drafts = True
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Prompts that begin in a step where `prefills` go on, with `budget` tokens for both."""
@@ -370,7 +363,7 @@ class Scheduler:
             return TokenEvent(sequence, token_ids, logprobs)
         self._forget(sequence)
         if reason is not None:
-            self._give_back(sequence)
+            self.release(disown(sequence))
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 
     def _go_on(self, sequence: Sequence) -> None:
@@ -398,9 +391,6 @@ class Scheduler:
         self.milestones.enter(sequence)
         if sequence.thinking is not None:
             self._async_scheduling.watch_thinking(sequence)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self.release(disown(sequence))
 
     def _forget(self, sequence: Sequence) -> None:
         self.queues.forget(sequence)
