@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, Pull
@@ -36,56 +36,13 @@ from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import GENERATION_NBYTES
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
+from disagg.kvtransfer.wire import ByteRange, Wire
 
 MAX_UNREAD_NOTICES = 65_536
 MAX_WAIT_S = 0.001  # between two checks of running transfers
 CLOSE_PATIENCE_S = 2.0
 
 _log = logging.getLogger(__name__)
-
-
-class ByteRange(NamedTuple):
-    """One run of bytes to copy."""
-
-    local_address: int
-    remote_address: int
-    nbytes: int
-
-
-class Wire(Protocol):
-    """The network under a transport. Used by one thread; any method may raise anything."""
-
-    def connect(self, record: bytes) -> str:
-        """Load a peer's connection record; returns the name it belongs to."""
-        ...
-
-    def forget(self, name: str) -> None: ...
-
-    def read_blocks(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
-        """Prepare a READ from the peer's slab into the slab here."""
-        ...
-
-    def read_stamps(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
-        """Prepare a READ from the peer's stamp table into the scratch table here."""
-        ...
-
-    def post(self, transfer: Any) -> None: ...
-
-    def is_done(self, transfer: Any) -> bool:
-        """False while it is running."""
-        ...
-
-    def release(self, transfer: Any) -> None: ...
-
-    def notify(self, name: str, message: bytes) -> None: ...
-
-    def messages(self) -> list[bytes]:
-        """Notifications that came since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Close every connection; nothing is read or written afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from typing import Any
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.listeners import Listener, listeners
 from disagg.kvtransfer.mover import (
-    ByteRange,
     Close,
     Connect,
     Job,
@@ -39,6 +38,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.kvtransfer.ucx import UcxLog, in_environment, ucx_settings
+from disagg.kvtransfer.wire import ByteRange
 
 TRANSPORT = "nixl"
 # UCX wakes the progress thread; this is for transports of UCX that cannot.

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from disagg.kvtransfer.mover import (
     MAX_UNREAD_NOTICES,
-    ByteRange,
     Close,
     Connect,
     Job,
@@ -30,6 +29,7 @@ from disagg.kvtransfer.mover import (
 from disagg.kvtransfer.pulls import PullBook
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
+from disagg.kvtransfer.wire import ByteRange
 from tests.kvtransfer.memory import Memory
 
 
