@@ -185,7 +185,6 @@ def _batch(
         logits_rows=starts[1:].to(device) - 1,
         num_decodes=sum(query == 1 for query in query_lens),
         max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
         query_lens=query_lens,
         context_lens_host=context_lens,
     )

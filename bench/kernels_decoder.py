@@ -45,7 +45,6 @@ def uniform_batch(token_ids: torch.Tensor, num_computed: int, tables: torch.Tens
         logits_rows=starts[1:].long() - 1,
         num_decodes=num_seqs if new == 1 else 0,
         max_query_len=new,
-        max_context_len=total,
         query_lens=(new,) * num_seqs,
         context_lens_host=(total,) * num_seqs,
     )

@@ -28,6 +28,5 @@ class Batch:
     logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are wanted
     num_decodes: int  # the first `num_decodes` sequences have exactly one token
     max_query_len: int
-    max_context_len: int
     query_lens: tuple[int, ...]  # host copy, for code that loops over sequences
     context_lens_host: Sequence[int]

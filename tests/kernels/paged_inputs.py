@@ -37,10 +37,6 @@ class PagedInputs:
     def max_query_len(self) -> int:
         return max(self.query_lens)
 
-    @property
-    def max_context_len(self) -> int:
-        return max(self.context_lens_host)
-
     def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
         cache = copy_of(self.kv_cache)

@@ -83,7 +83,6 @@ def make_batch(
         logits_rows=torch.arange(len(positions)) if every_row else starts[1:].long() - 1,
         num_decodes=sum(count == 1 for count in counts),
         max_query_len=max(counts),
-        max_context_len=max(lengths),
         query_lens=tuple(counts),
         context_lens_host=tuple(lengths),
     )

@@ -296,7 +296,6 @@ class Batching:
             logits_rows=logits_rows,
             num_decodes=step.num_decodes,
             max_query_len=max_query_len,
-            max_context_len=step.longest,
             query_lens=step.query_lens,
             context_lens_host=tuple(step.ends),
         )
@@ -329,7 +328,6 @@ class Batching:
             logits_rows=logits_rows,
             num_decodes=num_seqs,
             max_query_len=1,
-            max_context_len=step.longest,
             query_lens=step.query_lens,
             context_lens_host=step.ends,
         )

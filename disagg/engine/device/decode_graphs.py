@@ -162,7 +162,6 @@ def _batch_in(inputs: DecodeInputs, num_seqs: int) -> Batch:
         logits_rows=torch.arange(num_seqs, device=token_ids.device),
         num_decodes=num_seqs,
         max_query_len=1,
-        max_context_len=1,
         query_lens=(1,) * num_seqs,
         context_lens_host=(1,) * num_seqs,
     )

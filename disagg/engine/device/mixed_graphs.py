@@ -175,7 +175,6 @@ def _empty_batch(
         logits_rows=zeros(num_tokens, dtype=torch.int64),
         num_decodes=0,
         max_query_len=num_tokens,
-        max_context_len=num_tokens,
         query_lens=(),
         context_lens_host=(),
     )
