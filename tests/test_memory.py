@@ -29,7 +29,6 @@ from disagg.local import LocalCluster
 from disagg.models.description import describe_model
 from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
-from disagg.store.memory_store import MemoryStore
 from disagg.text.tokenizer import Tokenizer
 from disagg.time_model import TransferTimeModel
 from disagg.worker.parts import Parts
@@ -37,6 +36,7 @@ from tests.faults import fake_model
 from tests.faults.clients import Questions
 from tests.faults.fake_model import BLOCK_SIZE, fake_parts, to_text, write_fake_model
 from tests.links.fakes import until
+from tests.store.fake_store import FakeStore
 
 NUM_REQUESTS = 60  # in a round
 NUM_FIRST_ROUNDS = 10  # that fill what is bounded
@@ -62,7 +62,7 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Ca
         fake_model,
         "new_cold_tier",
         lambda config, slab: ColdTier(
-            MemoryStore(64 * slab.block_nbytes), slab.block_nbytes, TransferTimeModel()
+            FakeStore(64 * slab.block_nbytes), slab.block_nbytes, TransferTimeModel()
         ),
     )
     tier = TierConfig(

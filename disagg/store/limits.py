@@ -49,24 +49,6 @@ class LimitBoard(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryBoard:
-    """A board for the ingresses of one process, instead of `RedisBoard`."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, bytes] = {}
-
-    def exchange(
-        self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
-    ) -> Mapping[str, bytes]:
-        for each in gone:
-            self._entries.pop(each, None)
-        self._entries[ingress_id] = entry
-        return dict(self._entries)
-
-    def close(self) -> None:
-        """Close nothing: other ingresses still use the board."""
-
-
 class Bucket:
     """A token bucket that holds one minute's worth and fills steadily. May be below zero."""
 

@@ -8,12 +8,12 @@ from disagg.decode_worker.kv_import import KVImport
 from disagg.decode_worker.store_source import StoreLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import Unavailable
-from disagg.store.memory_store import MemoryStore
 from disagg.worker.offload import KVOffload
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.decode_worker.test_kv_import import FakeTransport
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
+from tests.store.fake_store import FakeStore
 from tests.worker.members import new_tier
 
 
@@ -22,7 +22,7 @@ class Door(Rig):
 
     def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S) -> None:
         super().__init__(num_blocks)
-        self.store = MemoryStore(1 << 20)
+        self.store = FakeStore(1 << 20)
         self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
         self.kv_import = KVImport(
             self.engine,

@@ -11,9 +11,9 @@ from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
 from disagg.store import cold_tier
 from disagg.store.cold_tier import STORE_ID, ColdTier
-from disagg.store.memory_store import MemoryStore
 from disagg.store.store import ColdStore
 from disagg.time_model import TransferTimeModel
+from tests.store.fake_store import FakeStore
 from tests.store.tiers import (
     NBYTES,
     Gate,
@@ -69,7 +69,7 @@ def known(tier: ColdTier, *numbers: int) -> list[bool]:
 
 def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
     times = one_second_a_block()
-    tier = new_tier(MemoryStore(1 << 20), times=times)
+    tier = new_tier(FakeStore(1 << 20), times=times)
     assert all(offer(tier, i) for i in (0, 1, 3))
     settle(tier)
     fetch = tier.lookup(names(0, 1, 2, 3))
@@ -115,11 +115,11 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
 
 def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:
     with pytest.raises(ValueError, match="1000 bytes"):
-        new_tier(MemoryStore(1 << 20)).offer(name(0), lambda: b"short")
+        new_tier(FakeStore(1 << 20)).offer(name(0), lambda: b"short")
 
 
 def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
-    store = MemoryStore(1 << 20)
+    store = FakeStore(1 << 20)
     store.put_many([(name(0), block(0)), (name(1), block(1)[:-1])])
     tier = new_tier(store)
     fetch = tier.lookup(names(0, 1))
@@ -128,7 +128,7 @@ def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
 
 
 def test_a_block_evicted_between_question_and_load_ends_the_run(new_tier: Opener) -> None:
-    class Forgetful(MemoryStore):
+    class Forgetful(FakeStore):
         def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
             return len(keys)
 
@@ -166,7 +166,7 @@ def test_known_blocks_are_not_stored_twice(new_tier: Opener, gate: Gate) -> None
 
 
 def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> None:
-    store = MemoryStore(1 << 20)
+    store = FakeStore(1 << 20)
     store.put_many([(name(0), block(0))])
     tier = new_tier(store)
     assert known(tier, 0) == [False]
@@ -177,7 +177,7 @@ def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> N
 
 
 def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
-    store = MemoryStore(2 * NBYTES)
+    store = FakeStore(2 * NBYTES)
     tier = new_tier(store)
     offer(tier, 0)
     settle(tier)
@@ -190,7 +190,7 @@ def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
 
 def test_the_names_it_knows_are_bounded(new_tier: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 3)
-    tier = new_tier(MemoryStore(1 << 20))
+    tier = new_tier(FakeStore(1 << 20))
     for i in range(5):
         offer(tier, i)
     settle(tier)
@@ -221,7 +221,7 @@ def test_blocks_are_loaded_only_when_that_is_faster(
 def test_a_slow_time_is_forgotten_when_nobody_looks() -> None:
     now_s = 0.0
 
-    class Slow(MemoryStore):
+    class Slow(FakeStore):
         def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
             nonlocal now_s
             now_s += 50.0
@@ -257,7 +257,7 @@ def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
 
 
 def test_blocks_that_nobody_polled_take_room(new_tier: Opener) -> None:
-    store = MemoryStore(1 << 20)
+    store = FakeStore(1 << 20)
     store.put_many([(name(i), block(i)) for i in range(2)])
     tier = new_tier(store, num_fetched=2)
     one = tier.lookup(names(0, 1))

@@ -21,10 +21,10 @@ from disagg.store.limits import (
     SYNC_S,
     LimitBoard,
     Limits,
-    MemoryBoard,
     keep_in_step,
 )
 from disagg.store.redis_store import RedisBoard
+from tests.store.fake_board import FakeBoard
 
 
 class Clock:
@@ -51,7 +51,7 @@ def num_admitted(limits: Limits, most: int = 1000) -> int:
 
 @pytest.fixture(params=["memory", "redis"])
 def board(request: pytest.FixtureRequest, shared_redis: EmbeddedRedis) -> Iterator[LimitBoard]:
-    made: LimitBoard = MemoryBoard()
+    made: LimitBoard = FakeBoard()
     if request.param == "redis":
         made = RedisBoard(shared_redis.url, secret=request.node.name.encode())
     yield made
@@ -177,7 +177,7 @@ def test_an_ingress_that_is_silent_does_not_count_and_is_wiped_off(board: LimitB
 
 
 def test_a_board_that_is_away_is_not_believed_for_ever() -> None:
-    clock, board = Clock(), MemoryBoard()
+    clock, board = Clock(), FakeBoard()
     one, two = (new_limits(clock, max_num_requests=2) for _ in "12")
     assert num_admitted(one) == 2
     look(board, "one", one)
@@ -197,7 +197,7 @@ def test_what_makes_no_sense_is_wiped_off(board: LimitBoard, junk: bytes) -> Non
 
 
 def test_a_figure_that_makes_no_sense_closes_nobody_out_for_longer_than_a_minute() -> None:
-    clock, board = Clock(), MemoryBoard()
+    clock, board = Clock(), FakeBoard()
     one, two = (new_limits(clock, requests_per_minute=60) for _ in "12")
     for name, each in (("one", one), ("two", two)):
         look(board, name, each)
@@ -218,7 +218,7 @@ def test_a_figure_that_makes_no_sense_closes_nobody_out_for_longer_than_a_minute
 def test_several_ingresses_admit_no_more_than_is_said(steps: list[tuple[str, str]]) -> None:
     """At most what the limit gives, and what the others admit before the next look: a minute's
     worth for each of them at worst, which all pay back."""
-    clock, board, per_minute = Clock(), MemoryBoard(), 30
+    clock, board, per_minute = Clock(), FakeBoard(), 30
     ingresses = {name: new_limits(clock, requests_per_minute=per_minute) for name in "012"}
     for name, each in ingresses.items():
         look(board, name, each)
@@ -262,7 +262,7 @@ async def test_a_board_that_is_away_is_said_once_and_so_is_its_return(
 ) -> None:
     """Tenants then have their limits once for each ingress: nobody knew."""
 
-    class Away(MemoryBoard):
+    class Away(FakeBoard):
         is_away = True
         threads: ClassVar[set[str]] = set()
 

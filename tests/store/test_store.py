@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
-from disagg.store.memory_store import MemoryStore
 from disagg.store.redis_store import RedisStore
 from disagg.store.store import ColdStore
+from tests.store.fake_store import FakeStore
 
 _layouts = itertools.count()
 
@@ -26,7 +26,7 @@ def new_store(
     def new() -> ColdStore:
         store: ColdStore
         if request.param == "memory":
-            store = MemoryStore(1 << 20)
+            store = FakeStore(1 << 20)
         else:
             store = RedisStore(shared_redis.url, f"contract-{next(_layouts)}", timeout_s=10)
         opened.append(store)

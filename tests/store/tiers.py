@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
 from disagg.store.cold_tier import ColdTier, Fetch
-from disagg.store.memory_store import MemoryStore
 from disagg.time_model import TransferTimeModel
+from tests.store.fake_store import FakeStore
 
 NBYTES = 1000
 
@@ -25,7 +25,7 @@ class Gate:
     num_damaged = 0
 
     def __init__(self) -> None:
-        self.store = MemoryStore(1 << 20)
+        self.store = FakeStore(1 << 20)
         self.open = threading.Event()
         self.open.set()
         self.error: Exception | None = None

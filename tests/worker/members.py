@@ -20,11 +20,11 @@ from disagg.messages import StepFrame, TokenDelta, decode_to_ingress, encode
 from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
-from disagg.store.memory_store import MemoryStore
 from disagg.time_model import TransferTimeModel
 from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from tests.engine.fake_runner import FakeKV
+from tests.store.fake_store import FakeStore
 from tests.worker.fates import (
     BreakableRunner,
     DeviceLost,
@@ -50,7 +50,7 @@ class World:
         self.met: Counter[str] = Counter()
         self.fates = Fates(play.fates, self.met)
         self.sides = LocalFleet()
-        self.store = MemoryStore(play.store_nbytes) if play.store_nbytes else None
+        self.store = FakeStore(play.store_nbytes) if play.store_nbytes else None
         self.epochs = count(1)
 
 
@@ -174,12 +174,12 @@ class Member:
 
 
 def new_tier(
-    fates: Fates, store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
+    fates: Fates, store: FakeStore, block_nbytes: int, clock: Callable[[], float]
 ) -> ColdTier:
     """A tier without a thread of its own."""
 
     def thread(
-        store: MemoryStore, block_nbytes: int, clock: Callable[[], float]
+        store: FakeStore, block_nbytes: int, clock: Callable[[], float]
     ) -> SteppedStoreThread:
         return SteppedStoreThread(fates, store, block_nbytes, clock)
 

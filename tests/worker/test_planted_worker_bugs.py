@@ -26,9 +26,9 @@ from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest
 from disagg.prefill_worker.kv_export import KVExport
-from disagg.store.memory_store import MemoryStore
 from disagg.worker.core import WorkerCore
 from tests.engine.workload import ROOT
+from tests.store.fake_store import FakeStore
 from tests.worker import plays as plays_module
 from tests.worker.fleet import (
     BlocksLost,
@@ -54,7 +54,7 @@ _finish = KVImport._finish
 _cancel = KVImport.cancel
 _pass_on = KVImport._pass_on
 _take_waiting = KVImport.take_waiting
-_get_many = MemoryStore.get_many
+_get_many = FakeStore.get_many
 
 
 def _is_early(door: KVImport, move: Any) -> bool:
@@ -218,7 +218,7 @@ def _a_closed_link_leaves_its_streams(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_store_mixes_up_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryStore, "get_many", lambda store, keys: _get_many(store, keys)[::-1])
+    patch.setattr(FakeStore, "get_many", lambda store, keys: _get_many(store, keys)[::-1])
 
 
 def _evicted_blocks_are_saved_too_late(patch: pytest.MonkeyPatch) -> None:

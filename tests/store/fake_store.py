@@ -1,4 +1,4 @@
-"""A store in this process instead of Redis, for tests."""
+"""A store in this process instead of Redis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from disagg.blocks import BlockHash
 
 
-class MemoryStore:
+class FakeStore:
     """A `ColdStore` of at most `max_nbytes` of blocks; the least recently used go first."""
 
     def __init__(self, max_nbytes: int) -> None:
