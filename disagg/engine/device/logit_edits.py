@@ -18,7 +18,8 @@ from disagg.kernels.sampling_rows import copied, upload
 from disagg.messages import SamplingParams
 
 # The logit of a banned token. Not -inf: if a grammar allows only banned tokens, one of them is
-# chosen, because an answer that violates its grammar would be worse.
+# chosen, because an answer that violates its grammar would be worse. So a logit is only lowered to
+# it: what a mask has set to -inf stays there.
 BANNED = -1e30
 
 
@@ -60,7 +61,8 @@ class LogitEdits:
         flat = logits.view(-1)
         if self._limited.shape[0]:
             kept = flat[self._allowed]
-            logits.index_fill_(0, self._limited, BANNED)
+            rows = logits.index_select(0, self._limited)
+            logits.index_copy_(0, self._limited, rows.clamp_(max=BANNED))
             flat[self._allowed] = kept
         if self._biased.shape[0]:
             flat.index_add_(0, self._biased, self._added)
@@ -71,7 +73,8 @@ class LogitEdits:
             if _is_begun(word, sequences[row])
         ]
         if banned:
-            flat.index_fill_(0, upload(banned, torch.int64, logits.device), BANNED)
+            places = upload(banned, torch.int64, logits.device)
+            flat.index_copy_(0, places, flat[places].clamp_(max=BANNED))
 
 
 def _has_edits(params: SamplingParams) -> bool:

@@ -8,6 +8,7 @@ import torch
 from disagg.engine.device.logit_edits import BANNED, LogitEdits
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
+from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import DraftedSequence
 from disagg.messages import SamplingParams
@@ -121,3 +122,16 @@ def test_edits_are_uploaded_only_when_a_steps_sequences_change(
     assert made == [2]
     assert step(sequences[:1]) == [9]
     assert made == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"allowed_token_ids": (4,)}, {"bad_words_token_ids": ((5, 3),)}]
+)
+def test_what_a_mask_forbids_stays_forbidden(wanted: dict[str, tuple[object, ...]]) -> None:
+    """As where a reasoning's end must be written now: only token 3 may come, whatever was asked."""
+    logits = random_logits(1)
+    TokenMasks([0], torch.tensor([[1 << 3]], dtype=torch.int32), CPU).apply_(logits)
+    sequence = new_sequence(params(**wanted), (1, 8), (5,))
+    found = edited(logits, sequence)
+    assert found.argmax() == 3
+    assert (found[0] == -torch.inf).sum() == VOCAB_SIZE - 1
