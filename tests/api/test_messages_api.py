@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
 
+from disagg.api.served_model import ServedModel
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app
 from tests.api.fakes import TOKENIZER, FakeGenerate, served_model, turns_template
@@ -143,20 +145,75 @@ async def test_arguments_that_are_no_json_are_no_fault_of_the_server(arguments: 
     assert (call["name"], call["input"]) == ("look", {})
 
 
-@pytest.mark.parametrize("said", [CALL, "So.\n</think>\n\nHi!", "So, yes, and", "</think>"])
-async def test_a_stream_adds_up_to_the_message_wherever_it_is_cut_off(said: str) -> None:
+@pytest.mark.parametrize("per_delta", [1, 5, 1000])
+@pytest.mark.parametrize(
+    "said", [CALL, "See: " + CALL, "So.\n</think>\n\nHi!", "So, yes, and", "</think>"]
+)
+async def test_a_stream_adds_up_to_the_message_wherever_it_is_cut_off(
+    said: str, per_delta: int
+) -> None:
     model = served_model(template=HERMES + OPEN, max_model_len=2048)
     for max_tokens in range(1, 40):
         asked = ASKED | {"max_tokens": max_tokens, "tools": [LOOK]}
-        async with http_client(make_app(FakeGenerate(said), model)) as client:
-            whole = (await client.post(URL, json=asked)).json()
-            streamed = await client.post(URL, json=asked | {"stream": True})
-        kinds = [
-            event["content_block"]["type"]
-            for kind, event in events_of(streamed.text)
-            if kind == "content_block_start"
+        whole, streamed = await both(FakeGenerate(said, per_delta=per_delta), model, asked)
+        for block in whole + streamed:
+            assert block["type"] != "tool_use" or block.pop("id")
+        assert streamed == whole, max_tokens
+
+
+@pytest.mark.parametrize("per_delta", [1, 5, 28, 38, 57, 1000])
+async def test_a_stream_adds_up_where_text_follows_a_call(per_delta: int) -> None:
+    """The whole message has the text before the calls; the stream has it where it was said."""
+    model = served_model(template=HERMES, max_model_len=2048)
+    asked = ASKED | {"tools": [LOOK], "max_tokens": 999}
+    for said in (CALL + " Wait.", f"See: {CALL} Wait. {CALL} So.", f"{CALL}{CALL} Wait."):
+        whole, streamed = await both(FakeGenerate(said, per_delta=per_delta), model, asked)
+        calls = [[b for b in content if b["type"] == "tool_use"] for content in (whole, streamed)]
+        texts = [
+            "".join(block["text"] for block in content if block["type"] == "text")
+            for content in (whole, streamed)
         ]
-        assert kinds == [block["type"] for block in whole["content"]], max_tokens
+        assert len(calls[0]) == len(calls[1]) == said.count(CALL)
+        for call in calls[0] + calls[1]:
+            assert call.pop("id")
+            assert call == {"type": "tool_use", "name": "look", "input": {"at": "fox"}}
+        assert texts[0] == texts[1] and "Wait." in texts[0]
+
+
+async def both(
+    generate: FakeGenerate, model: ServedModel, asked: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The content of an answer, whole and from its stream."""
+    async with http_client(make_app(generate, model)) as client:
+        whole = (await client.post(URL, json=asked)).json()
+        streamed = await client.post(URL, json=asked | {"stream": True})
+    return whole["content"], content_of(events_of(streamed.text))
+
+
+def content_of(events: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The blocks of a stream, each of which is complete before the next one begins."""
+    blocks: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    for kind, event in events:
+        if not kind.startswith("content_block"):
+            continue
+        if kind == "content_block_start":
+            assert event["index"] == len(blocks)
+            block, pieces = event["content_block"], []
+        elif kind == "content_block_delta":
+            assert event["index"] == len(blocks)
+            name = event["delta"]["type"].removesuffix("_delta")
+            assert name == {"tool_use": "input_json"}.get(block["type"], block["type"])
+            pieces.append(event["delta"]["partial_json" if name == "input_json" else name])
+        else:
+            said = "".join(pieces)
+            if block["type"] == "tool_use":
+                with contextlib.suppress(ValueError):  # where it is cut off
+                    block["input"] = json.loads(said)
+            else:
+                block[block["type"]] = said
+            blocks.append(block)
+    return blocks
 
 
 async def test_tokens_of_a_prompt_are_counted() -> None:

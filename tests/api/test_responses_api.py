@@ -130,6 +130,24 @@ async def test_a_stream_adds_up_to_the_answer_wherever_it_is_cut_off(said: str) 
         assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("per_delta", [1, 5, 28, 38, 57, 1000])
+@pytest.mark.parametrize("said", [CALL + " Wait.", CALL * 2 + "!"])
+async def test_a_stream_adds_up_where_text_follows_a_call(said: str, per_delta: int) -> None:
+    """The whole answer has the text before the calls; the stream has it where it was said."""
+    model = served_model(template=HERMES, max_model_len=2048)
+    asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK]}
+    async with openai_client(make_app(FakeGenerate(said, per_delta=per_delta), model)) as client:
+        whole: Any = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            streamed: Any = await stream.get_final_response()
+    for answer in (whole, streamed):
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert len({call.call_id for call in calls}) == len(calls) == said.count(CALL)
+        for call in calls:
+            assert (call.name, call.arguments) == ("look", '{"at": "fox"}') and call.call_id
+    assert streamed.output_text == whole.output_text != ""
+
+
 async def test_a_schema_is_followed() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}

@@ -106,18 +106,20 @@ class MessageFrames:
         return _event("message_start", {"message": message})
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        events = b""
+        """What continues the open call comes first: a block that has ended cannot grow."""
+        events = b"".join(
+            self._grow_call(call.arguments) for call in piece.calls if call.number == self._kind
+        )
+        new_calls = [call for call in piece.calls if call.number != self._kind]
         if piece.reasoning:
             events += self._begin("thinking", _thinking(""))
             events += self._grow({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             events += self._begin("text", {"type": "text", "text": ""})
             events += self._grow({"type": "text_delta", "text": piece.text})
-        for call in piece.calls:
+        for call in new_calls:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            events += self._begin(call.number, block)
-            if call.arguments:
-                events += self._grow({"type": "input_json_delta", "partial_json": call.arguments})
+            events += self._begin(call.number, block) + self._grow_call(call.arguments)
         if piece.finish_reason is not None:
             self._end = _end(piece)
         return events
@@ -149,6 +151,11 @@ class MessageFrames:
 
     def _grow(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", {"index": self._block, "delta": delta})
+
+    def _grow_call(self, arguments: str) -> bytes:
+        if not arguments:
+            return b""
+        return self._grow({"type": "input_json_delta", "partial_json": arguments})
 
     def _end_block(self) -> bytes:
         return _event("content_block_stop", {"index": self._block}) if self._block >= 0 else b""

@@ -148,13 +148,21 @@ class ResponseFrames:
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def piece(self, piece: ChoiceDelta) -> bytes:
+        """What continues the open call comes first: an item that is done cannot grow."""
         self._answer = piece
-        events = []
+        open_number = self._call.number if self._kind == "call" else None
+        events = [
+            self._grow("function_call_arguments", call.arguments)
+            for call in piece.calls
+            if call.number == open_number and call.arguments
+        ]
         if piece.reasoning:
             events += [self._begin("reasoning"), self._grow("reasoning_text", piece.reasoning)]
         if piece.text:
             events += [self._begin("message"), self._grow("output_text", piece.text)]
         for call in piece.calls:
+            if call.number == open_number:
+                continue
             if call.number != self._call.number:
                 events.append(self._end_item())
                 self._call = call._replace(arguments="")
