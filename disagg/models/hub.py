@@ -139,12 +139,13 @@ def fetch_repository(
             url=constants.ENDPOINT,
         )
         try:
-            directory = snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=[glob.escape(name) for name in names],
-                tqdm_class=_bar(progress, is_stopped),
-            )
+            with _stoppable(max(sizes[name] for name in names)):
+                directory = snapshot_download(
+                    repository,
+                    revision=revision,
+                    allow_patterns=[glob.escape(name) for name in names],
+                    tqdm_class=_bar(progress, is_stopped),
+                )
         except _Stopped:
             return False
     say("fetched", f"{repository} lies in {directory}", model=repository, file=directory)
@@ -281,6 +282,24 @@ def _bar(progress: _Progress, is_stopped: Callable[[], bool]) -> type[Any]:
             return None
 
     return Bar
+
+
+@contextmanager
+def _stoppable(largest_nbytes: int) -> Iterator[None]:
+    """Files come over HTTP in it, each in the thread that calls `_bar`, so that this can stop it.
+
+    Xet calls bars from a thread of its own and drops what they raise: a signal would wait until
+    every file that is on its way is whole, which are many GB.
+    """
+    from huggingface_hub import constants
+
+    was = constants.HF_HUB_DISABLE_XET  # asked for each file, not only when it is imported
+    if largest_nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger ones come over Xet alone
+        constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = was
 
 
 @contextmanager

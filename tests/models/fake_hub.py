@@ -81,6 +81,8 @@ def fake_hub(files: Mapping[str, Mapping[str, bytes]]) -> Iterator[FakeHub]:
                 return
             tag = hashlib.sha256(files[name]).hexdigest()
             headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
+            if name.endswith(".safetensors"):  # large files are offered over Xet as well
+                headers |= {"X-Xet-Hash": tag, "X-Xet-Refresh-Route": f"{hub.url}/xet"}
             self._send(200, files[name], headers, with_body)
 
         def _json(self, said: Any, with_body: bool) -> None:

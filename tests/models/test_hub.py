@@ -155,6 +155,29 @@ def test_a_signal_ends_it_and_the_next_time_goes_on(hub: FakeHub) -> None:
     assert fetch_repository(NAME, None, Said(), go_on)
 
 
+def _refuse_xet(**options: object) -> None:
+    raise OSError("this came over Xet")
+
+
+def test_weights_come_over_http_which_can_be_stopped(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.xet_get", _refuse_xet)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    assert fetch_repository(NAME, None, Said(), go_on)
+    assert not constants.HF_HUB_DISABLE_XET
+
+
+def test_files_too_large_for_http_come_over_xet(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.xet_get", _refuse_xet)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 20_000)
+    with pytest.raises(StartupError, match="this came over Xet"):
+        fetch_repository(NAME, None, Said(), go_on)
+
+
 def test_without_room_nothing_is_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         free = 20_000
