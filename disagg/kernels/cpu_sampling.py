@@ -47,7 +47,8 @@ class CpuSampling:
         remember.argtypes = [tables, pointer, pointer, pointer, number]
         adjust.restype, choose.restype, remember.restype = None, c_int32, None
         self._library = library
-        self._threads: ThreadPoolExecutor | None = None  # beside the caller's
+        # Beside the caller's. They are started when there is work for them.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="sampling")
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
@@ -77,13 +78,8 @@ class CpuSampling:
 
         num_parts = min(torch.get_num_threads(), num_rows, max(1, logits.numel() // _FEW))
         ends = [num_rows * part // num_parts for part in range(num_parts + 1)]
-        if num_parts > 1 and self._threads is None:
-            most = max(1, torch.get_num_threads() - 1)
-            self._threads = ThreadPoolExecutor(most, thread_name_prefix="sampling")
         others = [
-            self._threads.submit(choose, ends[part], ends[part + 1])
-            for part in range(1, num_parts)
-            if self._threads is not None
+            self._threads.submit(choose, ends[part], ends[part + 1]) for part in range(1, num_parts)
         ]
         failed = choose(0, ends[1]) + sum(other.result() for other in others)
         if failed:

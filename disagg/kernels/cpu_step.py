@@ -25,7 +25,7 @@ from disagg.kernels.ops import PagedBatch, Weight
 
 MOST_ROWS = 64  # more rows are computed by torch, as prompts are
 FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
-_UNKNOWN_TOKEN = 2  # `Status` of csrc/step.cpp
+_UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 LANES = 16  # head sizes are multiples of it
 
 
@@ -193,7 +193,7 @@ class CpuStep:
             and kv_cache.format.name in FORMATS
         )
 
-    def run(self, batch: StepBatch, kv_cache: KVPages, logits: Tensor | None) -> Tensor:
+    def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
         """As `Decoder.forward`, for what it `takes`.
 
         Raises:
@@ -201,8 +201,7 @@ class CpuStep:
             MemoryError: no memory for the step.
         """
         num_rows = len(batch.query_lens)
-        if logits is None:
-            logits = torch.empty(num_rows, self._vocab_size)
+        logits = torch.empty(num_rows, self._vocab_size)
         tables = batch.block_tables
         described = _Batch(
             batch.token_ids.data_ptr(),

@@ -201,8 +201,8 @@ class Decoder:
         Returns:
             float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`.
         """
-        if self.step is not None and self.step.takes(batch, kv_cache):
-            return self.step.run(batch, kv_cache, logits)
+        if logits is None and self.step is not None and self.step.takes(batch, kv_cache):
+            return self.step.run(batch, kv_cache)
         projected = self.ops.project(self.hidden(batch, kv_cache, paging), self._lm_head)
         return projected.float() if logits is None else logits.copy_(projected)
 

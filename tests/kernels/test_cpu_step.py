@@ -95,9 +95,14 @@ def _sequences(lengths: list[int], block_size: int, vocab_size: int) -> list[Tok
     return sequences
 
 
-def _slab(config: ModelConfig, sequences: list[Tokens], block_size: int) -> KVPages:
+def _slab(
+    config: ModelConfig,
+    sequences: list[Tokens],
+    block_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> KVPages:
     num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
-    return new_slab(config, num_blocks, block_size, torch.bfloat16, fill=math.nan)
+    return new_slab(config, num_blocks, block_size, dtype, fill=math.nan)
 
 
 CASES: dict[str, tuple[ModelConfig, list[int], int]] = {
@@ -179,10 +184,7 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
     logits = []
     for decoder in (exact, ours, torchs):
         sequences = _sequences(lengths, block_size, config.vocab_size)
-        slab = _slab(config, sequences, block_size)
-        if decoder is exact:
-            num_blocks = slab.values.shape[0]
-            slab = new_slab(config, num_blocks, block_size, torch.float32, fill=math.nan)
+        slab = _slab(config, sequences, block_size, decoder.dtype)
         for sequence, length in zip(sequences, lengths, strict=True):
             run_step(decoder, slab, [(sequence, length)], block_size)
         batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
@@ -208,10 +210,7 @@ def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> Non
     logits, caches = [], []
     for decoder in (exact, ours, torchs):
         sequences = _sequences(lengths, block_size, config.vocab_size)
-        slab = _slab(config, sequences, block_size)
-        if decoder is exact:
-            num_blocks = slab.values.shape[0]
-            slab = new_slab(config, num_blocks, block_size, torch.float32, fill=math.nan)
+        slab = _slab(config, sequences, block_size, decoder.dtype)
         for sequence, length in zip(sequences, lengths, strict=True):
             run_step(decoder, slab, [(sequence, length)], block_size)
             sequence.logits.clear()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from disagg.config import EngineConfig
 from disagg.errors import StartupError
+from disagg.kernels.cpu_library import cpu_flags
 from disagg.models.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,11 +22,7 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    except OSError:
-        return False  # not Linux
-    return "amx_bf16" in flags or "avx512_bf16" in flags
+    return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16"))
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
