@@ -19,7 +19,7 @@ from disagg.errors import DeadlineExceeded, DisaggError
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
 
-_IDLE = StepPlan((), (), 0, 0, StepFeatures())
+_IDLE = StepPlan((), (), 0, StepFeatures())
 SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
-from disagg.kernels.fixed_work import LEAST_ROWS, cut_keys, store_piece
+from disagg.kernels.fixed_work import LEAST_ROWS, cut_keys, split_keys, store_piece
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_work import (
     KEY_TILE,
@@ -120,7 +120,6 @@ class FixedMixedWork:
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         long_rows = max(LONG_ROWS, next_power_of_2(group))
         self._queries_per_piece = long_rows // group
-        num_reductions = min(num_seqs, num_programs)  # as in `fixed_work`
         # Each sequence ends with a piece that may be shorter, and so do the tokens of nobody.
         num_long_seqs = min(num_seqs, num_tokens // (self._short_queries + 1))
         num_long = num_tokens // self._queries_per_piece + num_long_seqs + 1
@@ -128,13 +127,7 @@ class FixedMixedWork:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        short = Launch(
-            pieces=zeros(num_seqs + num_programs, 6),
-            reductions=zeros(num_reductions, 4),
-            num_partials=num_reductions + num_programs,
-            rows=max(16, next_power_of_2(self._short_queries * group)),
-            num_merged_rows=self._short_queries * group,
-        )
+        short = split_keys(num_seqs, num_programs, self._short_queries * group, device)
         long = Launch(
             pieces=zeros(num_long, 6),
             reductions=zeros(0, 4),

@@ -137,6 +137,31 @@ def _cut_kernel(
 _cut = KernelLauncher(_cut_kernel)
 
 
+def split_keys(num_seqs: int, num_programs: int, num_rows: int, device: torch.device) -> Launch:
+    """Room for any cut of the keys of up to `num_seqs` sequences.
+
+    Each sequence ends with a piece that may be shorter. All others have the common size, of which
+    `num_programs` make up the whole step. So at most that many sequences have one of them and are
+    cut.
+
+    Args:
+        num_programs: pieces per KV head that fill the device.
+        num_rows: query rows of a piece.
+    """
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    num_reductions = min(num_seqs, num_programs)
+    return Launch(
+        pieces=zeros(num_seqs + num_programs, 6),
+        reductions=zeros(num_reductions, 4),
+        num_partials=num_reductions + num_programs,
+        rows=max(16, next_power_of_2(num_rows)),
+        num_merged_rows=num_rows,
+    )
+
+
 class FixedWork:
     """Pieces of up to `num_seqs` sequences with one token each, over one window.
 
@@ -155,22 +180,7 @@ class FixedWork:
     ) -> None:
         self._num_seqs = num_seqs
         self._num_programs = num_programs
-        # Each sequence ends with a piece that may be shorter; all others have the common size, of
-        # which `num_programs` make up the whole step. So at most that many sequences have one of
-        # them and are cut.
-        num_pieces = num_seqs + num_programs
-        num_reductions = min(num_seqs, num_programs)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        launch = Launch(
-            pieces=zeros(num_pieces, 6),
-            reductions=zeros(num_reductions, 4),
-            num_partials=num_reductions + num_programs,
-            rows=max(16, next_power_of_2(group)),
-            num_merged_rows=group,
-        )
+        launch = split_keys(num_seqs, num_programs, group, device)
         self.work = PagedWork((launch,), window)
 
     def cut(self, slots: Tensor, context_lens: Tensor) -> None:

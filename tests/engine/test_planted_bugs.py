@@ -164,17 +164,17 @@ def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
     def plan(self: Scheduler) -> StepPlan:
         growing = [each for each in self.running if len(each.tokens) > each.num_slots]
         if len(growing) > self.pool.num_free:
-            return StepPlan((), (), 0, 0, StepFeatures())
+            return StepPlan((), (), 0, StepFeatures())
         return _plan(self)
 
     patch.setattr(Scheduler, "plan", plan)
 
 
 def _give_blocks_back_while_a_step_writes_to_them(patch: pytest.MonkeyPatch) -> None:
-    def give_back(self: Scheduler, sequence: EngineSequence) -> None:
-        _give_back(self.pool, sequence)
+    def release(self: Scheduler, block_ids: list[int], *, is_spent: bool = False) -> None:
+        self.pool.release(block_ids, is_spent=is_spent)
 
-    patch.setattr(Scheduler, "_give_back", give_back)
+    patch.setattr(Scheduler, "release", release)
 
 
 def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
                 sequence.block_ids.append(next(blocks))
             sequence.num_computed = len(sequence.tokens) - 1
         num = len(some)
-        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        plan = StepPlan(some, [1] * num, num, StepFeatures())
         if data.draw(st.booleans()):
             starts = plan.first_positions()
             num_unread = data.draw(st.integers(1, num))

@@ -176,10 +176,10 @@ class ModelRunner:
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
         prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
-        self.run(StepPlan((prompt,), (num_tokens,), 0, num_tokens, StepFeatures()))
+        self.run(StepPlan((prompt,), (num_tokens,), 0, StepFeatures()))
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
         decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
-        self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+        self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
 
     def measure_threads(self, max_model_len: int) -> None:
         """Measure which steps of a CPU are faster with fewer threads; as `warm_up`."""
@@ -191,7 +191,7 @@ class ModelRunner:
             decodes = [_scratch_sequence(num_tokens, blocks) for _ in range(num_seqs)]
             for sequence in decodes:
                 sequence.num_computed = num_tokens - 1
-            self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, num_seqs, StepFeatures()))
+            self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
 
         self.threads.measure(compute)
 

@@ -95,7 +95,6 @@ def continued(plan: StepPlan) -> StepPlan:
         plan.sequences,
         plan.query_lens,
         num_seqs,
-        num_seqs,
         StepFeatures(0, 0, num_seqs, num_context),
         num_unread=num_seqs,
         continues=True,

@@ -86,7 +86,6 @@ class Chunks:
             decodes + sequences,
             [1] * num_decodes + sizes,
             num_decodes,
-            num_decodes + num_chunk_tokens,
             StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
             self._num_ahead,
             () if starts is None else starts + chunk_starts,

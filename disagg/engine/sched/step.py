@@ -42,12 +42,15 @@ class StepPlan(msgspec.Struct, frozen=True):
     sequences: SequenceOf[Sequence]
     query_lens: SequenceOf[int]
     num_decodes: int
-    num_new_tokens: int  # the sum of `query_lens`
     features: StepFeatures
     num_ahead: int = 0
     starts: SequenceOf[int] = ()
     num_unread: int = 0
     continues: bool = False
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(self.query_lens)
 
     @property
     def is_ahead(self) -> bool:

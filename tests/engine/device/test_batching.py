@@ -43,8 +43,7 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
         most = num_tokens - sequence.num_computed
         sequences.append(sequence)
         query_lens.append(1 if i < num_decodes else draw(st.integers(2, most)))
-    num_new_tokens = sum(query_lens)
-    plan = StepPlan(sequences, query_lens, num_decodes, num_new_tokens, StepFeatures())
+    plan = StepPlan(sequences, query_lens, num_decodes, StepFeatures())
     return plan, block_size
 
 
@@ -94,7 +93,7 @@ def test_tables_follow_whatever_happens_to_blocks(data: st.DataObject, block_siz
             sequence.num_computed = len(sequence.tokens) - 1
         some = data.draw(st.lists(st.sampled_from(sequences), min_size=1, unique_by=id))
         num = len(some)
-        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        plan = StepPlan(some, [1] * num, num, StepFeatures())
         check(plan, block_size, made.batch(plan))
         if data.draw(st.booleans()):
             sequences.remove(some[0])
@@ -115,7 +114,7 @@ def test_the_next_step_of_the_same_decodes(data: st.DataObject, block_size: int)
                 sequence.block_ids.append(next(pool))
             sequence.num_computed = len(sequence.tokens) - 1
         num = len(some)
-        plan = StepPlan(some, [1] * num, num, num, StepFeatures())
+        plan = StepPlan(some, [1] * num, num, StepFeatures())
         check(plan, block_size, made.batch(plan))
 
 
@@ -206,12 +205,12 @@ def test_a_token_that_only_the_device_knows_is_read_there() -> None:
     first, second, third = (new_sequence((n, n + 1, n + 2), 4) for n in (10, 20, 30))
     for number, sequence in enumerate((first, second, third)):
         sequence.block_ids, sequence.num_computed = [number], 2
-    plan = StepPlan((first, second), (1, 1), 2, 2, StepFeatures())
+    plan = StepPlan((first, second), (1, 1), 2, StepFeatures())
     made.batch(plan)
     slots = torch.tensor([first.slot, second.slot])
     made.batching.remember(slots, torch.tensor([91, 92]))
     ahead = StepPlan(
-        (second, first, third), (1, 1, 1), 3, 3, StepFeatures(), starts=(3, 3, 2), num_unread=2
+        (second, first, third), (1, 1, 1), 3, StepFeatures(), starts=(3, 3, 2), num_unread=2
     )
     batch = made.batch(ahead)
     assert batch.token_ids.tolist() == [92, 91, 32]
@@ -223,7 +222,7 @@ def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
     made = Made(4)
     sequence = new_sequence(tuple(range(4, 70)), 4)
     sequence.block_ids, sequence.num_computed = list(range(17)), 65
-    plan = StepPlan((sequence,), (1,), 1, 1, StepFeatures())
+    plan = StepPlan((sequence,), (1,), 1, StepFeatures())
     before = sum(made.inputs(plan).lengths)
     sequence.block_ids.append(77)
     sequence.tokens += [3, 4, 5]
@@ -264,7 +263,7 @@ def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
 def test_types_are_those_that_kernels_expect() -> None:
     sequence = new_sequence((5, 6, 7), 2)
     sequence.block_ids = [3, 1]
-    plan = StepPlan((sequence,), (3,), 0, 3, StepFeatures())
+    plan = StepPlan((sequence,), (3,), 0, StepFeatures())
     batch = Made(2).batch(plan)
     wide = (batch.token_ids, batch.positions, batch.slots, batch.logits_rows)
     narrow = (batch.query_start, batch.context_lens, batch.block_tables)

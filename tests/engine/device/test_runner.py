@@ -276,7 +276,7 @@ def test_decodes_are_not_looked_at_for_prompts_to_score() -> None:
     scored = new_sequence("r", prompts()[2], temperature=0.0, prompt_logprobs=1)
     num_tokens = len(prompts()[2])
     decodes: list[Any] = [Untouched() for _ in range(3)]
-    plan = StepPlan([*decodes, scored], [1, 1, 1, num_tokens], 3, 3 + num_tokens, StepFeatures())
+    plan = StepPlan([*decodes, scored], [1, 1, 1, num_tokens], 3, StepFeatures())
     assert prompt_scores.scored_rows(plan) == [(scored, 3, num_tokens - 1)]
 
 

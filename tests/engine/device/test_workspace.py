@@ -77,7 +77,7 @@ def test_tables_of_running_sequences_are_kept_from_kv() -> None:
         sampler.sample(logits, sequences, positions)
         for each in sequences:
             each.block_ids, each.num_computed = [*range(32)], num_tokens - 2
-        plan = StepPlan(sequences, [1] * num_seqs, num_seqs, num_seqs, StepFeatures())
+        plan = StepPlan(sequences, [1] * num_seqs, num_seqs, StepFeatures())
         batching.batch(batching.inputs(plan, sequences))
     tables = sampler._state.tables
     assert slots.num_slots == num_seqs, "as many as a step may have"
