@@ -44,7 +44,7 @@ def joined(deltas: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 class Sink:
-    """Where readers put what they find.
+    """Where readers put what they find. A call ends at the latest where something else begins.
 
     Args:
         answer_id: makes the calls' ids, which must differ within a conversation.
@@ -67,6 +67,7 @@ class Sink:
         self._answer_id = answer_id
         self._call_id_style = call_id_style
         self._parallel = parallel
+        self._is_open = False  # the last call: it is not complete
         self._has_arguments = False
         self._reasoning: list[str] = []
         self._text: list[str] = []
@@ -74,10 +75,14 @@ class Sink:
         self._arguments: list[list[str]] = []  # of each of `_calls`
 
     def reasoning(self, text: str) -> None:
+        if text:
+            self.end_call()
         if not self.is_full:
             self._reasoning.append(text)
 
     def text(self, text: str) -> None:
+        if text:
+            self.end_call()
         if not self.is_full:
             self._text.append(text)
 
@@ -86,7 +91,9 @@ class Sink:
         Args:
             call_id: by which the model itself names the call, if it does.
         """
+        self.end_call()
         if not self.is_full:
+            self._is_open = True
             number, self._has_arguments = self.num_calls, False
             self.num_calls += 1
             self._calls.append(CallDelta(number, "", call_id or self._new_id(number), name))
@@ -103,16 +110,18 @@ class Sink:
         self._arguments[-1].append(text)
 
     def end_call(self) -> None:
-        """The call is complete."""
+        """The call that has begun is complete; nothing where none is open."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if not self._has_arguments:
             self.arguments("{}")
-        self.is_full = self.is_full or not self._parallel
+        self.is_full = not self._parallel
 
     def end(self) -> None:
         """The answer is complete, so the last call is, though its end mark may not have been seen:
         a model can end its answer with it."""
-        if self.num_calls and not self._has_arguments:
-            self.arguments("{}")
+        self.end_call()
 
     def take(self) -> AnswerDelta:
         """What was put here since the last call."""

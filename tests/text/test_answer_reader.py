@@ -134,6 +134,10 @@ def test_one_call_is_all_where_one_is_wanted() -> None:
     delta = reader.push(f"{CALL}{CALL} and more", is_end=False)
     assert delta.text == "" and len(delta.calls) == 1 and reader.is_done
     assert reader.push(f" {CALL}", is_end=True) == ("", "", [])
+    unclosed = AnswerReader(syntax_of("qwen3_coder", parallel=False), "answer")
+    delta = unclosed.push("<function=rest> and more <function=rest>", is_end=False)
+    assert delta.text == "" and unclosed.is_done
+    assert [call.arguments for call in delta.calls] == ["{}"]
     both = '[{"name": "rest"}, {"name": "rest"}]'
     assert len(read(syntax_of("llama3_json", parallel=False), list(both)).calls) == 1
 

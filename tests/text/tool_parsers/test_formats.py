@@ -125,6 +125,9 @@ QWEN3_CODER = [
         ("look", '{"where": "Par'),))),
     ("<tool_call>\n<function=look>\n<parameter=n>\nsome\n</parameter>\n</function>",
      Found(calls=(called(n="some"),))),  # not of its type: the function will say so
+    ("<function=look> hello <function=look>\n</function>",  # what is no argument ends a call
+     Found(text="hello", calls=(called(), called()))),
+    ("<function=rest><tool_call><function=rest>", Found(calls=(("rest", "{}"), ("rest", "{}")))),
     ("a <tool_call> b", Found(text="a <tool_call> b")),
     ("<function=", Found(text="<function=")),
 ]  # fmt: skip
