@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,11 +23,13 @@ class FakeHub:
         files: of each repository, by its name.
         gated: repositories that need `TOKEN`.
         asked: paths of requests.
+        held: called with a file's name before its contents are sent; they wait for it.
     """
 
     files: Mapping[str, Mapping[str, bytes]]
     gated: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    held: Callable[[str], None] = lambda name: None
     url: str = ""
 
 
@@ -83,6 +85,8 @@ def fake_hub(files: Mapping[str, Mapping[str, bytes]]) -> Iterator[FakeHub]:
             headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
             if name.endswith(".safetensors"):  # large files are offered over Xet as well
                 headers |= {"X-Xet-Hash": tag, "X-Xet-Refresh-Route": f"{hub.url}/xet"}
+            if with_body:
+                hub.held(name)
             self._send(200, files[name], headers, with_body)
 
         def _json(self, said: Any, with_body: bool) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,43 @@ def test_what_is_gated_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPat
     assert fetch_repository(NAME, None, Said(), go_on)
 
 
-def test_a_signal_ends_it_and_the_next_time_goes_on(hub: FakeHub) -> None:
+def test_a_signal_before_the_weights_ends_it(hub: FakeHub) -> None:
     assert not fetch_repository(NAME, None, Said(), lambda: True)
     with pytest.raises(ModelError, match="nor whole"):
         assert TierConfig(model=NAME).directory
     assert fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_a_signal_among_the_weights_ends_it_and_the_next_time_goes_on(
+    hub: FakeHub, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """It comes when one file of weights is whole, and the last one is still on its way."""
+    weights = sorted(name for name in files if name.startswith("model-"))
+
+    def whole() -> set[str]:
+        return {file.name for file in (tmp_path / "hub").rglob("snapshots/*/model-*")}
+
+    def is_stopped() -> bool:
+        return bool(whole())
+
+    def wait(name: str) -> None:
+        until_s = time.monotonic() + 60
+        while name == weights[-1] and not is_stopped() and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    hub.held = wait
+    assert not fetch_repository(NAME, None, said := Said(), is_stopped)
+    assert said.lines[0].startswith(f"fetching {NAME} ")
+    assert not any("lies in" in line for line in said.lines)
+    kept = whole()
+    assert kept and weights[-1] not in kept
+    with pytest.raises(ModelError, match="nor whole"):
+        assert TierConfig(model=NAME).directory
+    hub.asked.clear()
+    assert fetch_repository(NAME, None, Said(), go_on)
+    again = {path.rpartition("/")[2] for path in hub.asked if path.endswith(".safetensors")}
+    assert again == {*weights} - kept
+    assert TierConfig(model=NAME).directory.is_dir()
 
 
 def _refuse_xet(**options: object) -> None:
