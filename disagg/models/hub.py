@@ -99,7 +99,7 @@ def fetch_repository(
         is_stopped: asked after each part; whether to give up.
 
     Returns:
-        False: it was stopped. What came by then is kept, and the next time goes on from there.
+        False: it was stopped. Files that came whole are kept; the next time fetches the others.
 
     Raises:
         ModelError: it is there and cannot be served.
@@ -232,13 +232,17 @@ class _Progress:
     def __init__(self, repository: str, blobs: Path, total_nbytes: int, say: Say) -> None:
         self._repository, self._blobs, self._say = repository, blobs, say
         self._total_nbytes = max(total_nbytes, 1)
-        self._before_nbytes = sum(size for name, size in self._sizes() if "incomplete" not in name)
+        self._before_nbytes = sum(size for _, size in self._sizes())
         self._num_lines, self._next_s, self._lock = 0, 0.0, threading.Lock()
 
     @property
     def left_nbytes(self) -> int:
-        """What is not on the disk yet, or of another revision."""
-        return max(0, self._total_nbytes - sum(size for _, size in self._sizes()))
+        """What is not on the disk yet, or of another revision.
+
+        Files that a killed process left incomplete are not used again, so they do not count.
+        """
+        whole_nbytes = sum(size for name, size in self._sizes() if "incomplete" not in name)
+        return max(0, self._total_nbytes - whole_nbytes)
 
     def look(self) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +219,24 @@ def test_without_room_nothing_is_fetched(hub: FakeHub, monkeypatch: pytest.Monke
     monkeypatch.setattr("disagg.models.hub.shutil.disk_usage", lambda place: Full)
     with pytest.raises(StartupError, match=r"0\.0 GB left; make room there"):
         fetch_repository(NAME, None, Said(), go_on)
+
+
+def test_files_left_incomplete_do_not_count(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed leaves them, and the library fetches such a file as a whole."""
+    blobs = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    with (blobs / "abc.1234.incomplete").open("wb") as left:
+        left.truncate(5 << 20)
+    with monkeypatch.context() as full:
+        usage = SimpleNamespace(free=20_000)
+        full.setattr("disagg.models.hub.shutil.disk_usage", lambda place: usage)
+        with pytest.raises(StartupError, match=r"0\.0 GB left; make room there"):
+            fetch_repository(NAME, None, Said(), go_on)
+    said = Said()
+    assert fetch_repository(NAME, None, said, go_on)
+    assert not [line for line in said.lines if line.startswith("fetched 5 of")]
 
 
 def test_sentences_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
