@@ -236,11 +236,14 @@ class Fleet:
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
         self._probes.heard(record.worker_id, status.step_costs, self._now())
-        for name in (record.worker_id, *self._times.heard(record, status.step_costs)):
-            self._look_at(name)
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
+        else:
+            self.index.drop(host_id(record.worker_id))
+        # After the index, which gives it new bits.
+        for name in (record.worker_id, *self._times.heard(record, status.step_costs)):
+            self._look_at(name)
         if status.accepting:
             self._tell_available(record.model)
 
@@ -298,4 +301,8 @@ class Fleet:
         pools = self._pools.get(record.model)
         if pools is None:
             pools = self._pools[record.model] = ModelPools(is_shared=tpot_slo_s != math.inf)
-        pools.put(view)
+        index = self.index
+        index_bits = index.bit(worker_id)
+        if status.host is not None:
+            index_bits |= index.bit(host_id(worker_id))
+        pools.put(view, index_bits)

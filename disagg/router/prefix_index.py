@@ -18,7 +18,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from operator import and_, neg
+from operator import and_
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
@@ -63,6 +63,10 @@ class PrefixIndex:
     @property
     def nbytes(self) -> int:
         return sum(map(sys.getsizeof, self._shards)) + NAME_NBYTES * self._num_blocks
+
+    def bit(self, worker_id: str) -> int:
+        """The worker's bit until its next snapshot; 0: it is unknown."""
+        return self._bits.get(worker_id, 0)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """How many leading blocks each worker has cached, of workers that have at least one."""
@@ -230,17 +234,18 @@ class PrefixMatch:
                 most = middle
         return least
 
-    def longest(self, turn: float = 0.0) -> Iterator[tuple[str, int]]:
+    def longest(self, turn: float = 0.0, among: int = ~ASKED) -> Iterator[tuple[str, int]]:
         """Each worker that holds the first block, and how many it holds; most come first.
 
         Args:
             turn: from 0 to 1, where equal workers begin, for callers that take only the first few
+            among: `PrefixIndex.bit` of the workers to name
         """
         holders, workers = self._holders, self._workers
         num_blocks, before = len(holders), 0
         while num_blocks:
-            mask = holders[num_blocks - 1]
-            new = (mask ^ before) & ~ASKED
+            mask = holders[num_blocks - 1] & among
+            new = mask ^ before
             if new in workers:  # it is one, as in most cases
                 yield workers[new], num_blocks
             else:
@@ -250,9 +255,11 @@ class PrefixMatch:
                     yield workers[bit], num_blocks
             before = mask
             num_blocks -= 1
-            if num_blocks and holders[num_blocks - 1] == mask:
+            if num_blocks and holders[num_blocks - 1] & among == mask:
                 # The bits of fewer workers are a smaller number, so the masks are in order.
-                num_blocks = bisect_left(holders, -mask, hi=num_blocks, key=neg)
+                num_blocks = bisect_left(
+                    holders, -mask, hi=num_blocks, key=lambda held: -(held & among)
+                )
 
 
 def _bits_of(mask: int) -> Iterator[int]:

@@ -212,8 +212,7 @@ def _of_some(
     else:
         decodes = some.of(decode, decode.by_decode, decode.by_both)
         prefills = some.of(prefill, prefill.by_prefill) if len(prefill) else None
-    holders = [workers[name] for name in some.hits if name in prefill or name in decode]
-    return Shortlist(prefills, decodes, some.held, _holder(holders, some.held))
+    return Shortlist(prefills, decodes, some.held, _holder(some.holders, some.held))
 
 
 class _Some:
@@ -222,7 +221,7 @@ class _Some:
     Attributes:
         held: leading tokens by name in the index, of the workers with most of the prompt and of
             all compared ones.
-        hits: workers of any pool with most of the prompt, in their cache or in host memory.
+        holders: workers of these pools with most of the prompt, in their cache or in host memory.
     """
 
     def __init__(
@@ -239,16 +238,13 @@ class _Some:
         self._block_size = block_size
         self._rng = rng
         self.held: dict[str, int] = {}
-        self.hits: dict[str, int] = {}
-        for name, num_blocks in islice(found.longest(rng.random()), NUM_HITS_SEEN):
-            self.held[name] = num_blocks * block_size
-            self.hits.setdefault(worker_of(name), self.held[name])
+        self.holders: list[WorkerView] = []
 
     def of(self, pool: WorkerPool, *rankings: Ranking) -> Side:
         workers, rng, held = self._workers, self._rng, self.held
-        hits = [name for name in self.hits if name in pool]
-        names = sorted(hits, key=lambda name: self._prefill_s(pool, name))[:NUM_HITS]
-        names += hits[:NUM_DEEPEST]
+        hits = self._hits(pool)
+        names = self._cheapest_hits(pool, hits)
+        names += islice(hits, NUM_DEEPEST)
         for ranking in rankings:
             names += ranking.cheapest(NUM_CHEAPEST, rng)
         names += rng.choices(pool.names, k=NUM_RANDOM)
@@ -260,9 +256,22 @@ class _Some:
             [workers[name] for name in looked_at], num_held, once, pool.num_prompts, len(pool)
         )
 
-    def _prefill_s(self, pool: WorkerPool, name: str) -> float:
-        any_s, token_s = pool.prefill_estimates[name]
-        return any_s + token_s * (self._num_tokens - self.hits[name])
+    def _hits(self, pool: WorkerPool) -> Mapping[str, int]:
+        """Leading tokens by worker, of those with most of the prompt; most come first."""
+        hits: dict[str, int] = {}
+        longest = self._found.longest(self._rng.random(), pool.index_bits)
+        for name, num_blocks in islice(longest, NUM_HITS_SEEN):
+            self.held[name] = num_blocks * self._block_size
+            hits.setdefault(worker_of(name), self.held[name])
+        self.holders += [self._workers[name] for name in hits]
+        return hits
+
+    def _cheapest_hits(self, pool: WorkerPool, hits: Mapping[str, int]) -> list[str]:
+        def prefill_s(name: str) -> float:
+            any_s, token_s = pool.prefill_estimates[name]
+            return any_s + token_s * (self._num_tokens - hits[name])
+
+        return sorted(hits, key=prefill_s)[:NUM_HITS]
 
     def _held_by(self, worker: WorkerView) -> int:
         """Leading tokens in a worker's cache. Also looks up those in its host memory."""

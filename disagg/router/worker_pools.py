@@ -85,6 +85,7 @@ class WorkerPool:
     Attributes:
         names: of all workers, in no order.
         num_prompts: prompts that wait on them or are being computed.
+        index_bits: of their caches and their host memory in the prefix index.
         by_prefill, by_decode, by_both: in a ranked pool, workers by the cost of a usual request of
             which nothing is cached.
         prefill_estimates: in a ranked pool, `costs.prefill_estimate` by worker.
@@ -94,7 +95,9 @@ class WorkerPool:
         self.names: list[str] = []
         self.num_prompts = 0
         self.prefill_estimates: dict[str, tuple[float, float]] = {}
+        self.index_bits = 0
         self._num_prompts: dict[str, int] = {}
+        self._bits: dict[str, int] = {}
         self._place_of: dict[str, int] = {}  # in `names`
         self.by_prefill, self.by_decode, self.by_both = Ranking(), Ranking(), Ranking()
 
@@ -104,11 +107,15 @@ class WorkerPool:
     def __contains__(self, name: str) -> bool:
         return name in self._place_of
 
-    def put(self, worker: WorkerView) -> None:
+    def put(self, worker: WorkerView, index_bits: int) -> None:
         name, num_prompts = worker.worker_id, worker.backlog.num_prompts
         if name not in self._place_of:
             self._place_of[name] = len(self.names)
             self.names.append(name)
+            self._bits[name] = 0
+        if index_bits != self._bits[name]:
+            self.index_bits ^= self._bits[name] ^ index_bits
+            self._bits[name] = index_bits
         self.num_prompts += num_prompts - self._num_prompts.get(name, 0)
         self._num_prompts[name] = num_prompts
 
@@ -118,6 +125,7 @@ class WorkerPool:
             self.names[place] = last
             self._place_of[last] = place
         self.num_prompts -= self._num_prompts.pop(name)
+        self.index_bits ^= self._bits.pop(name)
         if self.prefill_estimates.pop(name, None) is not None:
             for ranking in (self.by_prefill, self.by_decode, self.by_both):
                 ranking.drop(name)
@@ -151,14 +159,18 @@ class ModelPools:
     def num_workers(self) -> int:
         return len(self._workers)
 
-    def put(self, worker: WorkerView) -> None:
-        """Store a worker's latest view, or remove a worker that no longer takes requests."""
+    def put(self, worker: WorkerView, index_bits: int) -> None:
+        """Store a worker's latest view, or remove a worker that no longer takes requests.
+
+        Args:
+            index_bits: of its cache and its host memory in the prefix index.
+        """
         name = worker.worker_id
         if not worker.accepting:
             self.drop(name)
             return
         self._workers[name] = worker
-        self._of(worker).put(worker)
+        self._of(worker).put(worker, index_bits)
         if self.is_large:
             self._of(worker).rank(worker)
         elif len(self._workers) > NUM_ALL_LOOKED_AT:

@@ -76,6 +76,24 @@ def report(index: PrefixIndex, workers: Iterable[str], num_times: int) -> None:
             index.apply(worker_id, [])
 
 
+@settings(deadline=None)
+@given(
+    held=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 12), min_size=1),
+    among=st.sets(st.sampled_from("abcdefgh")),
+    turn=st.floats(0, 1),
+)
+def test_of_some_workers_it_names_those_that_hold_most_first(
+    held: dict[str, int], among: set[str], turn: float
+) -> None:
+    index = PrefixIndex()
+    for worker_id, num_blocks in held.items():
+        index.snapshot(worker_id, NAMES[:num_blocks])
+    bits = sum(index.bit(worker_id) for worker_id in among)
+    found = [*index.find(NAMES).longest(turn, bits)]
+    assert dict(found) == {name: depth for name, depth in held.items() if name in among and depth}
+    assert [depth for _, depth in found] == sorted((depth for _, depth in found), reverse=True)
+
+
 def random_names(rng: random.Random, num_names: int) -> list[BlockHash]:
     return [rng.randbytes(16) for _ in range(num_names)]
 

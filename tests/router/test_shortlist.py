@@ -118,6 +118,29 @@ def test_the_holder_of_the_prompt_is_found_however_busy(tpot_slo_s: float) -> No
     )
 
 
+@pytest.mark.parametrize("few, many", ["pd", "dp"])
+def test_a_popular_prompt_is_found_in_the_pool_where_few_hold_it(few: str, many: str) -> None:
+    fleet = busy_fleet(math.inf, random.Random(13))
+    request = make_request(8000)
+    names = [*fleet.view().workers]
+    holders = [name for name in names if name.startswith(few)][-2:]
+    others = [name for name in names if name.startswith(many)][:100]
+    host = HostCounts(latency_s=1e-3, block_s=1e-5)
+    busy = {"num_running": 31, "num_waiting": 4, "num_uncomputed_tokens": 10_000}
+    status = make_status(**busy, num_context_tokens=31_000, host=host)
+    for name in [*others, *holders]:
+        fleet.worker_synced(make_record(name), request.block_hashes, status)
+        fleet.worker_stepped(name, [KVEvent("stored", request.block_hashes, "host")], status)
+    for name in others[:3]:
+        fleet.worker_stepped(name, (), make_status(accepting=False))
+    for seed in range(50):
+        seen = shortlist(request, fleet.view(), fleet.index, 0.0, random.Random(seed))
+        side = seen.prefills if few == "p" else seen.decodes
+        assert side is not None
+        assert {*holders} <= {worker.worker_id for worker in side.workers}
+        assert side.held_once == (8000, 8000)
+
+
 def test_a_prompt_behind_a_cache_is_found_too() -> None:
     fleet = busy_fleet(math.inf, random.Random(7))
     request = make_request(4000)

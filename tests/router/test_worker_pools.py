@@ -93,6 +93,8 @@ def test_pools_know_their_workers_and_queues_whatever_happens() -> None:
             members = [worker for worker in accepting if worker.record.role == role]
             assert sorted(pool.names) == sorted(worker.worker_id for worker in members)
             assert pool.num_prompts == sum(worker.backlog.num_prompts for worker in members)
+            bits = [fleet.index.bit(worker.worker_id) for worker in members]
+            assert 0 not in bits and pool.index_bits == sum(bits)
             if pools.is_large:
                 for ranking in (pool.by_prefill, pool.by_decode, pool.by_both):
                     assert sorted(ranking.cheapest(99, rng)) == sorted(pool.names)
