@@ -123,8 +123,10 @@ def fetch_repository(
         if _WHOLE not in sizes and _INDEX in sizes:
             index = _indexed(fetched(_INDEX))
         names = needed_files(sizes, index)
-        # What is whole has a tokenizer, so that comes when all other settings are there.
-        for name in sorted(_SETTINGS.intersection(names), key=lambda name: name == _TOKENIZER):
+        # The tokenizer comes last and says that all is there: without an index, nothing else says
+        # how many files of weights there are. The other settings come before weights, so that they
+        # are there even if another program fetched the tokenizer.
+        for name in sorted(_SETTINGS.intersection(names) - {_TOKENIZER}):
             if is_stopped():
                 return False
             fetched(name)
@@ -143,11 +145,12 @@ def fetch_repository(
                 directory = snapshot_download(
                     repository,
                     revision=revision,
-                    allow_patterns=[glob.escape(name) for name in names],
+                    allow_patterns=[glob.escape(name) for name in names if name != _TOKENIZER],
                     tqdm_class=_bar(progress, is_stopped),
                 )
         except _Stopped:
             return False
+        hf_hub_download(repository, _TOKENIZER, revision=Path(directory).name)
     say("fetched", f"{repository} lies in {directory}", model=repository, file=directory)
     return True
 

@@ -62,6 +62,11 @@ def hub(
             "pytorch_model.bin": b"x",
         },
         "acme/no-tokenizer": {**files, "tokenizer.json": None},
+        "acme/no-index": {
+            name: raw
+            for name, raw in files.items()
+            if name not in (_INDEX, "consolidated.safetensors")
+        },
         "acme/outside": {**files, _INDEX: _index_of("../../x", "model-00001.safetensors")},
         "acme/star": {**files, _INDEX: _index_of("*"), "*": b"weights of a strange name"},
     }
@@ -133,13 +138,13 @@ def test_planning_needs_no_more_than_the_configuration(hub: FakeHub) -> None:
 
 
 def test_settings_come_before_weights(hub: FakeHub) -> None:
-    """What was stopped half way and has weights has all that says how to use them."""
+    """What was stopped half way and has weights says how to use them, and is not whole."""
     assert fetch_repository(NAME, None, Said(), go_on)
     files = [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path]
     weights = next(i for i, name in enumerate(files) if name.endswith(".safetensors"))
     settings = ("config.json", "generation_config.json", "tokenizer.json")
-    assert [files.index(name) < weights for name in settings] == [True] * 3
-    assert files.index("generation_config.json") < files.index("tokenizer.json")
+    assert [files.index(name) < weights for name in settings] == [True, True, False]
+    assert files[-1] == "tokenizer.json"
 
 
 def test_what_is_gated_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +162,12 @@ def test_a_signal_before_the_weights_ends_it(hub: FakeHub) -> None:
     assert fetch_repository(NAME, None, Said(), go_on)
 
 
+@pytest.mark.parametrize("repository", [NAME, "acme/no-index"])
 def test_a_signal_among_the_weights_ends_it_and_the_next_time_goes_on(
-    hub: FakeHub, files: dict[str, bytes], tmp_path: Path
+    hub: FakeHub, tmp_path: Path, repository: str
 ) -> None:
     """It comes when one file of weights is whole, and the last one is still on its way."""
-    weights = sorted(name for name in files if name.startswith("model-"))
+    weights = sorted(name for name in hub.files[repository] if name.startswith("model-"))
 
     def whole() -> set[str]:
         return {file.name for file in (tmp_path / "hub").rglob("snapshots/*/model-*")}
@@ -175,18 +181,19 @@ def test_a_signal_among_the_weights_ends_it_and_the_next_time_goes_on(
             time.sleep(0.01)
 
     hub.held = wait
-    assert not fetch_repository(NAME, None, said := Said(), is_stopped)
-    assert said.lines[0].startswith(f"fetching {NAME} ")
+    said = Said()
+    assert not fetch_repository(repository, None, said, is_stopped)
+    assert said.lines[0].startswith(f"fetching {repository} ")
     assert not any("lies in" in line for line in said.lines)
     kept = whole()
     assert kept and weights[-1] not in kept
     with pytest.raises(ModelError, match="nor whole"):
-        assert TierConfig(model=NAME).directory
+        assert TierConfig(model=repository).directory
     hub.asked.clear()
-    assert fetch_repository(NAME, None, Said(), go_on)
+    assert fetch_repository(repository, None, Said(), go_on)
     again = {path.rpartition("/")[2] for path in hub.asked if path.endswith(".safetensors")}
     assert again == {*weights} - kept
-    assert TierConfig(model=NAME).directory.is_dir()
+    assert TierConfig(model=repository).directory.is_dir()
 
 
 def _refuse_xet(**options: object) -> None:
