@@ -14,7 +14,7 @@ from tests.api.apps import http_client, make_app
 from tests.api.fakes import TOKENIZER, FakeGenerate, served_model, turns_template
 from tests.api.openai.test_reasoning import OPEN, app
 from tests.api.openai.test_tools import HERMES
-from tests.api.test_responses_api import CALL
+from tests.api.test_responses_api import CALL, UNENDED
 
 TEXT = "the quick brown fox"
 URL = "/v1/messages"
@@ -147,13 +147,20 @@ async def test_arguments_that_are_no_json_are_no_fault_of_the_server(arguments: 
 
 @pytest.mark.parametrize("per_delta", [1, 5, 1000])
 @pytest.mark.parametrize(
-    "said", [CALL, "See: " + CALL, "So.\n</think>\n\nHi!", "So, yes, and", "</think>"]
+    "said",
+    [
+        "</think>" + UNENDED,
+        "So.</think>Hi!" + UNENDED,
+        "So.\n</think>\n\nHi!",
+        "So, yes, and",
+        "</think>",
+    ],
 )
 async def test_a_stream_adds_up_to_the_message_wherever_it_is_cut_off(
     said: str, per_delta: int
 ) -> None:
     model = served_model(template=HERMES + OPEN, max_model_len=2048)
-    for max_tokens in range(1, 40):
+    for max_tokens in range(1, len(TOKENIZER.encode(said, add_special_tokens=False)) + 2):
         asked = ASKED | {"max_tokens": max_tokens, "tools": [LOOK]}
         whole, streamed = await both(FakeGenerate(said, per_delta=per_delta), model, asked)
         for block in whole + streamed:

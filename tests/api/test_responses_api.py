@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.apps import http_client, make_app, openai_client
-from tests.api.fakes import FakeGenerate, served_model, turns_template
+from tests.api.fakes import TOKENIZER, FakeGenerate, served_model, turns_template
 from tests.api.openai.test_reasoning import OPEN, app
 from tests.api.openai.test_tools import HERMES
 
@@ -19,7 +19,8 @@ LOOK: dict[str, Any] = {
     "name": "look",
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
 }
-CALL = '<tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
+UNENDED = '<tool_call>{"name": "look", "arguments": {"at": "fox"}}'
+CALL = UNENDED + "</tool_call>"
 
 
 async def test_an_answer_is_a_message() -> None:
@@ -109,29 +110,32 @@ async def test_a_conversation_with_calls_becomes_a_chat() -> None:
     assert said == f"system(look)user(what is there?){calls}tool(fox)assistant(a fox)"
 
 
-@pytest.mark.parametrize("said", [CALL, "So.\n</think>\n\nHi!" + CALL, "So, yes, and"])
+@pytest.mark.parametrize("said", ["</think>" + UNENDED, "So.</think>Hi!" + UNENDED, "So, yes, and"])
 async def test_a_stream_adds_up_to_the_answer_wherever_it_is_cut_off(said: str) -> None:
     """What is cut off is the last item."""
     model = served_model(template=HERMES + OPEN, max_model_len=2048)
-    for max_output_tokens in range(1, 50):
+    for max_output_tokens in range(1, len(TOKENIZER.encode(said, add_special_tokens=False)) + 2):
         asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK]}
         asked["max_output_tokens"] = max_output_tokens
         async with openai_client(make_app(FakeGenerate(said), model)) as client:
             whole = await client.responses.create(**asked)
-            async with client.responses.stream(**asked) as stream:
-                events = [event async for event in stream]
+            stream = await client.responses.create(**asked, stream=True)
+            events = [event async for event in stream]
         last: Any = [event for event in events if hasattr(event, "response")][-1]
         outputs: list[Any] = [each.to_dict()["output"] for each in (whole, last.response)]
         for items in outputs:
+            assert len({item["id"] for item in items}) == len(items)
             for item in items:
-                del item["id"]
+                kind = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}[item["type"]]
+                assert item.pop("id").startswith(kind)  # the rest is of its request
+                item.pop("call_id", None)
             statuses = [item["status"] for item in items]
             assert statuses == ["completed"] * (len(items) - 1) + [whole.status]
         assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("per_delta", [1, 5, 28, 38, 57, 1000])
-@pytest.mark.parametrize("said", [CALL + " Wait.", CALL * 2 + "!"])
+@pytest.mark.parametrize("said", [CALL + " Wait.", f"See: {CALL} Wait. {CALL} So.", CALL * 2 + "!"])
 async def test_a_stream_adds_up_where_text_follows_a_call(said: str, per_delta: int) -> None:
     """The whole answer has the text before the calls; the stream has it where it was said."""
     model = served_model(template=HERMES, max_model_len=2048)
@@ -139,13 +143,26 @@ async def test_a_stream_adds_up_where_text_follows_a_call(said: str, per_delta: 
     async with openai_client(make_app(FakeGenerate(said, per_delta=per_delta), model)) as client:
         whole: Any = await client.responses.create(**asked)
         async with client.responses.stream(**asked) as stream:
+            events: list[Any] = [event async for event in stream]
             streamed: Any = await stream.get_final_response()
+    check_identities(events, streamed.output)
     for answer in (whole, streamed):
         calls = [item for item in answer.output if item.type == "function_call"]
         assert len({call.call_id for call in calls}) == len(calls) == said.count(CALL)
         for call in calls:
             assert (call.name, call.arguments) == ("look", '{"at": "fox"}') and call.call_id
     assert streamed.output_text == whole.output_text != ""
+
+
+def check_identities(events: list[Any], items: list[Any]) -> None:
+    """Each item has an id of its own, which all its events have."""
+    ids = [item.id for item in items]
+    assert len(set(ids)) == len(ids)
+    told = [event for event in events if hasattr(event, "output_index")]
+    for event in told:
+        item_id = event.item.id if hasattr(event, "item") else event.item_id
+        assert item_id == ids[event.output_index], event.type
+    assert {event.output_index for event in told} == set(range(len(ids)))
 
 
 async def test_a_schema_is_followed() -> None:
@@ -206,6 +223,7 @@ async def test_reasoning_is_an_item_before_the_message(per_delta: int) -> None:
         async with client.responses.stream(**asked) as stream:
             events = [event async for event in stream]
             streamed = await stream.get_final_response()
+    check_identities(events, streamed.output)
     for each in (whole, streamed):
         items: list[Any] = list(each.output)
         reasoning, message = items

@@ -23,9 +23,9 @@ def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     (answer,) = answers
     items = []
     if answer.reasoning:
-        items.append(_reasoning(run.job, answer.reasoning, "completed"))
+        items.append(_reasoning(run.job, 0, answer.reasoning, "completed"))
     if answer.text or not (answer.calls or items):
-        items.append(_message(run.job, answer.text, "completed"))
+        items.append(_message(run.job, len(items), answer.text, "completed"))
     items += [_call(call, "completed") for call in joined(answer.calls)]
     items[-1]["status"] = _status(answer)  # what is cut off is the last
     return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
@@ -72,10 +72,11 @@ def _response(
     }
 
 
-def _reasoning(job: Job, text: str, status: str) -> dict[str, Any]:
+def _reasoning(job: Job, index: int, text: str, status: str) -> dict[str, Any]:
+    """Args: index: of the item in the answer."""
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {
-        "id": _item_id("rs_", job),
+        "id": _item_id("rs_", job, index),
         "type": "reasoning",
         "status": status,
         "summary": [],
@@ -83,11 +84,11 @@ def _reasoning(job: Job, text: str, status: str) -> dict[str, Any]:
     }
 
 
-def _message(job: Job, text: str | None, status: str) -> dict[str, Any]:
-    """Args: text: None: the message has no part yet."""
+def _message(job: Job, index: int, text: str | None, status: str) -> dict[str, Any]:
+    """Args: index: of the item in the answer; text: None: the message has no part yet."""
     content = [] if text is None else [_part(text)]
     return {
-        "id": _item_id("msg_", job),
+        "id": _item_id("msg_", job, index),
         "type": "message",
         "status": status,
         "role": "assistant",
@@ -95,8 +96,9 @@ def _message(job: Job, text: str | None, status: str) -> dict[str, Any]:
     }
 
 
-def _item_id(prefix: str, job: Job) -> str:
-    return prefix + job.id.removeprefix("resp_")
+def _item_id(prefix: str, job: Job, index: int) -> str:
+    """Of its own for each item: a stream may have several messages, with calls between them."""
+    return f"{prefix}{job.id.removeprefix('resp_')}_{index}"
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -134,6 +136,7 @@ class ResponseFrames:
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # that are done
         self._kind: Literal["", "reasoning", "message", "call"] = ""  # of the item that grows
+        self._place: dict[str, Any] = {}  # of what an event tells, in the whole answer
         self._call = CallDelta(-1)  # the last that has begun
         self._parts: list[str] = []  # of the item's text, or of its arguments
         self._answer = ChoiceDelta(0)  # its last piece
@@ -189,13 +192,19 @@ class ResponseFrames:
             return b""
         ended = self._end_item()
         self._kind = kind
-        added = self._item_event("added", self._item("in_progress"))
+        item = self._item("in_progress")
+        self._place = {"output_index": len(self._items), "item_id": item["id"]}
+        if kind != "call":
+            self._place["content_index"] = 0
+        if kind == "message":
+            self._place["logprobs"] = []
+        added = self._item_event("added", item)
         part = self._part_event("added", "") if kind == "message" else b""
         return ended + added + part
 
     def _grow(self, what: str, text: str) -> bytes:
         self._parts.append(text)
-        return self._event(f"response.{what}.delta", delta=text, **self._place())
+        return self._event(f"response.{what}.delta", delta=text, **self._place)
 
     def _end_item(self, status: str = "completed") -> bytes:
         """Nothing where none has begun."""
@@ -204,13 +213,13 @@ class ResponseFrames:
             case "":
                 return b""
             case "reasoning":
-                done = self._event("response.reasoning_text.done", text=text, **self._place())
+                done = self._event("response.reasoning_text.done", text=text, **self._place)
             case "message":
-                done = self._event("response.output_text.done", text=text, **self._place())
+                done = self._event("response.output_text.done", text=text, **self._place)
                 done += self._part_event("done", text)
             case "call":
                 kind, name = "response.function_call_arguments.done", self._call.name
-                done = self._event(kind, name=name, arguments=text, **self._place())
+                done = self._event(kind, name=name, arguments=text, **self._place)
         item = self._item(status)
         done += self._item_event("done", item)
         self._items.append(item)
@@ -222,26 +231,18 @@ class ResponseFrames:
         """What grows, as far as it has."""
         text = "".join(self._parts)
         if self._kind == "reasoning":
-            return _reasoning(self._job, text, status)
+            return _reasoning(self._job, len(self._items), text, status)
         if self._kind == "call":
             return _call(self._call._replace(arguments=text), status)
-        return _message(self._job, None if status == "in_progress" else text, status)
+        said = None if status == "in_progress" else text
+        return _message(self._job, len(self._items), said, status)
 
     def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
         place = {"output_index": len(self._items), "item": item}
         return self._event(f"response.output_item.{what}", **place)
 
     def _part_event(self, what: str, text: str) -> bytes:
-        return self._event(f"response.content_part.{what}", part=_part(text), **self._place())
-
-    def _place(self) -> dict[str, Any]:
-        """Of what an event tells, in the whole answer."""
-        place: dict[str, Any] = {"output_index": len(self._items)}
-        if self._kind == "call":
-            return place | {"item_id": _call(self._call, "")["id"]}
-        prefix = "rs_" if self._kind == "reasoning" else "msg_"
-        place |= {"item_id": _item_id(prefix, self._job), "content_index": 0}
-        return place | {"logprobs": []} if self._kind == "message" else place
+        return self._event(f"response.content_part.{what}", part=_part(text), **self._place)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = _to_json({"type": kind, "sequence_number": self._num_events} | fields)
