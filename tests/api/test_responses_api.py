@@ -194,6 +194,8 @@ async def test_a_schema_is_followed() -> None:
         ({"tools": [LOOK]}, "tools"),  # the model's template does not show them
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"temperature": 3}, "temperature"),
+        ({"priority": 1001}, "priority"),
+        ({"priority": 10**30}, "priority"),
         ({"model": "nope"}, "model"),
     ],
 )  # fmt: skip

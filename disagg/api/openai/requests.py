@@ -27,6 +27,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIdKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
+Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
@@ -65,7 +66,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds for the whole answer
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
     response_format: ResponseFormat | None = None

@@ -22,6 +22,7 @@ from disagg.api.openai.requests import (
     FunctionCall,
     Label,
     Metadata,
+    Priority,
     ToolCall,
 )
 from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
@@ -117,7 +118,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
     user: Label | None = None
-    priority: int | None = None
+    priority: Priority | None = None
 
 
 _KEEPS_NOTHING = "This server keeps nothing between requests: send the whole conversation as input."
