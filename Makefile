@@ -6,19 +6,20 @@ CLIENTS := .clients
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.smollm2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
-# Tests of the running system, in two parts that take about as long, and those of models and kernels,
-# which take as long as all others.
+# Tests of the running system, in two parts that take about as long; those of models and kernels;
+# those of many parts together in one process; and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults \
 	$(patsubst %,tests/e2e/test_%.py,autoscaling cascade running_cluster serve three_nodes two_ingresses)
 MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves)
+TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench tests/scripts tests/kernels/grid
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
-.PHONY: serve chat test test-commands test-clusters test-models test-parts test-bench test-families lint style types bench soak clients clean
+.PHONY: serve chat test test-commands test-clusters test-models test-together test-parts test-bench test-families lint style types bench soak clients clean
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -44,7 +45,7 @@ chat: $(READY)
 ifeq ($(ARGS),)
 test: style
 	@began_s=$$(date +%s); \
-	$(MAKE) --no-print-directory --keep-going --jobs=3 test-commands test-clusters test-models test-parts types; status=$$?; \
+	$(MAKE) --no-print-directory --keep-going --jobs=3 test-commands test-clusters test-models test-together test-parts types; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
 test: lint $(MODEL)
@@ -55,13 +56,14 @@ endif
 test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
 test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
-test-models: NICELY = nice -n 10 env
-test-commands test-clusters test-models: $(MODEL)
+test-together: FILES = $(TOGETHER)
+test-models test-together: NICELY = nice -n 10 env
+test-commands test-clusters test-models test-together: $(MODEL)
 	@$(NICELY) $(PYTEST) $(FILES) >$(VENV)/$@.out 2>&1; status=$$?; \
 	echo "$@:"; cat $(VENV)/$@.out; exit $$status
 
 test-parts: $(MODEL)
-	nice -n 10 env $(PYTEST) $(foreach each,$(SYSTEM) $(MODELS) $(BENCH) $(FAMILIES),--ignore=$(each))
+	nice -n 10 env $(PYTEST) $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES),--ignore=$(each))
 
 test-bench: $(READY)
 	$(PYTEST) $(BENCH) $(ARGS)
