@@ -252,6 +252,12 @@ async def test_a_conversation_with_tools_becomes_a_chat() -> None:
     assert said == "system(look)user(what is there?)assistant(hm wait[look x])tool(fox)user(so?)"
 
 
+@pytest.mark.parametrize("kind", ["auto", "none"])
+async def test_without_tools_nothing_need_be_called(kind: str) -> None:
+    message = (await post(FakeGenerate(TEXT), tool_choice={"type": kind})).json()
+    assert message["content"] == [{"type": "text", "text": TEXT}]
+
+
 async def test_a_last_message_of_the_assistant_is_continued() -> None:
     generate = FakeGenerate()
     messages = [*ASKED["messages"], {"role": "assistant", "content": "one, two,"}]
@@ -276,6 +282,9 @@ async def test_a_last_message_of_the_assistant_is_continued() -> None:
         ({"mcp_servers": [{"type": "url"}]}, "invalid_request_error", "mcp_servers"),
         ({"tools": [LOOK]}, "invalid_request_error", "tools"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "invalid_request_error", "name"),
+        ({"tool_choice": {"type": "any"}}, "invalid_request_error", "no tools to choose from"),
+        ({"tool_choice": {"type": "tool", "name": "look"}}, "invalid_request_error", "'look'"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "invalid_request_error", "no tools"),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
         ({"model": "nope"}, "not_found_error", "nope"),
     ],

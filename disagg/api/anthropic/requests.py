@@ -171,7 +171,7 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         top_k=request.top_k,
         stop=list(request.stop_sequences) if request.stop_sequences else None,
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice=None if choice is None or not request.tools else _choice(choice),
+        tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         reasoning_effort="none" if thinking is not None and thinking.type == "disabled" else None,
         thinking_token_budget=None if thinking is None else thinking.budget_tokens,
