@@ -26,6 +26,7 @@ from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.ops import Experts, Ops
+from disagg.planner.shapes import MXFP4_NBYTES
 
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference
@@ -40,7 +41,7 @@ class Shape:
     is_mxfp4: bool = False
 
     def expert_nbytes(self, itemsize: int) -> float:
-        return 3 * self.hidden * self.inner * (17 / 32 if self.is_mxfp4 else itemsize)
+        return 3 * self.hidden * self.inner * (MXFP4_NBYTES if self.is_mxfp4 else itemsize)
 
 
 SHAPES = {

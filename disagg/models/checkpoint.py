@@ -17,8 +17,8 @@ from typing import Any
 
 from disagg.errors import ModelError
 
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+WHOLE_WEIGHTS = "model.safetensors"
 _MAX_HEADER_NBYTES = 100_000_000  # as the format's own library
 MAX_TEXT_NBYTES = 256 << 20  # the largest tokenizer.json there are have 40 MB
 _LFS_POINTER = b"version https://git-lfs"
@@ -102,9 +102,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
     Raises:
         ModelError: there is none, the index is broken, or a file it names is missing.
     """
-    if (directory / _WHOLE).is_file():
-        return [directory / _WHOLE]
-    index = directory / _INDEX
+    if (directory / WHOLE_WEIGHTS).is_file():
+        return [directory / WHOLE_WEIGHTS]
+    index = directory / WEIGHTS_INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:

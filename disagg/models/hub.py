@@ -22,6 +22,8 @@ from typing import Any
 from disagg.errors import ModelError, StartupError
 from disagg.models.checkpoint import (
     MAX_TEXT_NBYTES,
+    WEIGHTS_INDEX,
+    WHOLE_WEIGHTS,
     checkpoint_files,
     indexed_files,
     read_text,
@@ -46,8 +48,6 @@ _SETTINGS = frozenset(
         "chat_template.jinja",
     }
 )
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
 _SAY_AGAIN_S = 0.5  # sizes on the disk are not looked at more often
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -120,8 +120,8 @@ def fetch_repository(
         config = fetched("config.json")
         describe_model(config.parent)
         index: Iterable[str] = ()
-        if _WHOLE not in sizes and _INDEX in sizes:
-            index = _indexed(fetched(_INDEX))
+        if WHOLE_WEIGHTS not in sizes and WEIGHTS_INDEX in sizes:
+            index = _indexed(fetched(WEIGHTS_INDEX))
         names = needed_files(sizes, index)
         # The tokenizer comes last and says that all is there: without an index, nothing else says
         # how many files of weights there are. The other settings come before weights, so that they
@@ -180,8 +180,8 @@ def needed_files(names: Iterable[str], index: Iterable[str]) -> list[str]:
         ModelError: there are no weights that could be read.
     """
     every = set(names)
-    weights = {_WHOLE} & every or {*index, _INDEX} & every
-    if weights <= {_INDEX}:
+    weights = {WHOLE_WEIGHTS} & every or {*index, WEIGHTS_INDEX} & every
+    if weights <= {WEIGHTS_INDEX}:
         weights = {name for name in every if name.endswith(".safetensors") and "/" not in name}
     if not weights:
         others = sorted({Path(name).suffix for name in every} & {".bin", ".gguf", ".pth", ".pt"})
@@ -197,7 +197,7 @@ def _indexed(file: Path) -> list[str]:
     try:
         return indexed_files(read_text(file))
     except ValueError as error:
-        raise ModelError(f"its {_INDEX} is broken: {error}") from error
+        raise ModelError(f"its {WEIGHTS_INDEX} is broken: {error}") from error
 
 
 def _check_settings(repository: str, sizes: Mapping[str, int]) -> None:
@@ -210,7 +210,7 @@ def _check_settings(repository: str, sizes: Mapping[str, int]) -> None:
     for name in ("config.json", _TOKENIZER):
         if name not in sizes:
             raise ModelError(f"it has no {name}, without which no model is served")
-    for name in sorted({*_SETTINGS, _INDEX}.intersection(sizes)):
+    for name in sorted({*_SETTINGS, WEIGHTS_INDEX}.intersection(sizes)):
         if sizes[name] > MAX_TEXT_NBYTES:
             raise ModelError(
                 f"its {name} has {sizes[name] / 1e9:.1f} GB, and such files have some MB"
