@@ -211,12 +211,14 @@ inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, bf1
   for (int q = 0; q < num_queries; ++q) {
     float peak = part(0).peaks[q], total = 0.0f;
     for (int c = 1; c < num_chunks; ++c) peak = std::fmax(peak, part(c).peaks[q]);
-    for (int c = 0; c < num_chunks; ++c)
-      total += part(c).totals[q] * std::exp(part(c).peaks[q] - peak);
+    for (int c = 0; c < num_chunks; ++c) {  // from here on, the chunk's weight
+      part(c).peaks[q] = std::exp(part(c).peaks[q] - peak);
+      total += part(c).totals[q] * part(c).peaks[q];
+    }
     for (int d = 0; d < head_dim; d += LANES) {
       __m512 sums = _mm512_setzero_ps();
       for (int c = 0; c < num_chunks; ++c) {
-        const __m512 weight = _mm512_set1_ps(std::exp(part(c).peaks[q] - peak) / total);
+        const __m512 weight = _mm512_set1_ps(part(c).peaks[q] / total);
         const __m512 some = _mm512_loadu_ps(part(c).sums + q * head_dim + d);
         sums = _mm512_fmadd_ps(weight, some, sums);
       }

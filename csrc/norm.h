@@ -7,14 +7,17 @@
 
 namespace disagg {
 
-inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, bf16* out) {
+inline float inverse_rms(const bf16* x, int size, float eps) {
   __m512 squares = _mm512_setzero_ps();
   for (int i = 0; i < size; i += LANES) {
     const __m512 some = load(x + i, first_lanes(size - i));
     squares = _mm512_fmadd_ps(some, some, squares);
   }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
-  const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps);
+}
+
+inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, bf16* out) {
+  const __m512 inverse = _mm512_set1_ps(inverse_rms(x, size, eps));
   for (int i = 0; i < size; i += LANES) {
     const __mmask16 mask = first_lanes(size - i);
     const __m512 some = _mm512_mul_ps(load(x + i, mask), inverse);
@@ -25,22 +28,12 @@ inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, bf1
 // A head normalised, if `norm` is given, and turned to its position by `rope`, [2, head_dim].
 inline void norm_rope(const bf16* head, const bf16* norm, float eps, const bf16* rope, int head_dim,
                       bf16* out) {
-  float inverse = 1.0f;
-  if (norm != nullptr) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int d = 0; d < head_dim; d += LANES) {
-      const __m512 some = load(head + d);
-      squares = _mm512_fmadd_ps(some, some, squares);
-    }
-    const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(head_dim);
-    inverse = 1.0f / std::sqrt(mean + eps);
-  }
+  const __m512 factor = _mm512_set1_ps(norm == nullptr ? 1.0f : inverse_rms(head, head_dim, eps));
   const int half = head_dim / 2;
   for (int d = 0; d < half; d += LANES) {
     const __mmask16 mask = first_lanes(half - d);
     __m512 left = load(head + d, mask), right = load(head + half + d, mask);
     if (norm != nullptr) {
-      const __m512 factor = _mm512_set1_ps(inverse);
       left = _mm512_mul_ps(_mm512_mul_ps(left, factor), load(norm + d, mask));
       right = _mm512_mul_ps(_mm512_mul_ps(right, factor), load(norm + half + d, mask));
     }
