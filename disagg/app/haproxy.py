@@ -143,8 +143,8 @@ class HAProxyWatch:
 
     def _check_once(self) -> None:
         text = None if self._is_checked else self._routes()
-        if text is None:
-            return
+        if text is None or not text.startswith(haproxy_launcher.MARK):
+            return  # what is missing is known when it is mended
         self._is_checked = True
         missing = re.findall(rf"^{haproxy_launcher.NOT_FOUND}(.*)$", text, flags=re.MULTILINE)
         if missing:
