@@ -131,8 +131,10 @@ class Placement(msgspec.Struct, frozen=True):
         """A prior for the worker's time model: straight lines through this roofline.
 
         They meet it in a chunk of `CHUNK_TOKENS` prompt tokens and in a decode step of
-        `num_sequences`, and lie above it in between; of a model with experts they lie below, as its
-        first tokens read most of what is read. All coefficients are > 0, as a fit needs.
+        `num_sequences`. In between they lie above it, at most by the time of reading what every
+        step reads. Only of a model with experts they may also lie below it, at most by the time of
+        reading all experts, as its first tokens read most of them. All coefficients are > 0, as a
+        fit needs.
         """
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
