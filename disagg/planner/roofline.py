@@ -44,11 +44,11 @@ class Efficiency(msgspec.Struct, frozen=True):
 DATASHEET = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)  # the floor: nothing can be faster
 
 PLANNED = Efficiency(
-    # A copy on an H200 was measured at 4.3 of 4.8 TB/s; FlashAttention-3's slope over the context
-    # is 0.895 of an H100's bandwidth (vLLM's published runs, Llama-3.1-8B).
+    # FlashAttention-3's slope over the context is 0.895 of an H100's bandwidth (vLLM's published
+    # runs of 2026-04-22, Llama-3.1-8B).
     memory=0.9,
-    # A bf16 product of 8192^3 was measured at 788 of 989 TFLOP/s on an H200; a layer's norms,
-    # activations and tails of waves take another fifth.
+    # Assumed: a large bf16 product reaches 0.8, and a layer's norms, activations and tails of waves
+    # take another fifth of its time.
     matmul=0.66,
     # FlashAttention-3 reports up to 0.75 for long prompts, and less for short ones.
     attention=0.6,
