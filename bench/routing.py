@@ -5,8 +5,8 @@
 The real fleet, prefix index and policy; half of the workers prefill, every worker holds some of the
 prompt's prefix and has work. `quiet`: nothing was heard between two decisions. `all spoke`: every
 worker reported another load since the last one; `report us` is what taking in one of these took,
-before the decision. With a TPOT SLO every worker may do both. CPU time of the thread, because a
-shared machine stops it now and then.
+before the decision. `rerouted`: quiet, and one worker must not get the request. With a TPOT SLO
+every worker may do both. CPU time of the thread, because a shared machine stops it now and then.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from disagg.router.policy import choose_route
 
 BLOCK_SIZE, NUM_BLOCKS, MODEL = 16, 1 << 14, "bench"
 NUM_WORKERS, NUM_TOKENS, NUM_DECISIONS = (64, 256, 1024), 8192, 2000
+CASES = ("quiet", "all spoke", "rerouted")
 GOAL_US = {"p50": 300, "p99": 1000}
 SLO_S, TPOT_SLO_S = 30.0, 0.05
 
@@ -83,13 +84,14 @@ def new_request(num_tokens: int) -> GenerateRequest:
 
 
 def decide(
-    num_workers: int, num_tokens: int, num_decisions: int, all_speak: bool, tpot_slo_s: float
+    num_workers: int, num_tokens: int, num_decisions: int, case: str, tpot_slo_s: float
 ) -> dict[str, Any]:
     rng = random.Random(1)
     request = new_request(num_tokens)
     fleet = new_fleet(num_workers, request, rng, tpot_slo_s)
     statuses = [new_status(rng) for _ in range(num_workers)]
     names = list(fleet.view().workers)
+    all_speak, exclude = case == "all spoke", names[:1] if case == "rerouted" else []
     took_us, heard_s = [], 0.0
     for turn in range(num_decisions):
         began_s = time.thread_time()
@@ -98,11 +100,11 @@ def decide(
                 fleet.worker_stepped(name, (), statuses[(turn + number) % num_workers])
             heard_s += time.thread_time() - began_s
         began_s = time.thread_time()
-        choose_route(request, fleet.view(), fleet.index, 1e-3, rng, ttft_slo_s=SLO_S)
+        choose_route(request, fleet.view(), fleet.index, 1e-3, rng, exclude, SLO_S)
         took_us.append((time.thread_time() - began_s) * 1e6)
     took_us.sort()
     return {
-        "case": "all spoke" if all_speak else "quiet",
+        "case": case,
         "TPOT SLO s": None if tpot_slo_s == math.inf else tpot_slo_s,
         "workers": num_workers,
         "tokens": num_tokens,
@@ -120,11 +122,8 @@ def main() -> None:
     nums_workers, size = arguments.workers, (NUM_TOKENS, NUM_DECISIONS)
     if arguments.tiny:
         nums_workers, size = (4, 40), (64, 100)
-    cases = product((math.inf, TPOT_SLO_S), nums_workers, (False, True))
-    rows = [
-        decide(num_workers, *size, all_speak, tpot_slo_s)
-        for tpot_slo_s, num_workers, all_speak in cases
-    ]
+    cases = product((math.inf, TPOT_SLO_S), nums_workers, CASES)
+    rows = [decide(num_workers, *size, case, tpot_slo_s) for tpot_slo_s, num_workers, case in cases]
     print_table(rows)
     finish("routing", rows, goal_us=GOAL_US)
 

@@ -84,8 +84,7 @@ def shortlist(
 
     Args:
         now: Unix time in seconds.
-        exclude: workers that must not get the request (again). If there are any, all others are
-            compared.
+        exclude: workers that must not get the request (again).
         looks_at_all: compare all workers, also in a large fleet.
 
     Raises:
@@ -93,10 +92,12 @@ def shortlist(
         DeadlineExceeded: the request's deadline has passed.
     """
     pools = fleet.pools.get(request.model)
-    if pools is None or not pools.is_large or exclude or looks_at_all:
-        return _of_all(request, fleet, index, now, rng, exclude)
-    check_deadline(request, now)
-    return _of_some(request, fleet, index, pools, rng)
+    if pools is not None and pools.is_large and not looks_at_all:
+        check_deadline(request, now)
+        found = _of_some(request, fleet, index, pools, rng, exclude)
+        if found is not None:
+            return found
+    return _of_all(request, fleet, index, now, rng, exclude)
 
 
 def eligible(
@@ -198,12 +199,13 @@ def _of_some(
     index: PrefixIndex,
     pools: ModelPools,
     rng: random.Random,
-) -> Shortlist:
-    """The shortlist of a large fleet."""
+    exclude: Collection[str],
+) -> Shortlist | None:
+    """The shortlist of a large fleet; None: all workers found of some pool are excluded."""
     workers, prefill, decode = fleet.workers, pools.prefill, pools.decode
     block_size = workers[(decode.names or prefill.names)[0]].record.block_size  # one per model
     found = index.find(() if request.scores_prompt else request.block_hashes)
-    some = _Some(workers, found, len(request.token_ids), block_size, rng)
+    some = _Some(workers, found, len(request.token_ids), block_size, rng, exclude)
     prefills: Side | None
     if prefill is decode:
         decodes = prefills = some.of(decode, decode.by_prefill, decode.by_decode, decode.by_both)
@@ -212,6 +214,8 @@ def _of_some(
     else:
         decodes = some.of(decode, decode.by_decode, decode.by_both)
         prefills = some.of(prefill, prefill.by_prefill) if len(prefill) else None
+    if not decodes.workers or (prefills is not None and not prefills.workers):
+        return None
     return Shortlist(prefills, decodes, some.held, _holder(some.holders, some.held))
 
 
@@ -231,12 +235,14 @@ class _Some:
         num_tokens: int,
         block_size: int,
         rng: random.Random,
+        exclude: Collection[str],
     ) -> None:
         self._workers = workers
         self._found = found
         self._num_tokens = num_tokens
         self._block_size = block_size
         self._rng = rng
+        self._exclude = exclude
         self.held: dict[str, int] = {}
         self.holders: list[WorkerView] = []
 
@@ -249,6 +255,8 @@ class _Some:
             names += ranking.cheapest(NUM_CHEAPEST, rng)
         names += rng.choices(pool.names, k=NUM_RANDOM)
         looked_at = dict.fromkeys(names)
+        for name in self._exclude:
+            looked_at.pop(name, None)
         num_held = [self._held_by(workers[name]) for name in looked_at]
         others = [held[name] for name in hits if name in held and name not in looked_at]
         once = _held_once([*num_held, *others])
@@ -263,6 +271,8 @@ class _Some:
         for name, num_blocks in islice(longest, NUM_HITS_SEEN):
             self.held[name] = num_blocks * self._block_size
             hits.setdefault(worker_of(name), self.held[name])
+        for name in self._exclude:
+            hits.pop(name, None)
         self.holders += [self._workers[name] for name in hits]
         return hits
 

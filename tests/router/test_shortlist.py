@@ -163,13 +163,35 @@ def test_every_worker_is_looked_at_now_and_then() -> None:
     assert seen == set(fleet.view().workers)
 
 
-def test_excluded_workers_are_not_looked_at() -> None:
-    fleet = busy_fleet(math.inf, random.Random(10))
+@pytest.mark.parametrize("tpot_slo_s", SLOS_S)
+def test_excluded_workers_are_not_looked_at(tpot_slo_s: float) -> None:
+    fleet = busy_fleet(tpot_slo_s, random.Random(10))
     request = make_request(500)
-    best = choose(fleet, request)
-    exclude = [each for each in (best.prefill, best.decode) if each is not None]
-    route = choose_route(request, fleet.view(), fleet.index, 0.0, random.Random(0), exclude)
-    assert route.prefill not in exclude and route.decode not in exclude
+    fleet.worker_stepped("d7", [KVEvent("stored", request.block_hashes)], make_status())
+    exclude = {"d7"}
+    for seed in range(20):
+        seen = shortlist(request, fleet.view(), fleet.index, 0.0, random.Random(seed), exclude)
+        assert seen.prefills is not None and seen.holder is None
+        for side in (seen.prefills, seen.decodes):
+            assert 0 < len(side.workers) <= 3 * NUM_CHEAPEST + NUM_RANDOM
+            assert exclude.isdisjoint(worker.worker_id for worker in side.workers)
+            assert side.held_once == (0, 0)
+        told = fleet.view(), fleet.index, 0.0, random.Random(seed), exclude
+        route = choose_route(request, *told)
+        assert exclude.isdisjoint((route.prefill, route.decode, route.lender))
+        exclude |= {each for each in (route.prefill, route.decode) if each is not None}
+
+
+@pytest.mark.parametrize("role", "pd")
+def test_where_all_of_a_role_are_excluded_the_others_do_both(role: str) -> None:
+    fleet = busy_fleet(math.inf, random.Random(14), 40)
+    exclude = {name for name in fleet.view().workers if name.startswith(role)}
+    request, rng = make_request(500), random.Random(0)
+    route = choose_route(request, fleet.view(), fleet.index, 0.0, rng, exclude)
+    assert route.prefill is None and route.decode not in exclude
+    exclude = {*fleet.view().workers}
+    with pytest.raises(Unavailable):
+        choose_route(request, fleet.view(), fleet.index, 0.0, rng, exclude)
 
 
 def test_finished_kv_goes_to_one_of_the_cheapest_of_many() -> None:
