@@ -10,6 +10,7 @@ from torch import Tensor
 
 from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys, split_queries
 from disagg.kernels.launcher import next_power_of_2
+from disagg.kernels.uploads import upload
 
 KEY_TILE = 64
 MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
@@ -89,9 +90,7 @@ def _launch(
         numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
     for r in reductions:
         numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
-    uploaded = torch.tensor(numbers, dtype=torch.int32)
-    if device.type == "cuda":
-        uploaded = uploaded.pin_memory().to(device, non_blocking=True)
+    uploaded = upload(numbers, torch.int32, device)
     num_first = len(pieces) * 6
     return Launch(
         pieces=uploaded[:num_first].view(-1, 6),

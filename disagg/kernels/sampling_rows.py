@@ -5,11 +5,9 @@ A sequence's values are in the row of its slot, and stay there while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
@@ -130,15 +128,3 @@ class SamplingOps(Protocol):
             rows: int64, those of the n that count.
         """
         ...
-
-
-def upload(
-    values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """[len(values)] on the device, without waiting for what it computes."""
-    return copied(torch.tensor(values, dtype=dtype), device)
-
-
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for what it computes."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -21,8 +21,8 @@ from disagg.kernels.sampling_rows import (
     PRESENCE,
     REPETITION,
     SamplingTables,
-    copied,
 )
+from disagg.kernels.uploads import copied
 
 
 class DraftPenalties:

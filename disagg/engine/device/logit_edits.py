@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.sched.speculation import Continued
-from disagg.kernels.sampling_rows import copied, upload
+from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
 
 # The logit of a banned token. Not -inf: if a grammar allows only banned tokens, one of them is

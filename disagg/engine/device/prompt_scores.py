@@ -19,7 +19,7 @@ from torch import Tensor
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.sampling_rows import upload
+from disagg.kernels.uploads import upload
 from disagg.messages import TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder

@@ -31,7 +31,8 @@ from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import SampledToken
 from disagg.kernels.dispatch import sampling_ops_for
-from disagg.kernels.sampling_rows import SamplingOps, upload
+from disagg.kernels.sampling_rows import SamplingOps
+from disagg.kernels.uploads import upload
 from disagg.messages import TokenLogprobs
 
 

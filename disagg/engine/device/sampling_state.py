@@ -34,10 +34,9 @@ from disagg.kernels.sampling_rows import (
     SampledRows,
     SamplingOps,
     SamplingTables,
-    copied,
-    upload,
 )
 from disagg.kernels.torch_sampling import mix, signed
+from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
 
 _OFF = 1 << 31  # a top-k beyond every vocabulary

@@ -18,6 +18,7 @@ from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
 from disagg.errors import DisaggError, GrammarError
+from disagg.kernels.uploads import copied
 
 
 @functools.cache
@@ -36,9 +37,7 @@ class TokenMasks:
     """
 
     def __init__(self, rows: list[int], masks: Tensor, device: torch.device) -> None:
-        packed = torch.cat([torch.tensor(rows, dtype=torch.int32), masks.flatten()])
-        if device.type != "cpu":
-            packed = packed.pin_memory().to(device, non_blocking=True)
+        packed = copied(torch.cat([torch.tensor(rows, dtype=torch.int32), masks.flatten()]), device)
         self._rows = packed[: len(rows)].long()
         self._masks = packed[len(rows) :].view(masks.shape)
 
