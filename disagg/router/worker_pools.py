@@ -136,6 +136,9 @@ class WorkerPool:
         prefill_s = estimate[0] + CHUNK_TOKENS * estimate[1]
         goal = decode_cost(worker, CHUNK_TOKENS, 0, USUAL_OUTPUT_TOKENS)
         decode_s = goal.place_s + goal.decode_s
+        if goal.added is not None:  # as `candidates` charges for missed SLOs
+            num_missed = goal.added.num_others_missed + goal.added.is_missed(0.0)
+            decode_s += num_missed * USUAL_OUTPUT_TOKENS * worker.tpot_slo_s
         self.by_prefill.put(name, prefill_s)
         self.by_decode.put(name, decode_s)
         self.by_both.put(name, prefill_s + decode_s)

@@ -17,16 +17,20 @@ from disagg.router.worker_pools import NUM_ALL_LOOKED_AT
 from tests.router.fakes import make_record, make_request, make_status
 
 NUM_WORKERS = 300
-SLOS_S = (math.inf, 0.05)
+SLOS_S = (math.inf, 0.05, 0.0125)
 
 
 def busy_fleet(
-    tpot_slo_s: float, rng: random.Random, num_workers: int = NUM_WORKERS, roles: str = "pd"
+    tpot_slo_s: float,
+    rng: random.Random,
+    num_workers: int = NUM_WORKERS,
+    roles: str = "pd",
+    max_num_seqs: int = 64,
 ) -> Fleet:
     fleet = Fleet(tpot_slo_s={"toy": tpot_slo_s})
     for number in range(num_workers):
         name = f"{roles[number % len(roles)]}{number}"
-        fleet.worker_synced(make_record(name, max_num_seqs=64), [], make_status())
+        fleet.worker_synced(make_record(name, max_num_seqs=max_num_seqs), [], make_status())
         load(fleet, name, rng)
     return fleet
 
@@ -67,6 +71,27 @@ def test_routes_cost_no_more_than_if_all_workers_were_looked_at(
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
     assert cost_s < 1.03 * least_s  # which tries only two loans, and so need not be the least
+
+
+@pytest.mark.parametrize("roles", ["pd", "p", "d"])
+def test_a_stream_goes_where_slos_have_room_for_it(roles: str) -> None:
+    rng = random.Random(15)
+    fleet = busy_fleet(0.02, rng, roles=roles, max_num_seqs=512)
+    names = [*fleet.view().workers]
+    with_room = set(rng.sample(names, 3))
+    for name in names:  # one stream more and all of the others miss their SLO
+        num_running = 86 if name in with_room else 87
+        num_queued = rng.randrange(2000)
+        status = make_status(
+            num_running=num_running,
+            num_waiting=1,
+            num_uncomputed_tokens=num_queued,
+            num_context_tokens=1000 * num_running,
+        )
+        fleet.worker_stepped(name, (), status)
+    for seed in range(20):
+        assert choose(fleet, make_request(500), seed).decode in with_room
+        assert choose(fleet, make_request(500), seed, at_all=True).decode in with_room
 
 
 @pytest.mark.parametrize("tpot_slo_s", SLOS_S)
