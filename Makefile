@@ -19,7 +19,9 @@ BENCH := tests/bench tests/scripts tests/kernels/grid
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
-.PHONY: serve chat test test-commands test-clusters test-models test-together test-parts test-bench test-families lint style types bench soak clients clean
+PARTS := test-commands test-clusters test-models test-together test-parts
+
+.PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench soak clients clean
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -39,31 +41,39 @@ chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
 # Tests of the running system wait more than they compute. Without ARGS three parts run at a time:
-# beside more, a start of Ray takes longer than the 30 s that Ray gives its node. Each part ends with
-# its 15 slowest tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are
-# `make test-bench`.
+# beside more, a start of Ray takes longer than the 30 s that Ray gives its node. What fails there runs
+# once more alone, and then it must pass. Each part ends with its 15 slowest tests. Those of `bench/`
+# and `scripts/`, and kernels for all GPUs, are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
-	@began_s=$$(date +%s); \
-	$(MAKE) --no-print-directory --keep-going --jobs=3 test-commands test-clusters test-models test-together test-parts types; status=$$?; \
+	@echo "All tests, for about 16 minutes: tail -f $(VENV)/parts/*/out"; \
+	began_s=$$(date +%s); rm -rf $(VENV)/parts; mkdir $(VENV)/parts; \
+	$(MAKE) --no-print-directory --keep-going --jobs=3 $(PARTS) types || \
+	$(MAKE) --no-print-directory test-again; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
 test: lint $(MODEL)
 	$(PYTEST) $(ARGS)
 endif
 
-# Shown when all have run: until then the dots on the terminal are those of the other tests.
 test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
 test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
 test-together: FILES = $(TOGETHER)
-test-models test-together: NICELY = nice -n 10 env
-test-commands test-clusters test-models test-together: $(MODEL)
-	@$(NICELY) $(PYTEST) $(FILES) >$(VENV)/$@.out 2>&1; status=$$?; \
-	echo "$@:"; cat $(VENV)/$@.out; exit $$status
+test-parts: FILES = $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES),--ignore=$(each))
+test-models test-together test-parts: NICELY = nice -n 10 env
+# Shown when all of a part have run, as three write at a time.
+$(PARTS): $(MODEL)
+	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
+	$(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1 && rm $$into/failed; status=$$?; \
+	echo "$@:"; cat $$into/out; exit $$status
 
-test-parts: $(MODEL)
-	nice -n 10 env $(PYTEST) $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES),--ignore=$(each))
+# A part that ended before it could say which of its tests failed has none to run again, and fails.
+test-again: types
+	@for each in $(VENV)/parts/*/failed; do \
+		echo "Failed beside others, and now alone ($$each):"; \
+		$(PYTEST) -x --last-failed --last-failed-no-failures=none -o cache_dir=$$(dirname $$each)/cache -v || exit 1; \
+	done
 
 test-bench: $(READY)
 	$(PYTEST) $(BENCH) $(ARGS)
