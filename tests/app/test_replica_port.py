@@ -18,11 +18,15 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the request's body, when all of it is there."""
+    """Answers with the request's body, when all of it is there; `/slow`: later; `/hold`: never."""
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
+    while scope["path"] == "/hold" and message["type"] != "http.disconnect":
+        message = await receive()
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.6)
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": body})
@@ -55,7 +59,8 @@ async def talk(address: tuple[str, int], *parts: bytes) -> bytes:
             await asyncio.sleep(0.05)
     found = b""
     with contextlib.suppress(ConnectionError):
-        found = await reader.read()
+        async with asyncio.timeout(60):
+            found = await reader.read()
     writer.close()
     return found
 
@@ -88,3 +93,28 @@ async def test_a_head_that_is_too_long_is_given_up(
     assert await talk(address, HEAD, *[line] * 5) == b""
     whole = await talk(address, HEAD, *[line] * 3, b"Connection: close\r\n\r\nbody")
     assert whole.endswith(b"\r\n\r\nbody")
+
+
+async def test_a_head_behind_a_running_answer_is_no_longer_than_others(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_heads, "MAX_HEAD_NBYTES", 4096)
+    line = b"x-much: " + b"a" * 1000 + b"\r\n"
+    body = [b"a" * 2000] * 4
+    assert await talk(address, _LONG % b"/hold", *body, HEAD, *[line] * 5) == b""
+    last = b"Connection: close\r\n\r\nbody"
+    answers = await talk(address, _LONG % b"/", *body, HEAD, *[line] * 3, last)
+    assert answers.count(b"HTTP/1.1 200") == 2, "a body is no head"
+
+
+async def test_a_line_end_behind_a_body_is_no_head(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_heads, "HEAD_S", 0.2)
+    first = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody\r\n"
+    last = HEAD + b"Connection: close\r\n\r\nbody"
+    answers = await talk(address, first, *[b""] * 8, last)
+    assert answers.count(b"HTTP/1.1 200") == 2
+
+
+_LONG = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n"
