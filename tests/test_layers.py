@@ -51,6 +51,7 @@ THIRD_PARTY = {
     "torch": [
         "kernels/",
         "models/batch.py",
+        "models/communicator.py",
         "models/decoder.py",
         "models/gguf_values.py",
         "models/rope_tables.py",

@@ -16,7 +16,7 @@ from disagg.errors import StartupError
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
-from disagg.models.parts import weights_nbytes
+from disagg.models.rank_parts import weights_nbytes
 from tests.models.checkpoints import write_checkpoint
 from tests.models.paging import Tokens, new_slab, run_step
 

@@ -21,10 +21,12 @@ from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
 from disagg.models.batch import Batch
+from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope_tables import rope_tables
+from disagg.models.share import WHOLE, Share
 from disagg.models.weights import (
     DecoderWeights,
     LayerWeights,
@@ -71,6 +73,7 @@ class Decoder:
         weights: consumed; packed copies may replace them.
         ops: the device's operations; by default what `ops_for` chooses.
         quantization: of matrices, as they are packed; for the default `ops`.
+        communicator: with the other ranks, if `config` and `weights` are one rank's part.
 
     Attributes:
         step: the compiled decode step; None where `ops` compute them.
@@ -83,8 +86,10 @@ class Decoder:
         weights: DecoderWeights,
         ops: Ops | None = None,
         quantization: Quantization | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.config = config
+        self._ranks = communicator
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.ops = ops or ops_for(self.device, config.num_heads, quantization)
@@ -97,6 +102,8 @@ class Decoder:
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
         self.step, self.step_sentence = cpu_step(self._dense())
+        if communicator is not None:
+            self.step, self.step_sentence = None, "torch, because a sum of ranks is not compiled"
 
     def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
@@ -199,17 +206,18 @@ class Decoder:
             logits: where to write the result; a new tensor if None.
 
         Returns:
-            float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`.
+            float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`; with a
+            communicator on the first rank only, on others their part of the vocabulary.
         """
         if logits is None and self.step is not None and self.step.takes(batch, kv_cache):
             return self.step.run(batch, kv_cache)
-        projected = self.ops.project(self.hidden(batch, kv_cache, paging), self._lm_head)
+        projected = self._project_vocabulary(self.hidden(batch, kv_cache, paging))
         return projected.float() if logits is None else logits.copy_(projected)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [num_rows, vocab_size] for some rows of what `hidden` returned."""
-        return self.ops.project(hidden, self._lm_head).float()
+        return self._project_vocabulary(hidden).float()
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
@@ -220,10 +228,7 @@ class Decoder:
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         rope_rows = self._rope.index_select(0, batch.positions)
-        if self._embedding is None:
-            hidden = self._lm_head.rows(batch.token_ids)
-        else:
-            hidden = functional.embedding(batch.token_ids, self._embedding)
+        hidden = self._embed(batch.token_ids)
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -236,9 +241,7 @@ class Decoder:
                 # rows as tokens are all of them, in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
-            hidden, normed = ops.project_add_norm(
-                attended, layer.output, hidden, layer.post_norm, eps
-            )
+            hidden, normed = self._project_add_norm(attended, layer.output, hidden, layer.post_norm)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
             hidden, normed = self._mlp(layer.mlp, normed, hidden, next_norm)
         return normed
@@ -250,14 +253,49 @@ class Decoder:
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mlp, _Mlp):
             inner = ops.project_gated(normed, mlp.gate_up)
-            return ops.project_add_norm(inner, mlp.down, hidden, next_norm, eps)
+            return self._project_add_norm(inner, mlp.down, hidden, next_norm)
         mixed = ops.mix_experts(normed, ops.project(normed, mlp.router), mlp.experts)
         if mlp.shared is not None:
             shared = ops.project(ops.project_gated(normed, mlp.shared.gate_up), mlp.shared.down)
             if mlp.shared_gate is not None:
                 shared = shared * ops.project(normed, mlp.shared_gate).sigmoid()
             mixed = mixed + shared
+        if self._ranks is not None:
+            self._ranks.all_reduce_(mixed)
         return ops.add_norm(mixed, hidden, next_norm, eps)
+
+    def _project_add_norm(
+        self, x: Tensor, weight: Weight, residual: Tensor, norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `Ops.project_add_norm`, summed over ranks, of which each has columns of the weight."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        if self._ranks is None:
+            return ops.project_add_norm(x, weight, residual, norm, eps)
+        return ops.add_norm(self._ranks.all_reduce_(ops.project(x, weight)), residual, norm, eps)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size]."""
+        if self._ranks is None:
+            return self._looked_up(token_ids)
+        first, end = self._ranks.share.of(self.config.vocab_size)
+        rows = token_ids - first
+        elsewhere = (rows < 0) | (rows >= end - first)
+        found = self._looked_up(rows.masked_fill_(elsewhere, 0))
+        return self._ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _looked_up(self, rows: Tensor) -> Tensor:
+        if self._embedding is None:
+            found: Tensor = self._lm_head.rows(rows)
+            return found
+        return functional.embedding(rows, self._embedding)
+
+    def _project_vocabulary(self, hidden: Tensor) -> Tensor:
+        projected = self.ops.project(hidden, self._lm_head)
+        if self._ranks is None:
+            return projected
+        num_ranks = self._ranks.share.num_ranks
+        parts = [Share(rank, num_ranks).of(self.config.vocab_size) for rank in range(num_ranks)]
+        return self._ranks.gather(projected, [end - first for first, end in parts])
 
 
 def load_model(
@@ -266,8 +304,9 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     quantization: Quantization | None = None,
+    communicator: Communicator | None = None,
 ) -> Decoder:
-    """Load a checkpoint's weights into a decoder that is ready to run.
+    """Load a checkpoint's weights, or a rank's part of them, into a decoder that is ready to run.
 
     Args:
         progress: called with (bytes loaded, bytes in all) after each tensor.
@@ -276,8 +315,10 @@ def load_model(
     Raises:
         ModelError: the weights do not fit the model's config, or are damaged.
     """
-    weights = load_weights(model, dtype, device, progress)
-    decoder = Decoder(model.config, weights, quantization=quantization)
+    share = WHOLE if communicator is None else communicator.share
+    weights = load_weights(model, dtype, device, progress, share)
+    config = share.config(model.config)
+    decoder = Decoder(config, weights, quantization=quantization, communicator=communicator)
     del weights
     _give_back_freed_memory()
     if device.type == "cpu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
@@ -10,18 +12,30 @@ from torch import Tensor
 from disagg.models.gguf_model import GgufStored
 
 
-def read_values(stored: GgufStored) -> Tensor:
-    """One tensor in float32, its rows in transformers' order. Raises `OSError`."""
+def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tensor:
+    """One tensor in float32, its rows in transformers' order. Raises `OSError`.
+
+    Args:
+        box: what to read of each dimension, of heads whole ones; empty: everything.
+    """
     dtype = GGMLQuantizationType[stored.dtype]
+    num_rows = stored.shape[0]
+    first, end = box[0] if box else (0, num_rows)
+    row_nbytes = (stored.end - stored.begin) // num_rows
     raw = np.fromfile(
-        stored.file, dtype=np.uint8, count=stored.end - stored.begin, offset=stored.begin
+        stored.file,
+        dtype=np.uint8,
+        count=(end - first) * row_nbytes,
+        offset=stored.begin + first * row_nbytes,
     )
-    if raw.nbytes < stored.end - stored.begin:
+    if raw.nbytes < (end - first) * row_nbytes:
         raise OSError("it is cut off")
-    values = torch.from_numpy(dequantize(raw.reshape(stored.shape[0], -1), dtype))
-    values = values.reshape(stored.shape)
+    values = torch.from_numpy(dequantize(raw.reshape(end - first, -1), dtype))
+    shape = end - first, *stored.shape[1:]
+    values = values.reshape(shape)
     if stored.num_paired_heads:
         # [heads, head_dim / 2, 2, ...]: the two of a pair were put side by side.
-        paired = values.reshape(stored.num_paired_heads, -1, 2, *stored.shape[1:])
-        values = paired.transpose(1, 2).reshape(stored.shape)
-    return values
+        num_heads = stored.num_paired_heads * (end - first) // num_rows
+        paired = values.reshape(num_heads, -1, 2, *stored.shape[1:])
+        values = paired.transpose(1, 2).reshape(shape)
+    return values[(slice(None), *(slice(*own) for own in box[1:]))]

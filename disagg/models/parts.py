@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,10 +9,10 @@ from typing import TypeAlias
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES, ExpertNames
 from disagg.models.model_config import ModelConfig
+from disagg.models.share import MXFP4_GROUP
 
 Shape: TypeAlias = tuple[int, ...]
-
-MXFP4_GROUP = 32  # values that share a scale
+Range: TypeAlias = tuple[int, int]  # first, end
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Part:
     Attributes:
         shape: as it is read, the rows of all experts one after the other.
         stored: as it lies in the checkpoint; empty: the same.
+        box: what is read of each stored dimension; empty: everything.
         is_transposed: the last two dimensions are stored as [in, out].
         is_interleaved: rows of gate and up are stored in turn; all of gate are read first.
         is_raw: bytes, which are read as they are.
@@ -31,6 +31,7 @@ class Part:
     name: str
     shape: Shape
     stored: Shape = ()
+    box: tuple[Range, ...] = ()
     is_transposed: bool = False
     is_interleaved: bool = False
     is_raw: bool = False
@@ -83,37 +84,6 @@ def all_parts(config: ModelConfig) -> Iterator[Part]:
     for fields in (outer_parts(config), *layers):
         for parts in fields.values():
             yield from parts
-
-
-def weights_nbytes(
-    config: ModelConfig, itemsize: int, *, widens: bool = False, is_int8: bool = False
-) -> int:
-    """Of all tensors on a device.
-
-    Args:
-        itemsize: of a float as it is computed with.
-        widens: MXFP4 becomes floats there.
-        is_int8: matrices have 8 bits a value and a float a row. A table that is only looked up,
-            and not multiplied with, stays as it is.
-    """
-    if not is_int8:
-        return sum(_nbytes(part, itemsize, widens) for part in all_parts(config))
-    table = () if config.tie_word_embeddings else outer_parts(config)["embedding"]
-    return sum(
-        math.prod(part.shape) + part.shape[0] * itemsize
-        if len(part.shape) == 2 and part not in table
-        else _nbytes(part, itemsize, widens)
-        for part in all_parts(config)
-    )
-
-
-def _nbytes(part: Part, itemsize: int, widens: bool) -> int:
-    num_values = math.prod(part.shape)
-    if not part.is_raw:
-        return num_values * itemsize
-    if not widens:
-        return num_values
-    return 0 if part.is_scales else 2 * num_values * itemsize
 
 
 def _attention(config: ModelConfig, prefix: str) -> Fields:

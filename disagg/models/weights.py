@@ -21,7 +21,9 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
-from disagg.models.parts import Part, all_parts, layer_parts, outer_parts, weights_nbytes
+from disagg.models.parts import Part, all_parts, layer_parts, outer_parts
+from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
+from disagg.models.share import WHOLE, Share
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
 
@@ -89,8 +91,12 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    share: Share = WHOLE,
 ) -> DecoderWeights:
     """Read a checkpoint, cast to `dtype`, onto `device`; layers are read later, one by one.
+
+    Args:
+        share: what is read of it; shapes are then those of this part.
 
     Raises:
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
@@ -98,9 +104,10 @@ def load_weights(
     """
     check_weights(model)
     config = model.config
-    outer = outer_parts(config)
-    layers = [layer_parts(config, layer) for layer in range(config.num_layers)]
-    reader = _Reader(model.tensors, dtype, device, weights_nbytes(config, dtype.itemsize), progress)
+    outer = rank_outer_parts(config, share)
+    layers = [rank_layer_parts(config, layer, share) for layer in range(config.num_layers)]
+    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share)
+    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress)
     tables = {field: reader.read(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
     # The reader goes with the last layer, and its mapped files with it.
@@ -233,7 +240,7 @@ class _Reader:
         row = 0
         for part in parts:
             rows = fused[row : row + part.shape[0]]
-            rows.copy_(_arranged(self._one(part.name), part))
+            rows.copy_(_arranged(self._one(part), part))
             if not _is_finite(rows, part):
                 raise ModelError(
                     f"{part.name} in {self._stored[part.name].file} holds NaN or infinite values "
@@ -245,17 +252,22 @@ class _Reader:
             self._progress(self._loaded_nbytes, self._total_nbytes)
         return fused
 
-    def _one(self, name: str) -> Tensor:
-        stored = self._stored[name]
+    def _one(self, part: Part) -> Tensor:
+        name, stored = part.name, self._stored[part.name]
         file = stored.file
         try:
             if isinstance(stored, GgufStored):
                 from disagg.models.gguf_values import read_values
 
-                return read_values(stored)
+                return read_values(stored, part.box)
             if file not in self._opened:
                 self._opened[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._opened[file].get_tensor(name)  # type: ignore[no-untyped-call]
+            opened = self._opened[file]
+            if part.box:  # only these bytes are read
+                whole = opened.get_slice(name)  # type: ignore[no-untyped-call]
+                tensor: Tensor = whole[tuple(slice(*own) for own in part.box)]
+            else:
+                tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{name} cannot be read from {file}: {error}") from error
         return tensor

@@ -107,11 +107,20 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    directory: Path, variant: str, *, dtype: torch.dtype = torch.float32, shard: str = "1GB"
+    directory: Path,
+    variant: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "1GB",
+    **changes: Any,
 ) -> Checkpoint:
-    """Write one of `VARIANTS` with every weight, bias and norm drawn at random."""
-    family, changes = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
+    """Write one of `VARIANTS` with every weight, bias and norm drawn at random.
+
+    Args:
+        changes: of its configuration.
+    """
+    family, own = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **own, **changes})
     torch.manual_seed(sum(variant.encode()))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():

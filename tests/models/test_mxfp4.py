@@ -14,7 +14,7 @@ from torch import Tensor
 from disagg.errors import ModelError
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
-from disagg.models.parts import weights_nbytes
+from disagg.models.rank_parts import weights_nbytes
 from tests.models.checkpoints import Checkpoint
 from tests.models.paging import Tokens, new_slab, run_step
 
@@ -28,12 +28,12 @@ QUANTIZATION = {
 }
 
 
-def write_mxfp4(directory: Path) -> Checkpoint:
+def write_mxfp4(directory: Path, intermediate_size: int = 32) -> Checkpoint:
     """transformers computes with the floats; the file has bits and scales in their place."""
     config = transformers.GptOssConfig(
         vocab_size=97,
         hidden_size=64,
-        intermediate_size=32,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -14,7 +14,7 @@ from disagg.engine.device.kv_cache import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
 from disagg.models.model_config import ModelConfig
-from disagg.models.parts import weights_nbytes
+from disagg.models.rank_parts import weights_nbytes
 
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 1024

@@ -1,0 +1,73 @@
+"""The communicator of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine.
+
+Groups are objects of their own and not the process's default group, since a process may hold
+several workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import functional
+
+from disagg.models.share import Share
+
+_dist: Any = torch.distributed  # its classes are not typed
+LOOPBACK = "127.0.0.1"  # gloo asks for no key, so it listens here only
+MEETING_TIMEOUT_S = 600.0  # a rank may load for so much longer than another
+
+
+class TorchCommunicator:
+    """Implements `models.communicator.Communicator`. Create one on every rank at the same time.
+
+    Args:
+        meeting_place: path of a file that does not exist yet, by which the ranks find each other.
+
+    Raises:
+        RuntimeError: the others did not come.
+    """
+
+    def __init__(self, share: Share, device: torch.device, meeting_place: str) -> None:
+        self._share = share
+        store = _dist.FileStore(meeting_place, share.num_ranks)
+        store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+        self._group = _group(store, share, device)
+
+    @property
+    def share(self) -> Share:
+        return self._share
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        # All send the same number of columns: parts of a vocabulary differ by one.
+        own = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
+        parts = [torch.empty_like(own) for _ in widths] if self._share.is_first else []
+        options = _dist.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([parts] if parts else [], [own], options).wait()
+        if not parts:
+            return x
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        self._group.broadcast(x, 0).wait()
+        return x
+
+
+def _group(store: Any, share: Share, device: torch.device) -> Any:
+    if device.type == "cuda":
+        return _dist.ProcessGroupNCCL(
+            store, share.rank, share.num_ranks, _dist.ProcessGroupNCCL.Options()
+        )
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    return _dist.ProcessGroupGloo(store, share.rank, share.num_ranks, options)

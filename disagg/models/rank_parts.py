@@ -1,0 +1,152 @@
+"""Which parts of a checkpoint's tensors one rank of a worker reads. Knows no torch.
+
+Rows of the projections that begin attention and MLP, columns of those that end them, and rows of
+the vocabulary's tables. Biases that follow a sum over ranks belong to the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from disagg.models.model_config import ModelConfig
+from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
+from disagg.models.share import MXFP4_GROUP, WHOLE, Share
+
+
+def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
+    """As `parts.layer_parts`, of one rank; fields that it does not have are left out.
+
+    Args:
+        config: of the whole model.
+    """
+    fields = layer_parts(config, layer)
+    if share.num_ranks == 1:
+        return fields
+    experts = config.experts_in(layer)
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
+    own = share.of(inner)
+    taken: Fields = {}
+    for field, parts in fields.items():
+        if field in ("qkv", "qkv_bias"):
+            taken[field] = _head_rows(config, share, parts)
+        elif field == "sinks":
+            taken[field] = [_boxed(parts[0], 0, share.of(config.num_heads))]
+        elif field == "output":
+            taken[field] = [_boxed(parts[0], 1, _scaled(share.of(config.num_heads), config))]
+        elif field.startswith("gate_up"):
+            taken[field] = [each for part in parts for each in _gate_up(part, inner, own)]
+        elif field in ("down", "down_scales"):
+            taken[field] = [_down(part, own) for part in parts]
+        elif field in ("shared_gate_up", "shared_down") and experts is not None:
+            shared = share.of(experts.shared_intermediate_size)
+            dimension = 0 if field == "shared_gate_up" else 1
+            taken[field] = [_boxed(part, dimension, shared) for part in parts]
+        elif field not in ("output_bias", "down_bias") or share.is_first:
+            taken[field] = parts
+    return taken
+
+
+def rank_outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
+    """As `parts.outer_parts`, of one rank."""
+    fields = outer_parts(config)
+    if share.num_ranks == 1:
+        return fields
+    own = share.of(config.vocab_size)
+    return {
+        field: parts if field == "norm" else [_boxed(part, 0, own) for part in parts]
+        for field, parts in fields.items()
+    }
+
+
+def rank_parts(config: ModelConfig, share: Share = WHOLE) -> Iterator[Part]:
+    """Everything that one rank reads."""
+    layers = (rank_layer_parts(config, layer, share) for layer in range(config.num_layers))
+    for fields in (rank_outer_parts(config, share), *layers):
+        for parts in fields.values():
+            yield from parts
+
+
+def weights_nbytes(
+    config: ModelConfig,
+    itemsize: int,
+    *,
+    widens: bool = False,
+    is_int8: bool = False,
+    share: Share = WHOLE,
+) -> int:
+    """Of all tensors on a device.
+
+    Args:
+        itemsize: of a float as it is computed with.
+        widens: MXFP4 becomes floats there.
+        is_int8: matrices have 8 bits a value and a float a row. A table that is only looked up,
+            and not multiplied with, stays as it is.
+    """
+    if not is_int8:
+        return sum(_nbytes(part, itemsize, widens) for part in rank_parts(config, share))
+    table = () if config.tie_word_embeddings else rank_outer_parts(config, share)["embedding"]
+    return sum(
+        math.prod(part.shape) + part.shape[0] * itemsize
+        if len(part.shape) == 2 and part not in table
+        else _nbytes(part, itemsize, widens)
+        for part in rank_parts(config, share)
+    )
+
+
+def _nbytes(part: Part, itemsize: int, widens: bool) -> int:
+    num_values = math.prod(part.shape)
+    if not part.is_raw:
+        return num_values * itemsize
+    if not widens:
+        return num_values
+    return 0 if part.is_scales else 2 * num_values * itemsize
+
+
+def _scaled(heads: Range, config: ModelConfig) -> Range:
+    return heads[0] * config.head_dim, heads[1] * config.head_dim
+
+
+def _head_rows(config: ModelConfig, share: Share, parts: list[Part]) -> list[Part]:
+    q, kv = share.of(config.num_heads), share.kv_heads(config)
+    if len(parts) == 3:
+        return [
+            _boxed(part, 0, _scaled(heads, config))
+            for part, heads in zip(parts, (q, kv, kv), strict=True)
+        ]
+    keys, values = config.num_heads, config.num_heads + config.num_kv_heads  # in one tensor
+    places = q, (keys + kv[0], keys + kv[1]), (values + kv[0], values + kv[1])
+    return [_boxed(parts[0], 0, _scaled(heads, config)) for heads in places]
+
+
+def _gate_up(part: Part, inner: int, own: Range) -> list[Part]:
+    if part.is_interleaved:  # all experts in one tensor
+        dimension = 2 if part.is_transposed else 1
+        return [_boxed(part, dimension, (2 * own[0], 2 * own[1]))]
+    if part.shape[0] == inner:
+        return [_boxed(part, 0, own)]
+    up = inner + own[0], inner + own[1]  # gate and up in one tensor
+    return [_boxed(part, 0, own), _boxed(part, 0, up)]
+
+
+def _down(part: Part, own: Range) -> Part:
+    if part.is_raw:
+        return _boxed(part, 2, (own[0] // MXFP4_GROUP, own[1] // MXFP4_GROUP))
+    return _boxed(part, 1, own)  # stacked and transposed, or a matrix
+
+
+def _boxed(part: Part, dimension: int, own: Range) -> Part:
+    """The part's range `own` of one stored dimension."""
+    stored = part.stored_shape
+    box = [(0, size) for size in stored]
+    box[dimension] = own
+    sizes = [end - first for first, end in box]
+    shape: Shape
+    if part.stored:
+        num_rows = sizes[0] * (sizes[2] if part.is_transposed else sizes[1])  # of all experts
+        width = math.prod(sizes) // num_rows
+        shape = (num_rows,) if len(part.shape) == 1 else (num_rows, width)
+    else:
+        shape = tuple(sizes)
+    return replace(part, shape=shape, stored=stored, box=tuple(box))

@@ -1,0 +1,103 @@
+"""Which part of a model one rank of a worker computes, as Megatron-LM divides it. Knows no torch.
+
+Query heads, inner sizes of MLPs and experts, and the vocabulary are divided among the ranks of a
+worker. KV heads are divided too, or copied where there are more ranks. Norms and routers are whole
+on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from disagg.errors import StartupError
+from disagg.models.model_config import ModelConfig
+
+MXFP4_GROUP = 32  # values that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of rank `rank` of `num_ranks`."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds what must be added once, such as a bias after a sum of ranks."""
+        return self.rank == 0
+
+    def of(self, total: int) -> tuple[int, int]:
+        """First and end of this rank's part of `total` things; parts differ by one at most."""
+        return total * self.rank // self.num_ranks, total * (self.rank + 1) // self.num_ranks
+
+    def kv_heads(self, config: ModelConfig) -> tuple[int, int]:
+        """First and end of this rank's KV heads; some ranks have the same one if there are more
+        ranks than heads."""
+        first, end = self.of(config.num_kv_heads)
+        return first, max(end, first + 1)
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The numbers of what this rank computes; the vocabulary stays whole."""
+        if self.num_ranks == 1:
+            return config
+        experts = config.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // self.num_ranks,
+                shared_intermediate_size=experts.shared_intermediate_size // self.num_ranks,
+            )
+        return replace(
+            config,
+            num_heads=config.num_heads // self.num_ranks,
+            num_kv_heads=max(1, config.num_kv_heads // self.num_ranks),
+            intermediate_size=config.intermediate_size // self.num_ranks,
+            experts=experts,
+        )
+
+
+WHOLE = Share()
+
+
+def check_ranks(config: ModelConfig, num_ranks: int) -> None:
+    """Raises `StartupError` if a model cannot be divided into so many equal parts."""
+    if num_ranks == 1:
+        return
+    _check_divides(num_ranks, config.num_heads, "heads")
+    heads = config.num_kv_heads
+    if heads % num_ranks and num_ranks % heads:
+        raise _refusal(
+            num_ranks,
+            f"{heads} KV heads are neither divided among {num_ranks} ranks nor are these a multiple"
+            " of them",
+        )
+    if any(config.experts_in(layer) is None for layer in range(config.num_layers)):
+        _check_divides(num_ranks, config.intermediate_size, "intermediate_size")
+    experts = config.experts
+    if experts is None:
+        return
+    _check_divides(num_ranks, experts.intermediate_size, "the intermediate size of an expert")
+    _check_divides(num_ranks, experts.shared_intermediate_size, "the size of the shared expert")
+    own = experts.intermediate_size // num_ranks
+    if experts.is_mxfp4 and own % MXFP4_GROUP:
+        raise _refusal(
+            num_ranks,
+            f"{experts.intermediate_size} / {num_ranks} = {own}, the part of an expert, is no"
+            f" multiple of the {MXFP4_GROUP} values that share a scale in MXFP4",
+        )
+
+
+def _check_divides(num_ranks: int, total: int, what: str) -> None:
+    if total % num_ranks:
+        quotient = float(Fraction(total, num_ranks))
+        raise _refusal(num_ranks, f"{total} ({what}) / {num_ranks} = {quotient:g}")
+
+
+def _refusal(num_ranks: int, why: str) -> StartupError:
+    return StartupError(
+        f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Choose a size that"
+        " divides its heads and inner sizes, often 2, 4 or 8.",
+        param="tensor_parallel_size",
+    )

@@ -1,0 +1,156 @@
+"""The ranks of a worker together compute what transformers does, each from its part of the file.
+
+Ranks are threads here, with a slab each, and talk by gloo as processes do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.engine.device.communicator import TorchCommunicator
+from disagg.errors import StartupError
+from disagg.models.decoder import Decoder, load_model
+from disagg.models.description import ModelDescription, describe_model
+from disagg.models.model_config import ModelConfig
+from disagg.models.rank_parts import rank_parts, weights_nbytes
+from disagg.models.share import Share, check_ranks
+from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
+from tests.models.gguf_files import write_gguf
+from tests.models.paging import Tokens, make_batch, new_slab
+from tests.models.test_mxfp4 import write_mxfp4
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+NUM_TOKENS = 30  # of the prompt, of which the last ones decode
+T = TypeVar("T")
+
+
+def eight_heads(variant: str) -> dict[str, Any]:
+    """Of which 4 ranks have two each, and KV heads for two ranks, or for all."""
+    heads = {"num_attention_heads": 8, "head_dim": 16}
+    return {**heads, "num_key_value_heads": 8} if "no-groups" in variant else heads
+
+
+def on_ranks(num_ranks: int, place: Path, work: Callable[[TorchCommunicator], T]) -> list[T]:
+    """What each rank returns, in order."""
+
+    def run(rank: int) -> T:
+        return work(TorchCommunicator(Share(rank, num_ranks), CPU, str(place / "meeting")))
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(run, range(num_ranks)))
+
+
+@dataclass
+class Computed:
+    """What a decoder makes of a prompt in two chunks, two forced tokens, and what it then chooses.
+
+    logits: of each step.
+    """
+
+    tokens: Tokens
+    logits: list[Tensor] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)
+
+
+def compute(decoder: Decoder, ids: list[int], agree: Callable[[Tensor], Tensor]) -> Computed:
+    slab = new_slab(decoder.config, 16, BLOCK_SIZE, torch.float32, fill=math.nan)
+    own = Computed(Tokens(list(ids), list(reversed(range(16)))))
+    for count in (17, 11, 1, 1, 1, 1, 1):
+        if own.tokens.num_computed == len(own.tokens.ids):
+            token = agree(own.logits[-1][0].argmax().reshape(1))
+            own.tokens.ids.append(int(token))
+            own.chosen.append(int(token))
+        batch = make_batch([(own.tokens, count)], BLOCK_SIZE)
+        own.logits.append(decoder.forward(batch, slab))
+        own.tokens.num_computed += count
+    return own
+
+
+def compare(model: ModelDescription, checkpoint: Checkpoint, num_ranks: int, place: Path) -> None:
+    ids = torch.randint(0, 97, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+    alone = compute(load_model(model, torch.float32, CPU), ids, lambda token: token)
+
+    def rank(communicator: TorchCommunicator) -> Computed:
+        decoder = load_model(model, torch.float32, CPU, communicator=communicator)
+        return compute(decoder, ids, communicator.broadcast_)
+
+    first, *others = on_ranks(num_ranks, place, rank)
+    assert first.chosen == alone.chosen
+    assert len(first.chosen) == 3
+    wanted = checkpoint.logits(first.tokens.ids)
+    ends = (17, 28, 29, 30, 31, 32, 33)
+    for logits, end in zip(first.logits, ends, strict=True):
+        torch.testing.assert_close(logits[0], wanted[end - 1], atol=1e-4, rtol=0)
+    vocabulary = [Share(each, num_ranks).of(97) for each in range(num_ranks)]
+    for other, (begin, end) in zip(others, vocabulary[1:], strict=True):
+        assert other.chosen == first.chosen
+        torch.testing.assert_close(other.logits[0], first.logits[0][:, begin:end])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_ranks", [2, 4])  # the second has more ranks than KV heads
+def test_ranks_compute_what_one_process_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", variant, **eight_heads(variant))
+    compare(describe_model(checkpoint.directory), checkpoint, num_ranks, tmp_path)
+
+
+def test_mxfp4_experts_are_divided_by_whole_scales(tmp_path: Path) -> None:
+    checkpoint = write_mxfp4(tmp_path / "model", intermediate_size=64)
+    model = describe_model(checkpoint.directory)
+    compare(model, checkpoint, 2, tmp_path)
+    with pytest.raises(StartupError, match=r"64 / 4 = 16, the part of an expert, is no multiple"):
+        check_ranks(model.config, 4)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-moe"])
+def test_ranks_read_their_part_of_a_gguf_file(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", variant, **eight_heads(variant))
+    model = describe_model(write_gguf(tmp_path / "model.gguf", checkpoint.model))
+    compare(model, checkpoint, 4, tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_read_all_of_a_checkpoint_and_no_divided_tensor_twice(
+    variant: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, variant, **eight_heads(variant))
+    model = describe_model(tmp_path)
+    read: dict[str, int] = {}
+    for rank in range(2):
+        for part in rank_parts(model.config, Share(rank, 2)):
+            if part.box:
+                nbytes = math.prod(end - first for first, end in part.box)
+                read[part.name] = read.get(part.name, 0) + nbytes
+    whole = {name: stored.num_values for name, stored in model.tensors.items()}
+    assert read == {name: whole[name] for name in read}
+    assert len(read) > 0.5 * len(whole)
+    own = [weights_nbytes(model.config, 4, share=Share(rank, 2)) for rank in range(2)]
+    assert max(own) < 0.55 * weights_nbytes(model.config, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes", "words"),
+    [
+        (4, {}, r"tensor_parallel_size = 4 does not divide this model: 6 \(heads\) / 4 = 1\.5"),
+        (3, {}, "2 KV heads are neither divided among 3 ranks nor are these a multiple of them"),
+        (2, {"intermediate_size": 81}, r"81 \(intermediate_size\) / 2 = 40\.5"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_arithmetic(
+    num_ranks: int, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config: ModelConfig = describe_model(
+        write_checkpoint(tmp_path, "llama", **changes).directory
+    ).config
+    with pytest.raises(StartupError, match=words):
+        check_ranks(config, num_ranks)
