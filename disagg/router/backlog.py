@@ -1,6 +1,6 @@
 """The work queued on a worker ahead of a new prompt, according to the worker's last report.
 
-Computed once per report, not once per request, because every routing decision looks at all workers.
+Computed once per report, not once per request, because a routing decision compares many workers.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ both. None of them refuses requests.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -41,7 +42,7 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
         now: float,
         rng: random.Random,
         exclude: Collection[str] = (),
-        ttft_slo_s: float | None = None,
+        ttft_slo_s: float | None = math.inf,
     ) -> Route:
         prefills, decodes = eligible(request, fleet, now, exclude)
         held = held_tokens(index, request, decodes)

@@ -78,7 +78,7 @@ def prefill_costs(pool: ComputingPool, prompt: Prompt) -> list[PrefillCost]:
             num_behind,
             num_held_once,
             spares_decodes,
-            in_host(worker, held) if worker.host is not None else 0,
+            in_host(worker, held),
             now,
         )
         for worker, num_held in zip(workers, by_worker, strict=True)

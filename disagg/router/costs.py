@@ -131,14 +131,16 @@ def prefill_cost(
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
-def prefill_estimate(worker: WorkerView) -> tuple[float, float]:
-    """About what `prefill_cost` would say: seconds for any prompt, and for each uncached token."""
+def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, float]:
+    """About what `prefill_cost` would say: seconds for any prompt, and for each uncached token.
+
+    What depends on the request or on the whole pool is left out: cached tokens and requests behind.
+    """
     _, per_token_s, per_attended_s, _, _ = worker.times.coefficients
     backlog = worker.backlog
-    num_delayed = 0
-    if worker.record.role == "decode":
-        num_delayed = worker.num_decoding if worker.tpot_slo_s == math.inf else 0
-        num_delayed = num_delayed or NUM_STREAMS_EXPECTED
+    num_delayed = num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
+    if worker.tpot_slo_s == math.inf:
+        num_delayed = (worker.num_decoding or num_expected) if spares_decodes else 0
     step_s = backlog.step_s / backlog.num_at_once
     token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s

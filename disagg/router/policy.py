@@ -56,7 +56,7 @@ class ChooseRoute(Protocol):
         now: float,
         rng: random.Random,
         exclude: Collection[str] = (),
-        ttft_slo_s: float | None = None,
+        ttft_slo_s: float | None = math.inf,
     ) -> Route: ...
 
 

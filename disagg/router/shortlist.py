@@ -19,7 +19,7 @@ from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import FleetView
 from disagg.router.prefix_index import PrefixIndex, PrefixMatch
-from disagg.router.worker_pools import ModelPools, Ranking, WorkerPool
+from disagg.router.worker_pools import ModelPools, WorkerPool
 from disagg.router.worker_view import WorkerView, host_id, worker_of
 
 # Of each pool of a large fleet.
@@ -208,12 +208,11 @@ def _of_some(
     some = _Some(workers, found, len(request.token_ids), block_size, rng, exclude)
     prefills: Side | None
     if prefill is decode:
-        decodes = prefills = some.of(decode, decode.by_prefill, decode.by_decode, decode.by_both)
+        decodes = prefills = some.of(decode)
     elif not len(decode):
-        decodes, prefills = some.of(prefill, prefill.by_both), None
+        decodes, prefills = some.of(prefill), None
     else:
-        decodes = some.of(decode, decode.by_decode, decode.by_both)
-        prefills = some.of(prefill, prefill.by_prefill) if len(prefill) else None
+        decodes, prefills = some.of(decode), some.of(prefill) if len(prefill) else None
     if not decodes.workers or (prefills is not None and not prefills.workers):
         return None
     return Shortlist(prefills, decodes, some.held, _holder(some.holders, some.held))
@@ -246,12 +245,12 @@ class _Some:
         self.held: dict[str, int] = {}
         self.holders: list[WorkerView] = []
 
-    def of(self, pool: WorkerPool, *rankings: Ranking) -> Side:
+    def of(self, pool: WorkerPool) -> Side:
         workers, rng, held = self._workers, self._rng, self.held
         hits = self._hits(pool)
         names = self._cheapest_hits(pool, hits)
         names += islice(hits, NUM_DEEPEST)
-        for ranking in rankings:
+        for ranking in pool.rankings_for(self._num_tokens):
             names += ranking.cheapest(NUM_CHEAPEST, rng)
         names += rng.choices(pool.names, k=NUM_RANDOM)
         looked_at = dict.fromkeys(names)

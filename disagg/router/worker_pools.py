@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 from disagg.router.costs import decode_cost, prefill_estimate
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
@@ -24,30 +26,33 @@ class Ranking:
     """Names by a cost in seconds that changes often, cheapest first.
 
     Exact to an eighth of an octave, so a report with small changes moves nothing.
+
+    Attributes:
+        bucket_of: the bucket of costs in which each name is; cheaper ones have smaller numbers.
     """
 
     def __init__(self) -> None:
         num_buckets = _bucket(MOST_S) + 1
         self._buckets: list[list[str]] = [[] for _ in range(num_buckets)]
         self._filled = 0  # a bit for each bucket that is not empty
-        self._bucket_of: dict[str, int] = {}
+        self.bucket_of: dict[str, int] = {}
         self._place_of: dict[str, int] = {}  # in its bucket
 
     def put(self, name: str, cost_s: float) -> None:
         number = _bucket(cost_s)
-        before = self._bucket_of.get(name)
+        before = self.bucket_of.get(name)
         if number == before:
             return
         if before is not None:
             self.drop(name)
         bucket = self._buckets[number]
-        self._bucket_of[name] = number
+        self.bucket_of[name] = number
         self._place_of[name] = len(bucket)
         bucket.append(name)
         self._filled |= 1 << number
 
     def drop(self, name: str) -> None:
-        number = self._bucket_of.pop(name)
+        number = self.bucket_of.pop(name)
         bucket, place = self._buckets[number], self._place_of.pop(name)
         last = bucket.pop()
         if last != name:
@@ -79,6 +84,14 @@ def _bucket(cost_s: float) -> int:
     return int(BUCKETS_PER_OCTAVE * (octaves + 20.0))
 
 
+# What workers are ranked by the cost of: prefill of a short or of a long prompt, decode, or all of
+# a usual request. A worker beside whose streams few prompt tokens fit into a step is slow only for
+# long prompts.
+Part: TypeAlias = Literal["short", "long", "decode", "both"]
+SHORT_TOKENS, LONG_TOKENS = 512, 4096
+BETWEEN_TOKENS = math.sqrt(SHORT_TOKENS * LONG_TOKENS)
+
+
 class WorkerPool:
     """Workers that a decision compares with each other.
 
@@ -86,12 +99,12 @@ class WorkerPool:
         names: of all workers, in no order.
         num_prompts: prompts that wait on them or are being computed.
         index_bits: of their caches and their host memory in the prefix index.
-        by_prefill, by_decode, by_both: in a ranked pool, workers by the cost of a usual request of
-            which nothing is cached.
+        rankings: in a ranked pool, its workers by the cost of each part that decisions about this
+            pool need, where nothing is cached.
         prefill_estimates: in a ranked pool, `costs.prefill_estimate` by worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *parts: Part) -> None:
         self.names: list[str] = []
         self.num_prompts = 0
         self.prefill_estimates: dict[str, tuple[float, float]] = {}
@@ -99,7 +112,13 @@ class WorkerPool:
         self._num_prompts: dict[str, int] = {}
         self._bits: dict[str, int] = {}
         self._place_of: dict[str, int] = {}  # in `names`
-        self.by_prefill, self.by_decode, self.by_both = Ranking(), Ranking(), Ranking()
+        self.rankings: dict[Part, Ranking] = {}
+        self.rank_by(*parts)
+
+    def rank_by(self, *parts: Part) -> None:
+        """Begin with empty rankings by these parts."""
+        self.rankings = {part: Ranking() for part in parts}
+        self.prefill_estimates.clear()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -127,21 +146,38 @@ class WorkerPool:
         self.num_prompts -= self._num_prompts.pop(name)
         self.index_bits ^= self._bits.pop(name)
         if self.prefill_estimates.pop(name, None) is not None:
-            for ranking in (self.by_prefill, self.by_decode, self.by_both):
+            for ranking in self.rankings.values():
                 ranking.drop(name)
 
-    def rank(self, worker: WorkerView) -> None:
+    def rank(self, worker: WorkerView, spares_decodes: bool) -> None:
+        """`spares_decodes`: as of `costs.prefill_cost`."""
         name = worker.worker_id
-        estimate = self.prefill_estimates[name] = prefill_estimate(worker)
-        prefill_s = estimate[0] + CHUNK_TOKENS * estimate[1]
-        goal = decode_cost(worker, CHUNK_TOKENS, 0, USUAL_OUTPUT_TOKENS)
-        decode_s = goal.place_s + goal.decode_s
-        if goal.added is not None:  # as `candidates` charges for missed SLOs
-            num_missed = goal.added.num_others_missed + goal.added.is_missed(0.0)
-            decode_s += num_missed * USUAL_OUTPUT_TOKENS * worker.tpot_slo_s
-        self.by_prefill.put(name, prefill_s)
-        self.by_decode.put(name, decode_s)
-        self.by_both.put(name, prefill_s + decode_s)
+        estimate = self.prefill_estimates[name] = prefill_estimate(worker, spares_decodes)
+        any_s, token_s = estimate
+        cost_s: dict[Part, float] = {
+            "short": any_s + SHORT_TOKENS * token_s,
+            "long": any_s + LONG_TOKENS * token_s,
+        }
+        if "both" in self.rankings:
+            decode_s = cost_s["decode"] = _decode_s(worker)
+            cost_s["both"] = any_s + CHUNK_TOKENS * token_s + decode_s
+        for part, ranking in self.rankings.items():
+            ranking.put(name, cost_s[part])
+
+    def rankings_for(self, num_tokens: int) -> list[Ranking]:
+        """The rankings for a prompt of that length."""
+        other = "long" if num_tokens < BETWEEN_TOKENS else "short"
+        return [ranking for part, ranking in self.rankings.items() if part != other]
+
+
+def _decode_s(worker: WorkerView) -> float:
+    """The cost of decoding a usual request."""
+    goal = decode_cost(worker, CHUNK_TOKENS, 0, USUAL_OUTPUT_TOKENS)
+    decode_s = goal.place_s + goal.decode_s
+    if goal.added is not None:  # as `candidates` charges for missed SLOs
+        num_missed = goal.added.num_others_missed + goal.added.is_missed(0.0)
+        decode_s += num_missed * USUAL_OUTPUT_TOKENS * worker.tpot_slo_s
+    return decode_s
 
 
 class ModelPools:
@@ -153,10 +189,13 @@ class ModelPools:
     """
 
     def __init__(self, is_shared: bool) -> None:
-        self.prefill = WorkerPool()
-        self.decode = self.prefill if is_shared else WorkerPool()
+        if is_shared:
+            self.prefill = self.decode = WorkerPool("short", "long", "decode", "both")
+        else:
+            self.prefill, self.decode = WorkerPool("both"), WorkerPool("decode", "both")
         self._workers: dict[str, WorkerView] = {}
         self.is_large = False
+        self._has_both = False
 
     @property
     def num_workers(self) -> int:
@@ -174,18 +213,36 @@ class ModelPools:
             return
         self._workers[name] = worker
         self._of(worker).put(worker, index_bits)
-        if self.is_large:
-            self._of(worker).rank(worker)
-        elif len(self._workers) > NUM_ALL_LOOKED_AT:
-            self.is_large = True
-            for each in self._workers.values():
-                self._of(each).rank(each)
+        is_large, self.is_large = self.is_large, len(self._workers) > NUM_ALL_LOOKED_AT
+        if self._has_divided() or not is_large:
+            self._rank(self._workers.values())
+        else:
+            self._rank((worker,))
 
     def drop(self, name: str) -> None:
         worker = self._workers.pop(name, None)
         if worker is not None:
             self._of(worker).drop(name)
             self.is_large = len(self._workers) > NUM_ALL_LOOKED_AT
+            if self._has_divided():
+                self._rank(self._workers.values())
+
+    def _has_divided(self) -> bool:
+        """Whether there are workers of both roles now and were not before, or the other way round.
+
+        Prefill workers decode too while there are no decode workers, and are then ranked by both.
+        """
+        has_both = self.prefill is not self.decode and min(len(self.prefill), len(self.decode)) > 0
+        if has_both == self._has_both:
+            return False
+        self._has_both = has_both
+        self.prefill.rank_by(*(("short", "long") if has_both else ("both",)))
+        return True
+
+    def _rank(self, workers: Iterable[WorkerView]) -> None:
+        if self.is_large:
+            for worker in workers:
+                self._of(worker).rank(worker, spares_decodes=self._has_both)
 
     def _of(self, worker: WorkerView) -> WorkerPool:
         return self.decode if worker.record.role == "decode" else self.prefill

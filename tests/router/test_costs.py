@@ -11,6 +11,7 @@ from disagg.router.costs import (
     NUM_COMPUTED_AGAIN,
     decode_cost,
     prefill_cost,
+    prefill_estimate,
     requests_behind,
     transfer_s,
 )
@@ -23,10 +24,14 @@ def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: s
     return view_of(make_record(worker_id, **changes), status or make_status())
 
 
-def view_of(record: WorkerRecord, status: WorkerStatus, began_s: float = math.inf) -> WorkerView:
-    return WorkerView.of(
-        record, status, RequestLoad(), StepTimeModel.of(status.step_costs), began_s
-    )
+def view_of(
+    record: WorkerRecord,
+    status: WorkerStatus,
+    began_s: float = math.inf,
+    tpot_slo_s: float = math.inf,
+) -> WorkerView:
+    times = StepTimeModel.of(status.step_costs)
+    return WorkerView.of(record, status, RequestLoad(), times, began_s, tpot_slo_s)
 
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
@@ -35,6 +40,26 @@ def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
     assert cost.first_token_s == pytest.approx(worker.times.prefill_s(1000))
     assert cost.harm_s == 0.0
     assert cost.total_s == cost.first_token_s
+
+
+@pytest.mark.parametrize("tpot_slo_s", (math.inf, 0.05))
+@pytest.mark.parametrize("num_running", (0, 3, 30))
+@pytest.mark.parametrize("spares_decodes", (True, False))
+@pytest.mark.parametrize("worker_id", ("p0", "d0"))
+def test_an_estimate_comes_near_the_cost(
+    worker_id: str, spares_decodes: bool, num_running: int, tpot_slo_s: float
+) -> None:
+    status = make_status(
+        num_running=num_running,
+        num_context_tokens=1000 * num_running,
+        num_waiting=2,
+        num_uncomputed_tokens=3000,
+    )
+    worker = view_of(make_record(worker_id), status, tpot_slo_s=tpot_slo_s)
+    num_tokens = 3 * worker.backlog.num_at_once
+    cost = prefill_cost(worker, num_tokens, 0, spares_decodes=spares_decodes)
+    any_s, token_s = prefill_estimate(worker, spares_decodes)
+    assert any_s + token_s * num_tokens == pytest.approx(cost.total_s, rel=0.03)
 
 
 def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:

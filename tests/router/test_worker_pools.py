@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
-from disagg.router.fleet import Fleet
-from disagg.router.worker_pools import BUCKETS_PER_OCTAVE, NUM_ALL_LOOKED_AT, Ranking
-from disagg.router.worker_view import RequestLoad
+from disagg.router.fleet import Fleet, Reservation
+from disagg.router.worker_pools import BUCKETS_PER_OCTAVE, NUM_ALL_LOOKED_AT, Ranking, WorkerPool
+from disagg.router.worker_view import RequestLoad, WorkerView
 from tests.router.fakes import COSTS, make_record, make_status
 
 STEP = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)  # what places are exact to
@@ -65,22 +68,39 @@ def large_fleet(tpot_slo_s: float = float("inf")) -> Fleet:
     return fleet
 
 
-def test_pools_know_their_workers_and_queues_whatever_happens() -> None:
-    rng, fleet = random.Random(1), large_fleet()
+def assert_is_current(pool: WorkerPool, members: Sequence[WorkerView], is_alone: bool) -> None:
+    """Estimates and rankings are those of a pool which sees its workers for the first time."""
+    fresh = WorkerPool(*pool.rankings)
+    for worker in members:
+        fresh.put(worker, 0)
+        fresh.rank(worker, spares_decodes=not is_alone)
+    assert pool.prefill_estimates == fresh.prefill_estimates
+    for part, ranking in pool.rankings.items():
+        assert ranking.bucket_of == fresh.rankings[part].bucket_of
+        assert set(ranking.cheapest(99, random.Random(0))) == set(pool.names)
+
+
+@pytest.mark.parametrize("tpot_slo_s", (math.inf, 0.05, 0.0125))
+def test_pools_know_their_workers_and_queues_whatever_happens(tpot_slo_s: float) -> None:
+    rng, fleet = random.Random(1), large_fleet(tpot_slo_s)
     names = [*fleet.view().workers, "d-new", "p-new"]
+    reservations: list[Reservation] = []
     for _ in range(2000):
         name = rng.choice(names)
         known = name in fleet.view().workers
-        event = rng.randrange(6)
+        event = rng.randrange(8)
         status = make_status(
             accepting=rng.random() < 0.9,
             num_waiting=rng.randrange(4),
             num_uncomputed_tokens=rng.choice((0, 5000)),
+            num_running=rng.choice((0, 1, 20)),
         )
         if event == 0 and known:
             fleet.worker_lost(name)
-        elif event == 1 and known:
-            fleet.reserve(name, RequestLoad(100, 1, 100))
+        elif event in (1, 2, 3) and known:
+            reservations.append(fleet.reserve(name, RequestLoad(100, 1, 100)))
+        elif event == 4 and reservations:
+            fleet.release(reservations.pop(rng.randrange(len(reservations))))
         elif known:
             fleet.worker_stepped(name, (), status)
         else:
@@ -89,15 +109,37 @@ def test_pools_know_their_workers_and_queues_whatever_happens() -> None:
         pools, accepting = view.pools["toy"], [w for w in view.workers.values() if w.accepting]
         assert pools.num_workers == len(accepting)
         assert pools.is_large == (len(accepting) > NUM_ALL_LOOKED_AT)
+        is_shared = pools.prefill is pools.decode
+        assert is_shared == (tpot_slo_s != math.inf)
         for role, pool in (("prefill", pools.prefill), ("decode", pools.decode)):
-            members = [worker for worker in accepting if worker.record.role == role]
+            members = [w for w in accepting if is_shared or w.record.role == role]
             assert sorted(pool.names) == sorted(worker.worker_id for worker in members)
             assert pool.num_prompts == sum(worker.backlog.num_prompts for worker in members)
             bits = [fleet.index.bit(worker.worker_id) for worker in members]
             assert 0 not in bits and pool.index_bits == sum(bits)
             if pools.is_large:
-                for ranking in (pool.by_prefill, pool.by_decode, pool.by_both):
-                    assert sorted(ranking.cheapest(99, rng)) == sorted(pool.names)
+                assert_is_current(pool, members, is_alone=is_shared)
+
+
+def test_the_rankings_of_a_pool_are_those_that_decisions_read() -> None:
+    fleet = large_fleet()
+    fleet.worker_synced(make_record("p-one-more"), [], make_status())
+    pools = fleet.view().pools["toy"]
+    decodes = list(pools.decode.names)
+    assert set(pools.prefill.rankings) == {"short", "long"}
+    assert set(pools.decode.rankings) == {"decode", "both"}
+    for number in range(len(decodes)):
+        fleet.worker_synced(make_record(f"p-more{number}"), [], make_status(num_running=number))
+    for name in decodes:
+        fleet.worker_lost(name)
+    assert pools.is_large
+    assert set(pools.prefill.rankings) == {"both"}  # they decode too
+    views = fleet.view().workers
+    assert_is_current(pools.prefill, list(views.values()), is_alone=True)
+    fleet.worker_synced(make_record("d-new"), [], make_status())
+    assert set(pools.prefill.rankings) == {"short", "long"}
+    prefills = [worker for worker in views.values() if worker.worker_id != "d-new"]
+    assert_is_current(pools.prefill, prefills, is_alone=False)
 
 
 def test_reports_move_a_worker_in_the_ranking() -> None:
@@ -107,10 +149,30 @@ def test_reports_move_a_worker_in_the_ranking() -> None:
     for name in decodes.names[1:]:
         fleet.worker_stepped(name, (), make_status(num_running=8, num_context_tokens=8000))
     idle = decodes.names[0]
-    assert decodes.by_decode.cheapest(1, rng) == decodes.by_both.cheapest(1, rng) == [idle]
+    for ranking in decodes.rankings.values():
+        assert ranking.cheapest(1, rng) == [idle]
     slow = StepCosts(tuple(20 * each for each in COSTS.coefficients), 1000, 0.0)
     fleet.worker_stepped(idle, (), make_status(step_costs=slow))
-    assert idle not in decodes.by_decode.cheapest(len(decodes) - 1, rng)
+    assert idle not in decodes.rankings["decode"].cheapest(len(decodes) - 1, rng)
+
+
+def test_a_worker_may_be_the_cheapest_only_for_short_prompts() -> None:
+    """Beside its streams few prompt tokens fit into a step; all others have prompts queued."""
+    fleet, rng = large_fleet(tpot_slo_s=0.0125), random.Random(3)
+    fleet.worker_synced(make_record("d-one-more"), [], make_status())
+    pool = fleet.view().pools["toy"].decode
+    for name in pool.names[1:]:
+        queued = make_status(num_waiting=1, num_uncomputed_tokens=9000)
+        fleet.worker_stepped(name, (), queued)
+    streams = make_status(num_running=2, num_context_tokens=200)
+    fleet.worker_stepped(pool.names[0], (), streams)
+    slow = pool.names[0]
+
+    def is_first(num_tokens: int) -> bool:
+        first, *_ = pool.rankings_for(num_tokens)
+        return first.cheapest(1, rng) == [slow]
+
+    assert is_first(300) and not is_first(8000)
 
 
 def test_where_every_worker_may_do_both_there_is_one_pool() -> None:
