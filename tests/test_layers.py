@@ -54,6 +54,7 @@ THIRD_PARTY = {
         "models/communicator.py",
         "models/decoder.py",
         "models/gguf_values.py",
+        "models/quantized_values.py",
         "models/rope_tables.py",
         "models/weights.py",
         "engine/device/",

@@ -52,6 +52,12 @@ class StoredTensor:
     def num_values(self) -> int:
         return math.prod(self.shape)
 
+    def is_zero(self) -> bool:
+        """Whether all its values are 0; reads them. Raises `ModelError`."""
+        with _reading(self.file), self.file.open("rb") as opened:
+            opened.seek(self.begin)
+            return not any(opened.read(self.end - self.begin))
+
 
 @dataclass(frozen=True)
 class Header:

@@ -21,6 +21,7 @@ from disagg.models.checkpoint import DirectoryFiles, Header, StoredTensor
 from disagg.models.families import FAMILIES, Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
+from disagg.models.quantized_tensors import as_floats
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
@@ -96,7 +97,10 @@ class ModelDescription:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Where each tensor lies, by its name. Costs milliseconds: only headers are read."""
+        """Where each tensor lies, by its name. Costs milliseconds: only headers are read.
+
+        The pieces of a quantised matrix are one tensor. Raises `ModelError`.
+        """
         tensors: dict[str, StoredTensor] = {}
         for file, header in self._headers.items():
             for name, tensor in header.tensors.items():
@@ -106,7 +110,8 @@ class ModelDescription:
                         " checkpoint"
                     )
                 tensors[name] = tensor
-        return tensors
+        quantized = self.config.quantized
+        return tensors if quantized is None else as_floats(tensors, quantized)
 
     @property
     def num_parameters(self) -> int:

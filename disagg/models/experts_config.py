@@ -76,14 +76,14 @@ def dense_layers(fields: Fields, names: ExpertNames) -> frozenset[int]:
 
 
 def _is_mxfp4(fields: Fields, names: ExpertNames) -> bool:
+    """Of a family whose experts are stacked; others are as `quantized_config` says."""
     quantization = fields.raw.get("quantization_config")
-    if not quantization:
+    if not quantization or not names.is_stacked:
         return False
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != MXFP4 or not names.is_stacked:
-        kinds = "float and MXFP4" if names.is_stacked else "float"
+    if method != MXFP4:
         raise ModelError(
-            f"{fields.place}: the weights are quantised ({method}); only {kinds} checkpoints of"
-            " this family are loaded"
+            f"{fields.place}: the weights are quantised ({method}); only float and MXFP4"
+            " checkpoints of this family are loaded"
         )
     return True

@@ -14,6 +14,7 @@ from disagg.errors import ModelError
 from disagg.models.config_fields import Fields
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
 from disagg.models.families import FAMILIES, NOT_YET, Family, Json
+from disagg.models.quantized_config import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,6 +52,7 @@ class ModelConfig:
     sinks: bool = False  # a logit for each query head, in its softmax
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()  # without experts, in a model that has some
+    quantized: QuantizedFormat | None = None  # of matrices that are widened when they are loaded
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None: its MLP is dense."""
@@ -98,7 +100,7 @@ def _family(raw: Json, place: object) -> str:
 
 
 def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
-    _refuse_unsupported(fields, family)
+    _refuse_unsupported(fields)
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
     # Where the default is a size of its own (Qwen3), heads need not divide the hidden size, and
     # the class takes no null.
@@ -142,13 +144,12 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         sinks=family.sinks,
         experts=None if names is None else experts_config(fields, names),
         dense_layers=frozenset() if names is None else dense_layers(fields, names),
+        quantized=None if names is not None and names.is_stacked else quantized_format(fields),
     )
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     raw, place = fields.raw, fields.place
-    if raw.get("quantization_config") and family.experts is None:
-        raise ModelError(f"{place}: the weights are quantised; only float checkpoints are loaded")
     if raw.get("per_layer_config"):
         raise ModelError(f"{place}: per_layer_config (layers that differ) is not supported")
     if raw["hidden_act"] != "silu":

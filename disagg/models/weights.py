@@ -7,8 +7,9 @@ fused, and in which order. Nothing here computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,6 +23,8 @@ from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Part, all_parts, layer_parts, outer_parts
+from disagg.models.quantized_tensors import QuantizedStored
+from disagg.models.quantized_values import widened
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
 from disagg.models.share import WHOLE, Share
 
@@ -170,7 +173,7 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     unexpected = [
         name
         for name in stored
-        if name not in wanted and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        if name not in wanted and name not in ignored and not _says_nothing(name, stored[name])
     ]
     reshaped = [
         f"{name} is {list(stored[name].shape)}, not {list(part.stored_shape)}"
@@ -199,9 +202,16 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
         )
 
 
+def _says_nothing(name: str, stored: StoredTensor) -> bool:
+    """What old checkpoints have, and biases of zeros, which GPTQ gives to every matrix."""
+    return name.endswith("rotary_emb.inv_freq") or (name.endswith(".bias") and stored.is_zero())
+
+
 def _is_read(stored: StoredTensor, part: Part) -> bool:
-    # A GGUF file with another type was refused when it was described.
-    return isinstance(stored, GgufStored) or stored.dtype in (("U8",) if part.is_raw else FLOATS)
+    # What is widened was checked when it was described.
+    if isinstance(stored, GgufStored | QuantizedStored):
+        return not part.is_raw
+    return stored.dtype in (("U8",) if part.is_raw else FLOATS)
 
 
 def _some(names: list[str]) -> str:
@@ -260,14 +270,24 @@ class _Reader:
                 from disagg.models.gguf_values import read_values
 
                 return read_values(stored, part.box)
-            if file not in self._opened:
-                self._opened[file] = safe_open(file, framework="pt")
-            opened = self._opened[file]
-            if part.box:  # only these bytes are read
-                whole = opened.get_slice(name)  # type: ignore[no-untyped-call]
-                tensor: Tensor = whole[tuple(slice(*own) for own in part.box)]
-            else:
-                tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
+            if isinstance(stored, QuantizedStored):
+                return widened(stored, partial(self._piece, stored), self._dtype, part.box)
+            return self._read(name, file, part.box)
+        except ValueError as error:
+            raise ModelError(f"{name} in {file} is damaged: {error}; download it again") from error
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{name} cannot be read from {file}: {error}") from error
+
+    def _piece(self, stored: QuantizedStored, end: str) -> Tensor:
+        return self._read(f"{stored.module}.{end}", stored.pieces[end].file)
+
+    def _read(self, name: str, file: Path, box: Sequence[tuple[int, int]] = ()) -> Tensor:
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        opened = self._opened[file]
+        if box:  # only these bytes are read
+            whole = opened.get_slice(name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = whole[tuple(slice(*own) for own in box)]
+        else:
+            tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor

@@ -14,7 +14,7 @@ class Popular:
     """
     Attributes:
         config: what config.json says.
-        billions: parameters; 0: it is refused, or quantised.
+        billions: parameters; 0: it is refused.
         why_not: what the refusal names; empty: it is served.
     """
 
@@ -128,7 +128,26 @@ def _other(architecture: str, model_type: str) -> dict[str, Any]:
 _LLAMA_8B = _llama(32, 4096, 14336, 32, 8, 128256, 131072)
 _QWEN_7B = _qwen2(28, 3584, 18944, 28, 4, 152064, 32768)
 _MIXTRAL = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None}
-_FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+_QWEN_8B = _qwen3(36, 4096, 12288, 32, 8, 151936, 40960)
+_QWEN_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+def _compressed(format: str, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
 POPULAR: dict[str, Popular] = {
     "meta-llama/Llama-3.2-1B-Instruct": Popular(
         _llama(16, 2048, 8192, 32, 8, 128256, 131072, factor=32.0, tie_word_embeddings=True,
@@ -189,7 +208,7 @@ POPULAR: dict[str, Popular] = {
                max_window_layers=21, rope_theta=1000000.0), 14.32),
     "Qwen/Qwen3-0.6B": Popular(
         _qwen3(28, 1024, 3072, 16, 8, 151936, 40960, tie_word_embeddings=True), 0.596),
-    "Qwen/Qwen3-8B": Popular(_qwen3(36, 4096, 12288, 32, 8, 151936, 40960), 8.19),
+    "Qwen/Qwen3-8B": Popular(_QWEN_8B, 8.19),
     "Qwen/Qwen3-32B": Popular(_qwen3(64, 5120, 25600, 64, 8, 151936, 40960), 32.76),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": Popular(
         _qwen3_moe(48, 2048, 6144, 32, 4, 151936, 262144, inner=768), 30.53),
@@ -219,9 +238,24 @@ POPULAR: dict[str, Popular] = {
         _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="partial rotary"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": Popular(
         _other("NemotronHForCausalLM", "nemotron_h"), why_not="recurrent state instead of KV"),
+    "Qwen/Qwen3-8B-FP8": Popular({**_QWEN_8B, "quantization_config": _QWEN_FP8}, 8.19),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8": Popular(
+        _qwen3_moe(48, 2048, 6144, 32, 4, 151936, 262144, inner=768,
+                   quantization_config=_QWEN_FP8), 30.53),
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": Popular({**_QWEN_7B, "quantization_config": _AWQ}, 7.62),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": Popular(
+        {**_QWEN_7B, "quantization_config": _GPTQ}, 7.62),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": Popular(
-        {**_LLAMA_8B, "quantization_config": _FP8}, why_not="quantised"),
-    "Qwen/Qwen2.5-7B-Instruct-AWQ": Popular(
-        {**_QWEN_7B, "quantization_config": {"quant_method": "awq", "bits": 4}},
-        why_not="quantised"),
+        {**_LLAMA_8B, "quantization_config":
+         _compressed("float-quantized", num_bits=8, type="float", strategy="tensor")}, 8.03),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8": Popular(
+        {**_LLAMA_8B, "quantization_config":
+         _compressed("int-quantized", num_bits=8, type="int", strategy="channel")}, 8.03),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": Popular(
+        {**_LLAMA_8B, "quantization_config":
+         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)},
+        8.03),
+    "nvidia/Llama-3.1-8B-Instruct-FP4": Popular(
+        {**_LLAMA_8B, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        why_not=r"quantised \(modelopt\)"),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["without architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantised"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantised (hqq)", "gptq"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["longrope", "llama3", "yarn"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),

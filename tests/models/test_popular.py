@@ -59,11 +59,10 @@ def families_table() -> str:
     rows = ["| family | formats | attention | MLP |", "|---|---|---|---|"]
     in_gguf = gguf_families()
     for name, family in FAMILIES.items():
-        formats = ["safetensors"]
+        is_stacked = family.experts is not None and family.experts.is_stacked
+        formats = ["floats", "MXFP4" if is_stacked else "quantised"]
         if name in in_gguf:
             formats.append("GGUF")
-        if family.experts is not None and family.experts.is_stacked:
-            formats.append("MXFP4")
         attention = {"stated": "windows as named", "all": "a window", "none": "full"}.get(
             family.windows, "windows in turn with full"
         )
@@ -94,7 +93,7 @@ def checkpoints_table() -> str:
                 size, answer = f"{popular.billions:.3g} billion", "yes"
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)
-                why = re.search(r"(the weights are quantised.*)", found.message)
+                why = re.search(r"(the weights are quantised.*?);", found.message)
                 size = ""
                 rope = re.search(r"(rope type '\w+') is not supported", found.message)
                 said = missing or why or rope

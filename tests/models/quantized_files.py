@@ -1,0 +1,262 @@
+"""Quantised checkpoints as other programs write them, each number packed by itself in numpy.
+
+Written from the formats' own descriptions: compressed-tensors (`pack_to_int32`), AutoAWQ
+(`WQLinear_GEMM.from_linear`) and GPTQModel (`pack`, `convert_gptq_v2_to_v1_format_module`). Beside
+each there is a checkpoint of the floats that it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
+
+_MATRIX = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
+Pieces = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """
+    Attributes:
+        config: of config.json.
+        quantize: draws numbers for a matrix of a shape; its pieces, and the floats they stand for.
+    """
+
+    config: Mapping[str, Any]
+    quantize: Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]
+
+
+def write_quantized(directory: Path, variant: str, kind: str) -> Checkpoint:
+    """Write `directory`/quantised and `directory`/floats; the model is that of the floats."""
+    floats, quantized = directory / "floats", directory / "quantised"
+    write_checkpoint(floats, variant)
+    write_checkpoint(quantized, variant)
+    tensors, wide = load_file(floats / "model.safetensors"), {}
+    rng, stored = np.random.default_rng(7), {}
+    for name, tensor in sorted(tensors.items()):
+        if not _MATRIX.fullmatch(name):
+            wide[name] = stored[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        pieces, wide[name] = KINDS[kind].quantize((rows, columns), rng)
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{end}": piece for end, piece in pieces.items()}
+    save_file(wide, floats / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantized / "model.safetensors")
+    raw = json.loads((quantized / "config.json").read_text())
+    raw["quantization_config"] = KINDS[kind].config
+    (quantized / "config.json").write_text(json.dumps(raw))
+    family = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")
+    return Checkpoint(quantized, family.from_pretrained(floats).eval())
+
+
+def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """int32 [rows, columns / numbers in a word] of uint [rows, columns].
+
+    Args:
+        order: which of its columns comes next, from the lowest bits of a word on.
+    """
+    in_a_word = 32 // bits
+    order = order or tuple(range(in_a_word))
+    rows, columns = numbers.shape
+    padded = np.zeros((rows, -(-columns // in_a_word) * in_a_word), dtype=np.uint32)
+    padded[:, :columns] = numbers
+    packed = np.zeros((rows, padded.shape[1] // in_a_word), dtype=np.uint32)
+    for row in range(rows):
+        for word in range(packed.shape[1]):
+            for place, column in enumerate(order):
+                packed[row, word] |= padded[row, word * in_a_word + column] << (bits * place)
+    return packed.view(np.int32)
+
+
+def _fp8_numbers(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """All numbers but NaN, and what they are: sign, exponent of 7 less, three bits (OCP)."""
+    codes = rng.integers(0, 256, shape, dtype=np.uint8)
+    codes[(codes & 127) == 127] = 0
+    exponents, digits = (codes.astype(np.int64) >> 3) & 15, codes & 7
+    sizes = np.where(
+        exponents == 0, digits / 8 * 2.0**-6, (1 + digits / 8) * 2.0 ** (exponents - 7.0)
+    )
+    values = np.where(codes > 127, -sizes, sizes)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(values).float()
+
+
+def _scales(shape: tuple[int, ...], size: float, rng: np.random.Generator) -> Tensor:
+    return torch.from_numpy(rng.uniform(0.5, 1.5, shape) * size).float()
+
+
+def _fp8(
+    rows: int | None,
+    columns: int | None,
+    end: str = "weight_scale",
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+    """Rows and columns that share a scale; None: all."""
+
+    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+        numbers, values = _fp8_numbers(shape, rng)
+        per = rows or shape[0], columns or shape[1]
+        scales = _scales((-(-shape[0] // per[0]), -(-shape[1] // per[1])), 1e-3, rng).to(dtype)
+        of_each = np.kron(scales.float().numpy(), np.ones(per, np.float32))
+        wide = values * torch.from_numpy(of_each[: shape[0], : shape[1]])
+        stored = scales.reshape(()) if rows is None else scales
+        return {"weight": numbers, end: stored, "input_scale": torch.tensor(1.0)}, wide
+
+    return quantize
+
+
+def _int8(is_symmetric: bool) -> Callable[[tuple[int, int], np.random.Generator], Any]:
+    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+        numbers = torch.from_numpy(rng.integers(-128, 128, shape, dtype=np.int8))
+        scales = _scales((shape[0], 1), 1e-3, rng).to(torch.bfloat16)
+        zeros = torch.from_numpy(rng.integers(-128, 128, (shape[0], 1), dtype=np.int8))
+        pieces = {"weight": numbers, "weight_scale": scales}
+        if is_symmetric:
+            return pieces, numbers.float() * scales.float()
+        wide = (numbers.float() - zeros.float()) * scales.float()
+        return {**pieces, "weight_zero_point": zeros}, wide
+
+    return quantize
+
+
+def _packed(
+    bits: int, group: int | None, *, is_symmetric: bool = True, is_ordered: bool = False
+) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+    """compressed-tensors."""
+
+    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+        (num_out, num_in), half = shape, 1 << (bits - 1)
+        numbers = rng.integers(0, 2 * half, shape)
+        num_groups = 1 if group is None else num_in // group
+        scales = _scales((num_out, num_groups), 0.1 / half, rng).to(torch.bfloat16)
+        zeros = rng.integers(0, 2 * half, (num_out, num_groups))
+        if is_symmetric:
+            zeros[:] = half
+        owner = np.arange(num_in) // (num_in // num_groups)
+        if is_ordered:
+            rng.shuffle(owner)
+        less = torch.from_numpy((numbers - half) - (zeros - half)[:, owner]).float()
+        pieces = {
+            "weight_packed": torch.from_numpy(words(numbers, bits)),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(shape),
+        }
+        if not is_symmetric:  # packed from the top down
+            packed = np.ascontiguousarray(words(zeros.T, bits).T)
+            pieces["weight_zero_point"] = torch.from_numpy(packed)
+        if is_ordered:
+            pieces["weight_g_idx"] = torch.from_numpy(owner.astype(np.int32))
+        return pieces, less * scales.float()[:, owner]
+
+    return quantize
+
+
+def _awq(group: int) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+        num_out, num_in = shape
+        numbers = rng.integers(0, 16, (num_in, num_out))
+        zeros = rng.integers(0, 16, (num_in // group, num_out))
+        scales = _scales(zeros.shape, 0.01, rng).half()
+        owner = np.arange(num_in) // group
+        wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        pieces = {
+            "qweight": torch.from_numpy(words(numbers, 4, order)),
+            "qzeros": torch.from_numpy(words(zeros, 4, order)),
+            "scales": scales,
+        }
+        return pieces, wide.T.contiguous()
+
+    return quantize
+
+
+def _gptq(
+    bits: int, group: int | None, *, version: int = 1, is_ordered: bool = False
+) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+        num_out, num_in = shape
+        size = group or num_in
+        numbers = rng.integers(0, 1 << bits, (num_in, num_out))
+        zeros = rng.integers(0, 1 << bits, (-(-num_in // size), num_out))
+        scales = _scales(zeros.shape, 0.2 / (1 << bits), rng).half()
+        owner = np.arange(num_in) // size
+        if is_ordered:
+            rng.shuffle(owner)
+        wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
+        packed_zeros = words(zeros, bits)
+        if version == 1:
+            ones = {4: 0x11111111, 8: 0x01010101}[bits]
+            packed_zeros = (packed_zeros.view(np.uint32) - np.uint32(ones)).view(np.int32)
+        pieces = {
+            "qweight": torch.from_numpy(np.ascontiguousarray(words(numbers.T, bits).T)),
+            "qzeros": torch.from_numpy(packed_zeros),
+            "scales": scales,
+            "g_idx": torch.from_numpy(owner.astype(np.int32)),
+        }
+        return pieces, wide.T.contiguous()
+
+    return quantize
+
+
+def compressed(format: str, num_bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    kind = "float" if format.startswith("float") else "int"
+    said = {"num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": True, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": said}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def gptq(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, **more}
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+ASYMMETRIC, BLOCK = {"symmetric": False}, [32, 16]
+KINDS: dict[str, Kind] = {
+    "fp8 blocks": Kind({**FP8, "weight_block_size": BLOCK}, _fp8(32, 16, "weight_scale_inv")),
+    "fp8 rows": Kind(FP8, _fp8(1, None)),
+    "fp8 tensor": Kind({**FP8, "activation_scheme": "static"}, _fp8(None, None)),
+    "float rows": Kind(
+        compressed("float-quantized", 8, "channel"), _fp8(1, None, dtype=torch.bfloat16)
+    ),
+    "float tensor": Kind(compressed("float-quantized", 8, "tensor"), _fp8(None, None)),
+    "float blocks": Kind(
+        compressed("float-quantized", 8, "block", block_structure=BLOCK), _fp8(32, 16)
+    ),
+    "int8": Kind(compressed("int-quantized", 8, "channel"), _int8(True)),
+    "int8 with zeros": Kind(compressed("int-quantized", 8, "channel", **ASYMMETRIC), _int8(False)),
+    "packed": Kind(compressed("pack-quantized", 4, "group", group_size=16), _packed(4, 16)),
+    "packed with zeros": Kind(
+        compressed("pack-quantized", 4, "group", group_size=16, **ASYMMETRIC),
+        _packed(4, 16, is_symmetric=False),
+    ),
+    "packed in order of activations": Kind(
+        compressed("pack-quantized", 4, "group", group_size=16, actorder="group"),
+        _packed(4, 16, is_ordered=True),
+    ),
+    "packed 8 bits": Kind(compressed("pack-quantized", 8, "channel"), _packed(8, None)),
+    "awq": Kind(AWQ, _awq(16)),
+    "gptq": Kind(gptq(), _gptq(4, 16)),
+    "gptq v2": Kind(gptq(checkpoint_format="gptq_v2"), _gptq(4, 16, version=2)),
+    "gptq 8 bits": Kind(gptq(bits=8, group_size=-1), _gptq(8, None)),
+    "gptq uneven groups": Kind(gptq(group_size=32), _gptq(4, 32)),
+    "gptq in order of activations": Kind(gptq(desc_act=True), _gptq(4, 16, is_ordered=True)),
+}
