@@ -13,7 +13,7 @@ from disagg.api.openai import frames, responses
 from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, read_request
 from disagg.api.openai.understand import understand_chat, understand_completion
-from disagg.api.refusals import OPENAI_ERRORS, ErrorFormat
+from disagg.api.refusals import error_json
 from disagg.api.responses import answers as response_items
 from disagg.api.responses.requests import read_response_request, understand_response_request
 from disagg.api.served_model import ServedModel
@@ -63,7 +63,7 @@ class Api(Generic[Asked]):
             its sender may ask for. Raises `InvalidRequest`.
         frames: makes the events of a streamed answer.
         body: makes a whole answer.
-        errors: how it writes errors.
+        error_body: makes the reply for an error.
     """
 
     id_prefix: str
@@ -71,7 +71,7 @@ class Api(Generic[Asked]):
     understand: Callable[[Asked, ServedModel, int], Wanted]
     frames: Callable[[Job], Frames]
     body: Callable[[RunningJob, Sequence[ChoiceDelta]], bytes]
-    errors: ErrorFormat = OPENAI_ERRORS
+    error_body: Callable[[DisaggError], bytes] = error_json
 
 
 CHAT = Api(
@@ -101,7 +101,7 @@ MESSAGES = Api(
     understand_messages,
     messages.MessageFrames,
     messages.message_body,
-    ErrorFormat(messages.error_body),
+    messages.error_body,
 )
 
 BY_PATH: Mapping[str, Api[Any]] = {
@@ -112,8 +112,8 @@ BY_PATH: Mapping[str, Api[Any]] = {
 }
 
 
-def errors_of(path: str) -> ErrorFormat:
-    """How errors of this path are written."""
+def error_body(error: DisaggError, path: str) -> bytes:
+    """The reply for an error on this path."""
     if path.startswith("/v1/messages"):
-        return MESSAGES.errors
-    return BY_PATH[path].errors if path in BY_PATH else OPENAI_ERRORS
+        return MESSAGES.error_body(error)
+    return BY_PATH[path].error_body(error) if path in BY_PATH else error_json(error)

@@ -7,8 +7,6 @@ clients read them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -88,16 +86,6 @@ def error_json(error: DisaggError) -> bytes:
 
 def error_frame(error: DisaggError) -> bytes:
     return b"data: " + error_json(error) + b"\n\n"
-
-
-class ErrorFormat(NamedTuple):
-    """How an API writes errors: as a body, and as the last event of a stream."""
-
-    body: Callable[[DisaggError], bytes] = error_json
-    event: Callable[[DisaggError], bytes] = error_frame
-
-
-OPENAI_ERRORS = ErrorFormat()
 
 
 def error_headers(error: DisaggError) -> list[tuple[bytes, bytes]]:

@@ -20,12 +20,12 @@ import msgspec
 
 from disagg import logs, telemetry
 from disagg.api import openapi
-from disagg.api.apis import BY_PATH, Api, Asked, Frames, errors_of
+from disagg.api.apis import BY_PATH, Api, Asked, Frames
 from disagg.api.choices import Caller
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
-from disagg.api.http.reply import Receive, Reply, Send, Writer, answer_lifespan, watch
+from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
@@ -70,7 +70,7 @@ class _Version(msgspec.Struct):
     version: str
 
 
-Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | AsyncGenerator[bytes, None]]]
+Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | Stream]]
 
 
 class HttpApp:
@@ -186,7 +186,6 @@ class HttpApp:
         return status
 
     async def _answer(self, request: HttpRequest, writer: Writer) -> None:
-        request.errors = errors_of(request.path)
         try:
             answer = await self._dispatch(request)
             if isinstance(answer, Reply):
@@ -196,7 +195,7 @@ class HttpApp:
         except asyncio.CancelledError:
             if not self._is_cutting:
                 raise
-            await writer.fail(_CUT, request.errors, close=True)
+            await writer.fail(_CUT, request.path, close=True)
         except Exception as problem:  # the one place where errors become replies
             error = as_disagg_error(problem, request.request_id)
             if error is not problem:
@@ -206,7 +205,7 @@ class HttpApp:
                 self._metrics.refused.labels(request.route, error.reason, who).inc()
                 self._quota.say(request)
             close = not request.body_is_read
-            await writer.fail(error, request.errors, close=close)
+            await writer.fail(error, request.path, close=close)
 
     async def drain(self, timeout_s: float) -> Drained:
         """Refuse what is new, and wait for what runs.
@@ -226,7 +225,7 @@ class HttpApp:
             await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
         return Drained(len(running) - len(cut), len(cut))
 
-    async def _dispatch(self, request: HttpRequest) -> Reply | AsyncGenerator[bytes, None]:
+    async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
         method, endpoint = self._route(request)
         request.check_head()
         if request.path not in OPEN_PATHS:
@@ -263,9 +262,7 @@ class HttpApp:
 
     # Completions
 
-    async def _generate(
-        self, api: Api[Asked], request: HttpRequest
-    ) -> Reply | AsyncGenerator[bytes, None]:
+    async def _generate(self, api: Api[Asked], request: HttpRequest) -> Reply | Stream:
         arrived_s = self._metrics.clock()
         body = await self._read_json(request)
         read_s = self._metrics.clock()
@@ -282,8 +279,7 @@ class HttpApp:
         self._begin(request, run, arrived_s, read_s)
         if run.job.wanted.stream:
             frames = api.frames(run.job)
-            request.errors = request.errors._replace(event=frames.error)
-            return self._events(request, run, frames, arrived_s)
+            return Stream(self._events(request, run, frames, arrived_s), frames.error)
         answers = await self._collect(request, run, arrived_s)
         nbytes = SCORE_NBYTES * run.job.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from disagg.api.apis import error_body
 from disagg.api.http.request import HttpRequest
 from disagg.api.openai.frames import PING
-from disagg.api.refusals import ErrorFormat, error_headers
+from disagg.api.refusals import error_headers
 from disagg.errors import DisaggError
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,6 +35,13 @@ class Reply:
     headers: list[tuple[bytes, bytes]] = field(default_factory=lambda: [JSON])
 
 
+class Stream(NamedTuple):
+    """Attributes: error: makes the last event of a stream that fails."""
+
+    events: AsyncGenerator[bytes, None]
+    error: Callable[[DisaggError], bytes]
+
+
 class Writer:
     """Writes one answer, whole or in parts, and knows how far it got."""
 
@@ -41,7 +49,7 @@ class Writer:
         self._send = send
         self._headers = headers  # of every answer, whatever it is
         self.status: int | None = None
-        self.streaming = False
+        self.streaming: Stream | None = None  # which has begun and not ended
         self.num_begun = 0  # writes of the stream; one more than `num_written` while one blocks
         self.num_written = 0
 
@@ -50,29 +58,30 @@ class Writer:
         await self._start(reply.status, [*reply.headers, length])
         await self._write(reply.body, more=False)
 
-    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
+    async def stream(self, stream: Stream) -> None:
         """The reply starts with the first event, so that earlier errors have a status."""
-        async with aclosing(events):
+        async with aclosing(stream.events) as events:
             async for event in events:
                 if not self.streaming:
                     await self._start(200, EVENT_STREAM)
-                    self.streaming = True
+                    self.streaming = stream
                 await self.write(event)
-        self.streaming = False
+        self.streaming = None
         await self._write(b"", more=False)
 
     async def write(self, event: bytes) -> None:
         await self._write(event, more=True)
 
-    async def fail(self, error: DisaggError, written: ErrorFormat, *, close: bool) -> None:
-        """An error reply, or the error as the last event of a stream that has begun."""
+    async def fail(self, error: DisaggError, path: str, *, close: bool) -> None:
+        """An error reply for `path`, or the last event of a stream that has begun."""
         if self.streaming:
-            self.streaming = False
-            await self._write(written.event(error), more=False)
+            event = self.streaming.error(error)
+            self.streaming = None
+            await self._write(event, more=False)
         elif self.status is None:
             closing = [(b"connection", b"close")] if close else []
             headers = [JSON, *error_headers(error), *closing]
-            await self.reply(Reply(written.body(error), error.http_status, headers))
+            await self.reply(Reply(error_body(error, path), error.http_status, headers))
 
     async def _write(self, body: bytes, *, more: bool) -> None:
         self.num_begun += 1

@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from disagg.api.refusals import OPENAI_ERRORS, RequestTimeout, UnsupportedMediaType
+from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
 from disagg.telemetry import parse_traceparent
 
@@ -86,7 +86,6 @@ class HttpRequest:
         self.tenant = ""
         self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0
-        self.errors = OPENAI_ERRORS
         self.own_id = new_id()
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.own_id
