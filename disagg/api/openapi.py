@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from disagg.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from disagg.api.apis import BY_PATH
 from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -33,7 +34,6 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PATHS = (*BODIES, "/v1/models", "/v1/models/{name}", "/health", "/ready", "/live", "/version")
 
 
@@ -63,7 +63,7 @@ def document() -> bytes:
 
 def _operation(path: str, body: Any, error: Any) -> dict[str, Any]:
     answers = {"application/json": {"schema": {"type": "object"}}}
-    if path in _STREAMED:
+    if path in BY_PATH:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     responses = {
         "200": {"description": "The answer", "content": answers},

@@ -110,7 +110,7 @@ class Cluster:
         return gpus_of_cluster(only_free=True)
 
     def _start_local(self, device_ids: Sequence[str]) -> None:
-        """Start Ray here. Try once more if the machine was too busy for Ray's time limit."""
+        """Start Ray here, `NUM_RAY_STARTS` times at most where a busy machine takes too long."""
         see_only(device_ids)
         this = psutil.Process()
         before = set(this.children(recursive=True))

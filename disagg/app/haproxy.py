@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from disagg.app import haproxy_launcher
+from disagg.app.processes import runs
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
 
@@ -219,10 +220,3 @@ def as_stand_in(text: str, socket: str) -> str:
     """Serve's configuration, changed for a second process with a socket of its own."""
     text = re.sub(r"stats socket \S+", lambda _: f"stats socket {socket}", text)
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether a process is alive; a zombie is not."""
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False

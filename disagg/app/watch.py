@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
-from disagg.app.haproxy import HAProxyWatch, runs
+from disagg.app.haproxy import HAProxyWatch
 from disagg.app.probe import ask_here
+from disagg.app.processes import runs
 
 LOOK_PERIOD_S = 0.25
 PROCESSES_PERIOD_S = 1.0

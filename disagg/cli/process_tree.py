@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import psutil
 
+from disagg.app.processes import runs
+
 PREFIX = "disagg-"
 MARK = "DISAGG_RUN"  # variable with the directory of the run, for all its processes
 
@@ -126,7 +128,7 @@ def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         reap()
-        left = [each for each in left if _lives(each)]
+        left = [each for each in left if runs(each)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)
@@ -179,12 +181,6 @@ def keep_logs(directory: Path, log_directory: Path) -> None:
     session = directory / "ray" / "session_latest" / "logs"
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(session, log_directory / "ray", symlinks=True, dirs_exist_ok=True)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _is_dead(directory: Path) -> bool:

@@ -24,6 +24,10 @@ Take: TypeAlias = Callable[[str], None]
 _SPACE = re.compile(r"\s*")
 
 
+def ignore(text: str) -> None:
+    """Takes what nobody wants."""
+
+
 class Marks:
     """Texts that are looked for. None may stand inside another one, except at its end."""
 

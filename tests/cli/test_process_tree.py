@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from disagg.app.processes import runs
 from disagg.cli import process_tree
 
 SLEEP = "import time; time.sleep(60)"
@@ -81,7 +82,7 @@ def test_a_process_that_has_overwritten_its_environment_ends_with_its_parent(
         assert parent.poll() is None
     ended = {each.pid for each in process_tree.end_dead_runs()}
     assert ended == {parent.pid, children[0].pid}
-    assert not process_tree._lives(children[0]), "it may be a zombie until somebody reaps it"
+    assert not runs(children[0]), "it may be a zombie until somebody reaps it"
 
 
 def test_a_run_lives_while_any_of_its_processes_does() -> None:

@@ -27,10 +27,9 @@ from disagg.api.openai.tools import (
     ToolChoice,
 )
 from disagg.api.openai.understand import understand_chat
-from disagg.api.refusals import only_text, unsupported
+from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Prompt, Wanted
-from disagg.errors import InvalidRequest
 
 
 class TextBlock(msgspec.Struct, tag="text"):
@@ -191,11 +190,7 @@ def _choice(choice: WantedTool) -> ToolChoice:
             return "required"
         case "tool":
             if choice.name is None:
-                raise InvalidRequest(
-                    "Missing required parameter: tool_choice.name.",
-                    code="missing_required_parameter",
-                    param="tool_choice.name",
-                )
+                raise missing_parameter("tool_choice.name")
             return NamedTool("function", NamedFunction(choice.name))
         case "auto" | "none":
             return choice.type
@@ -217,10 +212,8 @@ def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
     texts, thoughts, calls, results = [], [], list[ToolCall](), list[ChatMessage]()
     for number, block in enumerate(message.content):
         if isinstance(block, ToolUse | ToolResult) != (message.role == _ROLES.get(type(block))):
-            raise InvalidRequest(
-                f"Invalid {path}.content[{number}]: a message of the {message.role} has none.",
-                code="invalid_value",
-                param=f"{path}.content[{number}]",
+            raise invalid_value(
+                f"{path}.content[{number}]", f"a message of the {message.role} has none."
             )
         match block:
             case TextBlock(text=text):

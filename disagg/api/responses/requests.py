@@ -40,15 +40,9 @@ from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
 
 
-class ResponsePart(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
 class MessageItem(msgspec.Struct, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ResponsePart]
+    content: str | list[ContentPart]
 
 
 class CallItem(msgspec.Struct, tag="function_call"):
@@ -59,13 +53,13 @@ class CallItem(msgspec.Struct, tag="function_call"):
 
 class OutputItem(msgspec.Struct, tag="function_call_output"):
     call_id: Label
-    output: str | list[ResponsePart]
+    output: str | list[ContentPart]
 
 
 class ReasoningItem(msgspec.Struct, tag="reasoning"):
     """What was thought before the next item; chat templates get it as they do in chats."""
 
-    content: list[ResponsePart] | None = None
+    content: list[ContentPart] | None = None
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
@@ -243,7 +237,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     return messages
 
 
-def _content(content: str | Sequence[ResponsePart], path: str) -> str | list[ContentPart]:
+def _content(content: str | Sequence[ContentPart], path: str) -> str | list[ContentPart]:
     """Parts of texts are called by who wrote them here, and by what they are in chats."""
     if isinstance(content, str):
         return content

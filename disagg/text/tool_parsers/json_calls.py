@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from disagg.text.answer_delta import Sink
-from disagg.text.incoming import Incoming, Marks, Reading, Take
+from disagg.text.incoming import Incoming, Marks, Reading, Take, ignore
 from disagg.text.tool_parsers.format import Tools, read_marked, read_text
 
 _PYTHON_TAG = "<|python_tag|>"  # Llama's, before some calls
@@ -110,7 +110,7 @@ def _read_call(text: Incoming, sink: Sink, names: Container[str] | None) -> Read
                 has_begun = True
                 yield from _read_arguments(text, sink.arguments)
         else:
-            yield from text.json_value(_ignore)
+            yield from text.json_value(ignore)
     if char != "}":
         return has_begun
     yield from text.skip("}")
@@ -134,8 +134,4 @@ def _read_arguments(text: Incoming, take: Take) -> Reading[None]:
     elif char == '"':
         take((yield from text.json_string()) or "")
     else:
-        yield from text.json_value(_ignore)
-
-
-def _ignore(text: str) -> None:
-    pass
+        yield from text.json_value(ignore)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from disagg.text.answer_delta import Sink
-from disagg.text.incoming import Incoming, Marks, Reading
+from disagg.text.incoming import Incoming, Marks, Reading, ignore
 from disagg.text.tool_parsers.format import Tools, read_marked
 
 _LINE = re.compile(r"[^\n<]")
@@ -81,7 +81,7 @@ def _read(
             if not (yield from read_call(head)):
                 return is_call
             is_call = True
-            yield from text.until(ends, _ignore)
+            yield from text.until(ends, ignore)
             mark = marks.section_begin
         yield from text.skip(marks.section_end)
         return is_call
@@ -100,7 +100,3 @@ def _read_json(text: Incoming, sink: Sink, name: str, call_id: str = "") -> Read
     if is_whole:
         sink.end_call()
     return True
-
-
-def _ignore(text: str) -> None:
-    pass
