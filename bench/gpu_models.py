@@ -13,7 +13,8 @@ import torch
 
 from bench.shapes import model_config
 from disagg.blocks import hash_blocks
-from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool

@@ -23,7 +23,7 @@ from disagg.config import (
     TierConfig,
 )
 from disagg.engine.device.build import build_engine
-from disagg.engine.device.kv_cache import choose_format
+from disagg.engine.device.kv_shape import choose_format
 from disagg.engine.engine import Engine
 from disagg.errors import StartupError, TransferFailed
 from disagg.kernels import torch_attention
@@ -154,15 +154,15 @@ def test_poison_finds_what_was_never_written(
 def test_what_does_not_go_together_is_refused_with_what_does(
     dtype: str,
     kv_cache_dtype: Any,
-    device: str,
+    device: Literal["cpu", "cuda"],
     capability: tuple[int, int] | None,
     possible: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     asked = engine_with(kv_cache_dtype)
     with pytest.raises(StartupError, match=f"Possible here: {possible}\\.") as caught:
-        choose_format(asked, FORMATS_BY_NAME[dtype].dtype, torch.device(device))
+        choose_format(asked, dtype, device)
     assert caught.value.param == "kv_cache_dtype"
     if capability == (8, 0):
         assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
@@ -170,8 +170,10 @@ def test_what_does_not_go_together_is_refused_with_what_does(
 
 def test_settings_and_planner_know_every_format() -> None:
     assert set(get_args(KVCacheDType)) == {"auto", *FORMATS_BY_NAME}
+    for each in FORMATS_BY_NAME.values():
+        assert each.itemsize == each.dtype.itemsize
     assert {
-        each.name: (8 * each.dtype.itemsize // each.packed, 8 * SCALE_NBYTES)
+        each.name: (8 * each.itemsize // each.packed, 8 * SCALE_NBYTES)
         for each in FORMATS_BY_NAME.values()
         if each.has_scales
     } == SCALED_KV_BITS

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from disagg.config import ASSETS, EngineConfig
-from disagg.engine.device.build import check_engine
-from disagg.engine.device.dtypes import check_quantization
+from disagg.engine.device.check import check_engine
+from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.models.decoder import load_model
@@ -72,10 +72,10 @@ def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
         check_engine(INT8, describe_model(tmp_path))
     assert it.value.param == "quantization"
     dense = describe_model(ASSETS / "demo-small").config
-    check_quantization(INT8, dense, CPU)
+    check_quantization(INT8, dense, "cpu")
     with pytest.raises(StartupError, match="a kernel for CPUs only; set device = 'cpu', or leave"):
-        check_quantization(INT8, dense, torch.device("cuda"))
-    check_quantization(EngineConfig(), dense, torch.device("cuda"))
+        check_quantization(INT8, dense, "cuda")
+    check_quantization(EngineConfig(), dense, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

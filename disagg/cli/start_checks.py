@@ -152,10 +152,9 @@ def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bo
         is_here: whether workers run on this machine.
     """
     from disagg.ingress.core import served_models
-
-    served_models(config)  # first, since loading torch for the rest takes seconds
     from disagg.worker.check import check_tier
 
+    served_models(config)
     wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here) for tier in config.tiers)
     has_nbytes, _ = read_memory()
     if is_here and wanted_nbytes > has_nbytes > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disagg.config import TierConfig
 from disagg.doctor.findings import Finding
+from disagg.engine.device.check import check_engine
 from disagg.errors import DisaggError, NotEnoughMemory
 from disagg.kernels.devices import gpus_here
 from disagg.models.description import describe_model
@@ -14,8 +15,6 @@ GIB = 1 << 30
 
 def check_model(tier: TierConfig) -> list[Finding]:
     """Read a model's description and its weights' headers; do the arithmetic of one worker."""
-    from disagg.engine.device.build import check_engine
-
     check = f"model {tier.name}"
     gpus = gpus_here().devices if tier.engine.device != "cpu" else ()
     gpu_nbytes = gpus[0].total_nbytes if gpus else None

@@ -55,7 +55,7 @@ class Gpus:
 def gpus_here() -> Gpus:
     """What a process that is started from here can use."""
     visible = _visible_ids(os.environ)
-    if visible == [] or not _has_driver():
+    if visible == [] or not has_driver():
         return Gpus()
     import torch  # here, and not above: what plans with devices must not need it
 
@@ -98,7 +98,7 @@ def _visible_ids(environment: Mapping[str, str]) -> list[str] | None:
     return ids
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     """Whether anything of a driver is here. torch finds no GPU without the driver's library."""
     if DRIVER.exists() or AMD.exists() or shutil.which("nvidia-smi") is not None:
         return True

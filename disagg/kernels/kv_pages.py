@@ -19,10 +19,11 @@ other as a matrix product needs them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # loading it takes seconds, and formats and sizes are asked for without it
+    import torch
+    from torch import Tensor
 
 SCALE_NBYTES = 4
 ALIGNMENT = 16
@@ -35,7 +36,8 @@ class KVFormat:
     """The type of a stored value.
 
     Attributes:
-        dtype: of a stored number.
+        itemsize: bytes of a stored number.
+        stored: torch's name of its type.
         largest: what the largest value of a vector becomes; 0.0 for a format without scales. Below
             0, a value of either sign becomes that: of numbers that reach one step further below 0
             than above it, none is left unused. The scale then has the sign.
@@ -45,10 +47,19 @@ class KVFormat:
     """
 
     name: str
-    dtype: torch.dtype
+    itemsize: int
+    stored: str
     largest: float = 0.0
     packed: int = 1
     capability: tuple[int, int] = (0, 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a stored number."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.stored)
+        return dtype
 
     @property
     def has_scales(self) -> bool:
@@ -64,18 +75,18 @@ class KVFormat:
         return _aligned(self.scales_offset(block_size, head_dim) + block_size * SCALE_NBYTES)
 
     def _values_nbytes(self, block_size: int, head_dim: int) -> int:
-        return block_size * (head_dim // self.packed) * self.dtype.itemsize
+        return block_size * (head_dim // self.packed) * self.itemsize
 
 
 FORMATS = {
     each.name: each
     for each in (
-        KVFormat("float32", torch.float32),
-        KVFormat("bfloat16", torch.bfloat16),
-        KVFormat("float16", torch.float16),
-        KVFormat("int8", torch.int8, 127.0),
-        KVFormat("int4", torch.int8, -128.0, packed=2),
-        KVFormat("fp8", torch.float8_e4m3fn, 448.0, capability=(8, 9)),  # e4m3
+        KVFormat("float32", 4, "float32"),
+        KVFormat("bfloat16", 2, "bfloat16"),
+        KVFormat("float16", 2, "float16"),
+        KVFormat("int8", 1, "int8", 127.0),
+        KVFormat("int4", 1, "int8", -128.0, packed=2),
+        KVFormat("fp8", 1, "float8_e4m3fn", 448.0, capability=(8, 9)),
     )
 }
 
@@ -141,6 +152,8 @@ def pages_of(
     Args:
         memory: uint8, flat, a whole number of blocks.
     """
+    import torch
+
     pages_per_block = num_layers * 2 * num_kv_heads
     dims = (-1, num_layers, 2, num_kv_heads)
     width = head_dim // format.packed
@@ -169,6 +182,8 @@ def new_pages(
     head_dim: int, device: torch.device,
 ) -> KVPages:  # fmt: skip
     """A slab of zeros."""
+    import torch
+
     page_nbytes = format.page_nbytes(block_size, head_dim)
     nbytes = num_blocks * num_layers * 2 * num_kv_heads * page_nbytes
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)

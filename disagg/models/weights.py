@@ -22,16 +22,15 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
-from disagg.models.parts import Part, all_parts, layer_parts, outer_parts
+from disagg.models.parts import Part, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
 from disagg.models.share import WHOLE, Share
+from disagg.models.tensor_check import check_weights
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-_MAX_NAMES_IN_AN_ERROR = 8
 _NAN_SCALE = 255  # of MXFP4
 
 
@@ -77,16 +76,6 @@ class DecoderWeights:
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Tensor  # [vocab, hidden]
-
-
-def check_weights(model: ModelDescription) -> None:
-    """Compare the tensors there are with what the decoder needs.
-
-    Raises:
-        ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
-            not floating point; the message names them.
-    """
-    _check_names(model, {part.name: part for part in all_parts(model.config)})
 
 
 def load_weights(
@@ -163,61 +152,6 @@ def _is_finite(values: Tensor, part: Part) -> bool:
 def _layer(fields: Mapping[str, Tensor]) -> LayerWeights:
     optional = ("qkv_bias", "q_norm", "k_norm", "output_bias", "gate_up_bias", "down_bias")
     return LayerWeights(**{**dict.fromkeys(optional), **fields})  # type: ignore[arg-type]
-
-
-def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
-    """Raise one error that names everything that does not fit."""
-    stored = model.tensors
-    ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    missing = [name for name in wanted if name not in stored]
-    unexpected = [
-        name
-        for name in stored
-        if name not in wanted and name not in ignored and not _says_nothing(name, stored[name])
-    ]
-    reshaped = [
-        f"{name} is {list(stored[name].shape)}, not {list(part.stored_shape)}"
-        for name, part in wanted.items()
-        if name in stored and stored[name].shape != part.stored_shape
-    ]
-    not_float = [
-        f"{name} is {stored[name].dtype}"
-        for name, part in wanted.items()
-        if name in stored and not _is_read(stored[name], part)
-    ]
-    problems = [
-        f"{title}: {_some(names)}"
-        for title, names in (
-            ("missing tensors", missing),
-            ("unexpected tensors", unexpected),
-            ("wrong shapes", reshaped),
-            ("types that are not loaded, only float weights are", not_float),
-        )
-        if names
-    ]
-    if problems:
-        raise ModelError(
-            f"the weights in {model.source} do not fit its configuration ({model.config.family}). "
-            + "; ".join(problems)
-        )
-
-
-def _says_nothing(name: str, stored: StoredTensor) -> bool:
-    """What old checkpoints have, and biases of zeros, which GPTQ gives to every matrix."""
-    return name.endswith("rotary_emb.inv_freq") or (name.endswith(".bias") and stored.is_zero())
-
-
-def _is_read(stored: StoredTensor, part: Part) -> bool:
-    # What is widened was checked when it was described.
-    if isinstance(stored, GgufStored | QuantizedStored):
-        return not part.is_raw
-    return stored.dtype in (("U8",) if part.is_raw else FLOATS)
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_IN_AN_ERROR])
-    hidden = len(names) - _MAX_NAMES_IN_AN_ERROR
-    return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 class _Reader:

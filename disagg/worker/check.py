@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from disagg.config import TierConfig
+from disagg.engine.device.check import check_engine
+from disagg.engine.device.choices import choose_device
 from disagg.messages import Role
 from disagg.models.description import describe_model
 
@@ -21,9 +23,6 @@ def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = 
     Raises:
         StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
     """
-    from disagg.engine.device.build import check_engine
-    from disagg.engine.device.gpu import choose_device
-
     model = describe_model(tier.directory)
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
@@ -31,7 +30,7 @@ def check_tier(tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = 
         engine = tier.for_role(role).engine
         plan = check_engine(engine, model, gpu_nbytes=gpu_nbytes, is_here=is_here)
         each_nbytes = int(engine.kv_offloading_size * 2**30)
-        if plan is not None and choose_device(engine).type == "cpu":
+        if plan is not None and choose_device(engine) == "cpu":
             each_nbytes += plan.workspace_nbytes + plan.kv_nbytes(engine)
         pool = tier.prefill if role == "prefill" else tier.decode
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)

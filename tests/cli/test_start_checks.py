@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,25 @@ def test_more_memory_than_the_machine_has(engine: dict[str, float]) -> None:
     raw = {"tiers": [{"model": "demo-small", "engine": {**engine, "device": "cpu"}}]}
     with pytest.raises(NotEnoughMemory, match=r"The workers would take .* GB of memory .* has"):
         start_checks.check_models(parse_config({**raw, "cluster_key": "of-a-test"}))
+
+
+CHECKS_A_MODEL = """
+import sys
+
+from disagg.cli.start_checks import check_models
+from disagg.config_checks import parse_config
+
+engine = {"device": "cpu", "kv_cache_dtype": "fp8"}
+tiers = [{"model": "demo-small", "engine": engine}]
+check_models(parse_config({"tiers": tiers, "cluster_key": "of-a-test"}))
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_start_on_a_cpu_checks_its_models_without_torch() -> None:
+    """Loading it would be two of the seconds until the first signs of life."""
+    done = subprocess.run([sys.executable, "-c", CHECKS_A_MODEL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("what", [{"drain_s": math.inf}, {"drain_s": -1.0}])

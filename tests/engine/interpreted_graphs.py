@@ -16,7 +16,8 @@ from torch import Tensor
 
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
-from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.mixed_graphs import MixedGraphs, MixedSize
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import KVShape
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.holds import issue_ticket

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.config import EngineConfig
-from disagg.engine.device.build import check_engine
+from disagg.engine.device.check import check_engine
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files, read_header
 from disagg.models.description import describe_model

@@ -25,7 +25,8 @@ from disagg.models.gguf_file import BLOCKS
 from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import read_values
 from disagg.models.rope import RopeConfig
-from disagg.models.weights import check_weights, load_weights
+from disagg.models.tensor_check import check_weights
+from disagg.models.weights import load_weights
 from disagg.text.tokenizer import Tokenizer
 from tests.models.checkpoints import write_checkpoint
 from tests.models.gguf_files import END, ROLE, TOOL, vocabulary, write_gguf

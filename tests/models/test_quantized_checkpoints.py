@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from disagg.config import ASSETS, EngineConfig
-from disagg.engine.device.build import check_engine
+from disagg.engine.device.check import check_engine
 from disagg.errors import ModelError
 from disagg.models.checkpoint import read_header
 from disagg.models.decoder import load_model

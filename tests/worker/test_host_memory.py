@@ -10,7 +10,8 @@ import torch
 from disagg.blocks import hash_block, hash_root
 from disagg.config import EngineConfig
 from disagg.config_checks import parse_config
-from disagg.engine.device.kv_cache import KVCache, KVShape
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import KVShape
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.slab import Slab

@@ -1,6 +1,7 @@
 """Building an engine: decide its device, dtype and memory, load the model, make the parts.
 
-Knows devices, dtypes and weights. `check_engine` raises the same errors without loading anything.
+Knows devices, dtypes and weights. `check.check_engine` raises the same errors without loading
+anything.
 """
 
 from __future__ import annotations
@@ -12,25 +13,24 @@ from functools import partial
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.dtypes import check_quantization, choose_dtype
-from disagg.engine.device.gpu import GpuMemory, choose_device
-from disagg.engine.device.kv_cache import KVCache, KVShape, choose_format, choose_num_blocks
-from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.engine.device.check import choose_max_model_len, choose_shape
+from disagg.engine.device.choices import check_quantization, choose_device, choose_dtype
+from disagg.engine.device.gpu import GpuMemory
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import choose_num_blocks
+from disagg.engine.device.memory_plan import plan_memory
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.errors import StartupError
+from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
-from disagg.models.model_config import ModelConfig
-from disagg.models.weights import Progress, check_weights
+from disagg.models.weights import Progress
 
-CPU_BLOCK_SIZE = 16
-GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
 CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
 
 NewGenerations = Callable[[int], MutableSequence[int]]
@@ -64,14 +64,16 @@ def build_engine(
         StartupError: a setting contradicts the model or the machine.
     """
     model = description.config
-    max_model_len = _choose_max_model_len(config, model)
-    device = choose_device(config)
-    check_quantization(config, model, device)
-    gpu = GpuMemory(config, device) if device.type == "cuda" else None
-    dtype = choose_dtype(config, model, device)
-    shape = _choose_shape(config, description, dtype, device)
+    max_model_len = choose_max_model_len(config, model)
+    device_type = choose_device(config)
+    check_quantization(config, model, device_type)
+    device = torch.device(device_type)
+    gpu = GpuMemory(config, device) if device_type == "cuda" else None
+    dtype_name = choose_dtype(config, model, device_type)
+    shape = choose_shape(config, description, dtype_name, device_type)
+    dtype = FORMATS[dtype_name].dtype
     claim_nbytes = None if gpu is None else gpu.claim_nbytes
-    memory = plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
+    memory = plan_memory(config, model, shape, max_model_len, dtype.itemsize, claim_nbytes)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     load = load or partial(load_model, quantization=config.quantization)
@@ -86,7 +88,7 @@ def build_engine(
     grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs)
     progress(StartStep("warm_up"))
-    is_cpu = device.type == "cpu"
+    is_cpu = device_type == "cpu"
     num_tokens = min(memory.max_num_batched_tokens, max_model_len - 1)
     runner.warm_up(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
@@ -115,61 +117,3 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     if asked is None:
         return None
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
-
-
-def check_engine(
-    config: EngineConfig,
-    description: ModelDescription,
-    *,
-    gpu_nbytes: int | None = None,
-    is_here: bool = True,
-) -> MemoryPlan | None:
-    """Raise the errors that `build_engine` would raise, as far as the headers of the weights show.
-
-    Returns how it would divide the memory; None if the device's memory is not known.
-
-    Args:
-        gpu_nbytes: memory of the GPU that it would be on; None: not known.
-        is_here: whether it would be on this machine; if not, a GPU's memory is not checked.
-
-    Raises:
-        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
-    """
-    model = description.config
-    max_model_len = _choose_max_model_len(config, model)
-    check_weights(description)
-    if not is_here and config.device != "cpu":
-        return None
-    device = choose_device(config)
-    check_quantization(config, model, device)
-    dtype = choose_dtype(config, model, device)
-    shape = _choose_shape(config, description, dtype, device)
-    if device.type == "cpu":
-        return plan_memory(config, model, shape, max_model_len, dtype, None)
-    if gpu_nbytes is None:
-        return None
-    is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
-    claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-    return plan_memory(config, model, shape, max_model_len, dtype, claim_nbytes)
-
-
-def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_model_len:
-        raise StartupError(
-            f"max_model_len is {wanted}, but the model was made for {model.max_model_len} positions"
-            " at most; lower it, or leave it out.",
-            param="max_model_len",
-        )
-    return wanted or model.max_model_len
-
-
-def _choose_shape(
-    config: EngineConfig, model: ModelDescription, dtype: torch.dtype, device: torch.device
-) -> KVShape:
-    format = choose_format(config, dtype, device)
-    block_size = config.block_size or (GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE)
-    fingerprint = model.fingerprint
-    if config.quantization is not None:  # its KV is not that of the weights as they were
-        fingerprint += f"+{config.quantization}"
-    return KVShape.of(model.config, fingerprint, block_size, format)

@@ -1,4 +1,4 @@
-"""The GPU of an engine, and the share of its memory that the engine may use."""
+"""The share of a GPU's memory that an engine may use."""
 
 from __future__ import annotations
 
@@ -8,25 +8,11 @@ from collections.abc import Callable
 import torch
 
 from disagg.config import EngineConfig
-from disagg.errors import NotEnoughMemory, StartupError
-from disagg.kernels.devices import gpus_here, why_no_gpu
+from disagg.errors import NotEnoughMemory
 
 # A worker that has just ended frees its memory some seconds later than its place in Ray.
 FREE_WAIT_S = 30.0
 _POLL_S = 0.5
-
-
-def choose_device(config: EngineConfig) -> torch.device:
-    """Raises `StartupError` if a GPU was requested, or exists, and cannot be used."""
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if config.device == "cuda":
-        raise StartupError(f"{why_no_gpu()} device = 'cpu' works without one.", param="device")
-    if problem := gpus_here().problem:
-        raise StartupError(f"{problem} device = 'cpu' works without a GPU.", param="device")
-    return torch.device("cpu")
 
 
 class GpuMemory:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from disagg.config import EngineConfig
-from disagg.engine.device.kv_cache import KVShape, choose_num_blocks
+from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
 from disagg.models.model_config import ModelConfig
@@ -65,12 +63,13 @@ def plan_memory(
     model: ModelConfig,
     shape: KVShape,
     max_model_len: int,
-    dtype: torch.dtype,
+    itemsize: int,
     claim_nbytes: int | None,
 ) -> MemoryPlan:
     """Choose the sizes of steps.
 
     Args:
+        itemsize: of a number that the model computes with.
         claim_nbytes: of the GPU's memory; None on a CPU.
 
     Raises:
@@ -78,26 +77,26 @@ def plan_memory(
     """
     model_nbytes = weights_nbytes(
         model,
-        dtype.itemsize,
+        itemsize,
         widens=claim_nbytes is None,
         is_int8=config.quantization == "int8",
     )
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(
-            config, model, shape, dtype, claim_nbytes - model_nbytes
+            config, model, shape, itemsize, claim_nbytes - model_nbytes
         )
     # In a step all sequences may decode. If one of the two sizes is set, the other follows.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
-    workspace_nbytes = step_nbytes(model, dtype.itemsize, num_seqs, num_tokens)
+    workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens)
     workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
     if claim_nbytes is not None and not config.enforce_eager:
         from disagg.engine.device.mixed_graphs import graph_sizes  # needs Triton
 
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
-        workspace_nbytes += captured_nbytes(model, dtype.itemsize, sizes, num_blocks)
+        workspace_nbytes += captured_nbytes(model, itemsize, sizes, num_blocks)
     plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, model_nbytes, workspace_nbytes)
     if claim_nbytes is None:
         choose_num_blocks(config, shape, max_model_len, None, num_seqs)
@@ -110,7 +109,7 @@ def _step_of_gpu(
     config: EngineConfig,
     model: ModelConfig,
     shape: KVShape,
-    dtype: torch.dtype,
+    itemsize: int,
     room_nbytes: int,
 ) -> tuple[int, int]:
     """Sequences and tokens of one step, by the memory that the weights leave."""
@@ -119,7 +118,7 @@ def _step_of_gpu(
     num_seqs = config.max_num_seqs or max(LEAST_NUM_SEQS, min(num_fitting, MOST_NUM_SEQS))
     num_tokens = MOST_BATCHED_TOKENS
     while num_tokens > LEAST_BATCHED_TOKENS and (
-        MOST_OF_ROOM * step_nbytes(model, dtype.itemsize, num_seqs, num_tokens) > room_nbytes
+        MOST_OF_ROOM * step_nbytes(model, itemsize, num_seqs, num_tokens) > room_nbytes
     ):
         num_tokens //= 2
     return num_seqs, num_tokens

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from disagg.config import EngineConfig
+from disagg.engine.device import choices
 from disagg.engine.device import gpu as module
 from disagg.engine.device.build import build_engine
-from disagg.engine.device.gpu import GpuMemory, choose_device
+from disagg.engine.device.choices import choose_device
+from disagg.engine.device.gpu import GpuMemory
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
 from disagg.models.description import describe_model
@@ -25,6 +27,7 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.own = self.others = 0
+        monkeypatch.setattr(choices, "has_driver", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
@@ -107,14 +110,15 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
 
 
 def test_a_gpu_that_cannot_be_used_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "has_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(EngineConfig()).type == "cpu"
+    assert choose_device(EngineConfig()) == "cpu"
     with pytest.raises(StartupError, match="finds no GPU"):
         choose_device(EngineConfig(device="cuda"))
     broken = devices.Gpus(problem="The driver 470.1 is too old.")
     monkeypatch.setattr(devices, "gpus_here", lambda: broken)
-    monkeypatch.setattr(module, "gpus_here", lambda: broken)
+    monkeypatch.setattr(choices, "gpus_here", lambda: broken)
     for device in ("auto", "cuda"):
         with pytest.raises(StartupError, match=r"driver 470\.1"):
             choose_device(EngineConfig(device=device))
-    assert choose_device(EngineConfig(device="cpu")).type == "cpu"
+    assert choose_device(EngineConfig(device="cpu")) == "cpu"

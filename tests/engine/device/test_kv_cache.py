@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.kv_cache import CPU_CACHE_NBYTES, KVCache, KVShape, choose_num_blocks
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.kv_shape import CPU_CACHE_NBYTES, KVShape, choose_num_blocks
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
 
@@ -87,7 +88,7 @@ def test_a_cpu_makes_room_for_one_full_sequence_where_there_is_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     max_model_len = 4 * (CPU_CACHE_NBYTES // SHAPE.block_nbytes + 100)
-    memory = sys.modules["disagg.engine.device.kv_cache"]
+    memory = sys.modules["disagg.engine.device.kv_shape"]
     monkeypatch.setattr(memory, "_host_memory_nbytes", lambda: 1 << 40)
     num_blocks = choose(EngineConfig(), max_model_len)
     assert num_blocks == max_model_len // 4

@@ -6,10 +6,9 @@ import dataclasses
 import re
 
 import pytest
-import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.kv_cache import KVShape
+from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
@@ -28,7 +27,7 @@ def plan(gb: float | None, model: object = LLAMA_3_8B, **settings: object) -> Me
     shape = KVShape.of(model, "weights", 64, FORMATS["bfloat16"])
     claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
     max_model_len = config.max_model_len or (2048 if gb is None else 8192)
-    return plan_memory(config, model, shape, max_model_len, torch.bfloat16, claim_nbytes)
+    return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes)
 
 
 def sizes(found: MemoryPlan) -> tuple[int, int]:

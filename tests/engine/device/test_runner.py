@@ -15,9 +15,10 @@ import transformers
 
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
-from disagg.engine.device import build, dtypes, prompt_scores
+from disagg.engine.device import build, choices, prompt_scores
 from disagg.engine.device import runner as runner_module
-from disagg.engine.device.build import build_engine, check_engine
+from disagg.engine.device.build import build_engine
+from disagg.engine.device.check import check_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
@@ -390,7 +391,7 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
 ) -> None:
     _, directory = checkpoint
     for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
-        monkeypatch.setattr(dtypes, "cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
+        monkeypatch.setattr(choices, "cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
         _, kv_cache = build_engine(config(dtype="auto"), describe_model(directory))
         assert kv_cache.pages.values.dtype is dtype
 
@@ -448,15 +449,14 @@ def test_a_gpu_computes_in_half_precision(
 ) -> None:
     _, directory = checkpoint
     model = describe_model(directory).config
-    gpu = torch.device("cuda")
     for stored, dtype in [
-        ("float32", torch.bfloat16),
-        ("float16", torch.float16),
-        ("bfloat16", torch.bfloat16),
+        ("float32", "bfloat16"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
     ]:
         stored_model = dataclasses.replace(model, dtype=stored)
-        assert dtypes.choose_dtype(config(dtype="auto"), stored_model, gpu) is dtype
-    assert dtypes.choose_dtype(config(), model, gpu) is torch.float32
+        assert choices.choose_dtype(config(dtype="auto"), stored_model, "cuda") == dtype
+    assert choices.choose_dtype(config(), model, "cuda") == "float32"
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_the_cpus_flags_tell_what_it_multiplies(
     flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: flags)
-    assert dtypes.cpu_multiplies_bfloat16() is multiplies
+    assert choices.cpu_multiplies_bfloat16() is multiplies
 
 
 def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
@@ -477,7 +477,7 @@ def test_a_machine_without_cpu_flags_is_taken_for_a_plain_one(
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert not dtypes.cpu_multiplies_bfloat16()
+    assert not choices.cpu_multiplies_bfloat16()
 
 
 def test_the_number_of_threads_is_set(

@@ -1,0 +1,85 @@
+"""The errors of `build.build_engine`, raised before anything is loaded, and how memory is divided.
+
+Loads no torch where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from disagg.config import EngineConfig
+from disagg.engine.device.choices import (
+    DeviceType,
+    check_quantization,
+    choose_device,
+    choose_dtype,
+)
+from disagg.engine.device.kv_shape import KVShape, choose_format
+from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.errors import StartupError
+from disagg.kernels.kv_pages import FORMATS
+from disagg.models.description import ModelDescription
+from disagg.models.model_config import ModelConfig
+from disagg.models.tensor_check import check_weights
+
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
+
+
+def check_engine(
+    config: EngineConfig,
+    description: ModelDescription,
+    *,
+    gpu_nbytes: int | None = None,
+    is_here: bool = True,
+) -> MemoryPlan | None:
+    """Raise the errors that `build_engine` would raise, as far as the headers of the weights show.
+
+    Returns how it would divide the memory; None if the device's memory is not known.
+
+    Args:
+        gpu_nbytes: memory of the GPU that it would be on; None: not known.
+        is_here: whether it would be on this machine; if not, a GPU's memory is not checked.
+
+    Raises:
+        ModelError, NotEnoughMemory, StartupError: as `build_engine`.
+    """
+    model = description.config
+    max_model_len = choose_max_model_len(config, model)
+    check_weights(description)
+    if not is_here and config.device != "cpu":
+        return None
+    device = choose_device(config)
+    check_quantization(config, model, device)
+    dtype = choose_dtype(config, model, device)
+    shape = choose_shape(config, description, dtype, device)
+    itemsize = FORMATS[dtype].itemsize
+    if device == "cpu":
+        return plan_memory(config, model, shape, max_model_len, itemsize, None)
+    if gpu_nbytes is None:
+        return None
+    is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
+    return plan_memory(config, model, shape, max_model_len, itemsize, claim_nbytes)
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest sequence: as configured, or as the model was made. Raises `StartupError`."""
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_model_len:
+        raise StartupError(
+            f"max_model_len is {wanted}, but the model was made for {model.max_model_len} positions"
+            " at most; lower it, or leave it out.",
+            param="max_model_len",
+        )
+    return wanted or model.max_model_len
+
+
+def choose_shape(
+    config: EngineConfig, model: ModelDescription, dtype: str, device: DeviceType
+) -> KVShape:
+    """The format of the engine's KV blocks. Raises `StartupError`: not possible on this device."""
+    format = choose_format(config, dtype, device)
+    block_size = config.block_size or (GPU_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
+    fingerprint = model.fingerprint
+    if config.quantization is not None:  # its KV is not that of the weights as they were
+        fingerprint += f"+{config.quantization}"
+    return KVShape.of(model.config, fingerprint, block_size, format)

@@ -1,0 +1,68 @@
+"""The device and the dtype that an engine computes in, and whether its weights are quantised.
+
+Loads torch only where something of a GPU's driver is here: loading it takes seconds of a start.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from disagg.config import EngineConfig
+from disagg.errors import StartupError
+from disagg.kernels.cpu_library import cpu_flags
+from disagg.kernels.devices import gpus_here, has_driver, why_no_gpu
+from disagg.models.model_config import ModelConfig
+
+DeviceType: TypeAlias = Literal["cpu", "cuda"]
+
+
+def choose_device(config: EngineConfig) -> DeviceType:
+    """Raises `StartupError` if a GPU was requested, or exists, and cannot be used."""
+    if config.device == "cpu":
+        return "cpu"
+    if _has_gpu():
+        return "cuda"
+    if config.device == "cuda":
+        raise StartupError(f"{why_no_gpu()} device = 'cpu' works without one.", param="device")
+    if problem := gpus_here().problem:
+        raise StartupError(f"{problem} device = 'cpu' works without a GPU.", param="device")
+    return "cpu"
+
+
+def _has_gpu() -> bool:
+    if not has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -> str:
+    """The requested dtype; by default half precision if the hardware multiplies it natively."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cuda":
+        return "bfloat16" if model.dtype == "float32" else model.dtype
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16"))
+
+
+def check_quantization(config: EngineConfig, model: ModelConfig, device: DeviceType) -> None:
+    """Raises `StartupError`: not this model, or not on this device."""
+    asked, why = config.quantization, ""
+    if asked is None:
+        return
+    if model.experts is not None:
+        why = (
+            f"{model.family} has experts, and only dense models are quantised when they are loaded"
+        )
+    elif device != "cpu":
+        why = "there is a kernel for CPUs only; set device = 'cpu'"
+    if why:
+        raise StartupError(
+            f"quantization = {asked!r} is not possible: {why}, or leave it out.",
+            param="quantization",
+        )
