@@ -44,11 +44,14 @@ from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
+from disagg.kernels.dispatch import device_name
 from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.weights import Progress
 from disagg.planner.roofline import DATASHEET, Placement
+from disagg.planner.shapes import shape_of
+from disagg.planner.step_sizes import step_sizes
 
 # Sequences and tokens of each, the most telling ones first.
 BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]
@@ -118,8 +121,12 @@ class Served:
             )
         with tempfile.TemporaryDirectory() as folder:
             model = describe_model(write_shape(Path(folder), self.shape))
-            engine, kv_cache = build_engine(config, model, progress, load=_random_weights)
             self.placement = placement_of(model, self.device)
+            called = device_name(-1 if self.device.type == "cpu" else 0)
+            sizes = step_sizes(shape_of(model), called)
+            engine, kv_cache = build_engine(
+                config, model, progress, load=_random_weights, largest_step=sizes
+            )
         synchronize(self.device)
         if self.device.type == "cpu":
             engine.launcher = cast(ModelRunner, engine.runner)  # as on a GPU, one step ahead

@@ -228,13 +228,14 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-seqs",
         type=int,
-        help="sequences in a step (default: 64 on a CPU; 64 to 512 on a GPU, by its memory)",
+        help="sequences in a step (default: 64 on a CPU; on a GPU 256 to 512 by its speed, fewer"
+        " but at least 64 if memory is short)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        help="tokens in a step (default: 1024 on a CPU; 8192 on a GPU, fewer but at least 2048 if"
-        " memory is short)",
+        help="tokens in a step (default: 1024 on a CPU; on a GPU 2048 to 8192 by its speed and"
+        " memory)",
     )
     group.add_argument(
         "--gpu-memory-utilization",

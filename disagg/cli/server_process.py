@@ -110,7 +110,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             if not plan.device_ids:
                 sentence = find_library(STEP).sentence
                 reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
-        check_models(plan.config, plan.gpu_nbytes, is_here)
+        check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name)
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
             reports.say(

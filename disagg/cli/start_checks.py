@@ -144,18 +144,21 @@ def check_haproxy() -> None:
     find_haproxy()
 
 
-def check_models(config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True) -> None:
+def check_models(
+    config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True, gpu_name: str = ""
+) -> None:
     """Refuse what cannot be served before any process starts.
 
     Args:
         gpu_nbytes: memory of each GPU, where it is known.
         is_here: whether workers run on this machine.
+        gpu_name: as the driver says it; empty: not known.
     """
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
     served_models(config)
-    wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here) for tier in config.tiers)
+    wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here, gpu_name) for tier in config.tiers)
     has_nbytes, _ = read_memory()
     if is_here and wanted_nbytes > has_nbytes > 0:
         raise NotEnoughMemory(

@@ -9,6 +9,7 @@ from disagg.errors import DisaggError, NotEnoughMemory
 from disagg.kernels.devices import gpus_here
 from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
+from disagg.planner.step_sizes import step_sizes
 
 GIB = 1 << 30
 
@@ -17,10 +18,11 @@ def check_model(tier: TierConfig) -> list[Finding]:
     """Read a model's description and its weights' headers; do the arithmetic of one worker."""
     check = f"model {tier.name}"
     gpus = gpus_here().devices if tier.engine.device != "cpu" else ()
-    gpu_nbytes = gpus[0].total_nbytes if gpus else None
+    gpu_nbytes, gpu_name = (gpus[0].total_nbytes, gpus[0].name) if gpus else (None, "")
     try:
         model = describe_model(tier.directory)
-        plan = check_engine(tier.engine, model, gpu_nbytes=gpu_nbytes)
+        sizes = step_sizes(shape_of(model), gpu_name, tier.engine.kv_cache_dtype)
+        plan = check_engine(tier.engine, model, gpu_nbytes=gpu_nbytes, largest_step=sizes)
     except NotEnoughMemory as error:
         return [Finding(f"KV of {tier.name}", error.message, "wrong", _flag(error))]
     except DisaggError as error:

@@ -47,6 +47,12 @@ class DevicePlan:
         """Memory of the smallest one; None where it is not known, or there is none."""
         return min((each.total_nbytes for each in self.devices if each.total_nbytes), default=None)
 
+    @property
+    def gpu_name(self) -> str:
+        """Of one of those with the least memory, as the driver says it; empty: not known."""
+        every = ((each.total_nbytes or 0, each.name) for each in self.devices)
+        return min(every, default=(0, ""))[1]
+
 
 class _Worker(NamedTuple):
     """One worker of a pool at its largest."""

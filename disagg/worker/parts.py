@@ -24,6 +24,7 @@ from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
+from disagg.planner.step_sizes import step_sizes
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
@@ -90,6 +91,7 @@ def build_parts(
     """
     # Here, and not above: the scheduler's users must not need torch to import this package.
     from disagg.engine.device.build import build_engine
+    from disagg.engine.device.choices import choose_device
     from disagg.kernels.dispatch import device_name
 
     made: list[Stamps] = []
@@ -99,8 +101,16 @@ def build_parts(
         return made[0].generations
 
     model = describe_model(tier.directory)
-    engine, kv_cache = build_engine(tier.engine, model, progress, new_generations)
-    prior, roofline = step_times(shape_of(model), device_name(kv_cache.device_id))
+    shape = shape_of(model)
+    called = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
+    engine, kv_cache = build_engine(
+        tier.engine,
+        model,
+        progress,
+        new_generations,
+        largest_step=step_sizes(shape, called, tier.engine.kv_cache_dtype),
+    )
+    prior, roofline = step_times(shape, called)
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = Slab(
         kv_cache.base_address,

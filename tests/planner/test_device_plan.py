@@ -101,6 +101,7 @@ def test_pools_are_planned_at_their_largest() -> None:
 def test_a_gpu_that_others_fill_is_left_out() -> None:
     found = plan(machine(3, 80, 80))
     assert found.device_ids == ["1", "2"]
+    assert found.gpu_name == "NVIDIA H100" and plan(Gpus()).gpu_name == ""
     with pytest.raises(StartupError) as refused:
         plan(machine(3, 80), {"prefill": {"num_replicas": 1}})
     said = refused.value.message

@@ -18,7 +18,7 @@ from disagg.engine.device.choices import check_quantization, choose_device, choo
 from disagg.engine.device.gpu import GpuMemory
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import choose_num_blocks
-from disagg.engine.device.memory_plan import plan_memory
+from disagg.engine.device.memory_plan import LARGEST_STEP, plan_memory
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
@@ -49,6 +49,7 @@ def build_engine(
     progress: Tell = lambda step: None,
     new_generations: NewGenerations = _own_generations,
     load: LoadModel | None = None,
+    largest_step: tuple[int, int] = LARGEST_STEP,
 ) -> tuple[Engine, KVCache]:
     """Load a model, size and allocate its cache, and return an engine that is ready to step.
 
@@ -57,6 +58,7 @@ def build_engine(
         new_generations: makes the stamp table for a number of blocks (a transport's, which remote
             readers see); by default one of the engine's own.
         load: makes the decoder; by default of the checkpoint's weights, quantised if asked for.
+        largest_step: see `plan_memory`.
 
     Raises:
         ModelError: the checkpoint is missing, damaged or unsupported.
@@ -73,7 +75,9 @@ def build_engine(
     shape = choose_shape(config, description, dtype_name, device_type)
     dtype = FORMATS[dtype_name].dtype
     claim_nbytes = None if gpu is None else gpu.claim_nbytes
-    memory = plan_memory(config, model, shape, max_model_len, dtype.itemsize, claim_nbytes)
+    memory = plan_memory(
+        config, model, shape, max_model_len, dtype.itemsize, claim_nbytes, largest_step
+    )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     load = load or partial(load_model, quantization=config.quantization)

@@ -13,7 +13,7 @@ from disagg.engine.device.choices import (
     choose_dtype,
 )
 from disagg.engine.device.kv_shape import KVShape, choose_format
-from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.description import ModelDescription
@@ -30,6 +30,7 @@ def check_engine(
     *,
     gpu_nbytes: int | None = None,
     is_here: bool = True,
+    largest_step: tuple[int, int] = LARGEST_STEP,
 ) -> MemoryPlan | None:
     """Raise the errors that `build_engine` would raise, as far as the headers of the weights show.
 
@@ -38,6 +39,7 @@ def check_engine(
     Args:
         gpu_nbytes: memory of the GPU that it would be on; None: not known.
         is_here: whether it would be on this machine; if not, a GPU's memory is not checked.
+        largest_step: see `plan_memory`.
 
     Raises:
         ModelError, NotEnoughMemory, StartupError: as `build_engine`.
@@ -58,7 +60,7 @@ def check_engine(
         return None
     is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-    return plan_memory(config, model, shape, max_model_len, itemsize, claim_nbytes)
+    return plan_memory(config, model, shape, max_model_len, itemsize, claim_nbytes, largest_step)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,6 +1,7 @@
 """Plans a GPU's memory before anything is loaded: weights, the largest step, KV.
 
-The step sizes follow from the memory that the weights leave. On a CPU memory does not limit them.
+The step sizes are those that the caller wants of the device's speed, as far as the memory that the
+weights leave has room for them. On a CPU memory does not limit them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from disagg.models.rank_parts import weights_nbytes
 
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 1024
+# Sequences and tokens of the largest step on a GPU of which no speed is known.
+LARGEST_STEP = 512, 8192
 # On a GPU every step reads all weights, so it should have many sequences: as many as have room for
 # this number of tokens each ...
 TOKENS_PER_SEQ = 512
-LEAST_NUM_SEQS, MOST_NUM_SEQS = 64, 512
+LEAST_NUM_SEQS = 64
 # ... and prompts need some thousand tokens in a step for full speed, if the step takes at most this
 # share of the memory that the weights leave.
-LEAST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 2048, 8192
+LEAST_BATCHED_TOKENS = 2048
 MOST_OF_ROOM = 4
 
 
@@ -65,12 +68,14 @@ def plan_memory(
     max_model_len: int,
     itemsize: int,
     claim_nbytes: int | None,
+    largest_step: tuple[int, int] = LARGEST_STEP,
 ) -> MemoryPlan:
     """Choose the sizes of steps.
 
     Args:
         itemsize: of a number that the model computes with.
         claim_nbytes: of the GPU's memory; None on a CPU.
+        largest_step: the sequences and tokens that a step on a GPU should have if there is room.
 
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
@@ -84,7 +89,7 @@ def plan_memory(
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(
-            config, model, shape, itemsize, claim_nbytes - model_nbytes
+            config, model, shape, itemsize, claim_nbytes - model_nbytes, largest_step
         )
     # In a step all sequences may decode. If one of the two sizes is set, the other follows.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
@@ -111,12 +116,13 @@ def _step_of_gpu(
     shape: KVShape,
     itemsize: int,
     room_nbytes: int,
+    largest_step: tuple[int, int],
 ) -> tuple[int, int]:
-    """Sequences and tokens of one step, by the memory that the weights leave."""
+    """Sequences and tokens of one step, with room in the memory that the weights leave."""
+    most_seqs, num_tokens = largest_step
     seq_nbytes = TOKENS_PER_SEQ * shape.block_nbytes // shape.block_size
     num_fitting = room_nbytes // seq_nbytes // 32 * 32
-    num_seqs = config.max_num_seqs or max(LEAST_NUM_SEQS, min(num_fitting, MOST_NUM_SEQS))
-    num_tokens = MOST_BATCHED_TOKENS
+    num_seqs = config.max_num_seqs or max(LEAST_NUM_SEQS, min(num_fitting, most_seqs))
     while num_tokens > LEAST_BATCHED_TOKENS and (
         MOST_OF_ROOM * step_nbytes(model, itemsize, num_seqs, num_tokens) > room_nbytes
     ):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from disagg.config import EngineConfig
-from disagg.engine.device import choices
+from disagg.config import EngineConfig, TierConfig
+from disagg.engine.device import check, choices, memory_plan
 from disagg.engine.device import gpu as module
 from disagg.engine.device.build import build_engine
+from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device
 from disagg.engine.device.gpu import GpuMemory
+from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
 from disagg.models.description import describe_model
+from disagg.planner.shapes import shape_of
+from disagg.planner.step_sizes import step_sizes
+from disagg.worker.check import check_tier
 from tests.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -107,6 +113,30 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
     gpu.others = 70 * GB
     assert "10.0 of 80.0 GB free" in refused()
     assert not loaded
+
+
+def test_the_size_of_steps_follows_the_speed_of_the_gpu(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = describe_model(write_tiny_model(tmp_path))
+    found = check_engine(EngineConfig(), model, gpu_nbytes=80 * GB, largest_step=(288, 4096))
+    assert found is not None
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (288, 4096)
+
+    planned: list[object] = []
+    checked = memory_plan.plan_memory
+
+    def plan_memory(*arguments: Any) -> MemoryPlan:
+        planned.append(arguments[-1])
+        return checked(*arguments)
+
+    monkeypatch.setattr(check, "plan_memory", plan_memory)
+    tier = TierConfig(model=str(tmp_path))
+    names = "NVIDIA L4", "NVIDIA of next year"
+    for name in names:
+        check_tier(tier, 80 * GB, gpu_name=name)
+    sizes = [step_sizes(shape_of(model), name) for name in names]
+    assert [*dict.fromkeys(planned)] == sizes and sizes[0] != sizes[1]
 
 
 def test_a_gpu_that_cannot_be_used_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.config import EngineConfig
 from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.memory_plan import MemoryPlan, plan_memory
+from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
 from tests.engine.device.test_workspace import LLAMA_3_8B
@@ -20,14 +20,19 @@ QWEN3_14B = dataclasses.replace(
 GB = 10**9
 
 
-def plan(gb: float | None, model: object = LLAMA_3_8B, **settings: object) -> MemoryPlan:
+def plan(
+    gb: float | None,
+    model: object = LLAMA_3_8B,
+    largest_step: tuple[int, int] = LARGEST_STEP,
+    **settings: object,
+) -> MemoryPlan:
     """Of a GPU of `gb`, of which a worker claims nine tenths; None: a CPU."""
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     assert isinstance(model, type(LLAMA_3_8B))
     shape = KVShape.of(model, "weights", 64, FORMATS["bfloat16"])
     claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
     max_model_len = config.max_model_len or (2048 if gb is None else 8192)
-    return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes)
+    return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes, largest_step)
 
 
 def sizes(found: MemoryPlan) -> tuple[int, int]:
@@ -54,6 +59,13 @@ def test_the_size_of_steps_follows_the_memory(
     gb: float | None, model: object, expected: tuple[int, int]
 ) -> None:
     assert sizes(plan(gb, model)) == expected
+
+
+def test_a_step_is_not_larger_than_the_speed_of_the_device_asks_for() -> None:
+    assert sizes(plan(96, largest_step=(288, 4096))) == (288, 4096)
+    assert sizes(plan(24, largest_step=(288, 4096))) == (64, 2048), "the memory has room for less"
+    assert sizes(plan(None, largest_step=(288, 4096))) == (64, 1024)
+    assert sizes(plan(96, largest_step=(288, 4096), max_num_seqs=512)) == (512, 4096)
 
 
 @pytest.mark.parametrize("gb", [None, 80])
