@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BENCHES = (
+    "api_tokens",
     "autoscale",
     "cascade",
     "drafts",

@@ -69,22 +69,22 @@ class Sink:
         self._parallel = parallel
         self._is_open = False  # the last call: it is not complete
         self._has_arguments = False
-        self._reasoning: list[str] = []
-        self._text: list[str] = []
+        self._reasoning = ""
+        self._text = ""
         self._calls: list[CallDelta] = []
         self._arguments: list[list[str]] = []  # of each of `_calls`
 
     def reasoning(self, text: str) -> None:
-        if text:
+        if text and self._is_open:
             self.end_call()
         if not self.is_full:
-            self._reasoning.append(text)
+            self._reasoning += text
 
     def text(self, text: str) -> None:
-        if text:
+        if text and self._is_open:
             self.end_call()
         if not self.is_full:
-            self._text.append(text)
+            self._text += text
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """
@@ -128,16 +128,13 @@ class Sink:
         calls: list[CallDelta] = []
         if self._calls:
             calls = [
-                call._replace(arguments="".join(pieces))
+                CallDelta(call.number, "".join(pieces), call.id, call.name)
                 for call, pieces in zip(self._calls, self._arguments, strict=True)
             ]
             self._calls, self._arguments = [], []
-        reasoning = text = ""
-        if self._reasoning:
-            reasoning, self._reasoning = "".join(self._reasoning), []
-        if self._text:
-            text, self._text = "".join(self._text), []
-        return AnswerDelta(reasoning, text, calls)
+        delta = AnswerDelta(self._reasoning, self._text, calls)
+        self._reasoning = self._text = ""
+        return delta
 
     def _new_id(self, number: int) -> str:
         digest = blake2b(f"{self._answer_id}/{number}".encode(), digest_size=12)
@@ -156,7 +153,9 @@ class Trimmed:
 
     def __call__(self, text: str) -> None:
         shown = text.rstrip()
-        if shown:
+        if shown and not self._spaces:
+            self._take(shown)
+        elif shown:
             self._take("".join((*self._spaces, shown)))
             self._spaces.clear()
         if len(shown) < len(text):

@@ -34,6 +34,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 @pytest.mark.timeout(900)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
     names = [
+        "api_tokens",
         "autoscale",
         "cascade",
         "drafts",
@@ -58,6 +59,8 @@ def test_named_benches_run_one_after_another() -> None:
     ]
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
+    per_token = results["api_tokens"]["rows"]
+    assert len(per_token) == 13 and all(row["us"] > 0 for row in per_token)
     engine = results["engine"]["rows"]
     assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
     for row in engine:

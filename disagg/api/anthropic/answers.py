@@ -13,6 +13,10 @@ from disagg.text.answer_delta import joined
 
 _to_json = msgspec.json.Encoder().encode
 
+_GROWN = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -112,14 +116,18 @@ class MessageFrames:
         )
         new_calls = [call for call in piece.calls if call.number != self._kind]
         if piece.reasoning:
-            events += self._begin("thinking", _thinking(""))
-            events += self._grow({"type": "thinking_delta", "thinking": piece.reasoning})
+            if self._kind != "thinking":
+                events += self._begin("thinking", _thinking(""))
+            events += self._grow(b"thinking_delta", b"thinking", piece.reasoning)
         if piece.text:
-            events += self._begin("text", {"type": "text", "text": ""})
-            events += self._grow({"type": "text_delta", "text": piece.text})
+            if self._kind != "text":
+                events += self._begin("text", {"type": "text", "text": ""})
+            events += self._grow(b"text_delta", b"text", piece.text)
         for call in new_calls:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            events += self._begin(call.number, block) + self._grow_call(call.arguments)
+            if self._kind != call.number:
+                block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                events += self._begin(call.number, block)
+            events += self._grow_call(call.arguments)
         if piece.finish_reason is not None:
             self._end = _end(piece)
         return events
@@ -140,22 +148,18 @@ class MessageFrames:
         return _event("error", _error(error))
 
     def _begin(self, kind: str | int, block: dict[str, Any]) -> bytes:
-        """Nothing where one of this kind has begun."""
-        if self._kind == kind:
-            return b""
         ended = self._end_block()
         self._block += 1
         self._kind = kind
         begun = {"index": self._block, "content_block": block}
         return ended + _event("content_block_start", begun)
 
-    def _grow(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", {"index": self._block, "delta": delta})
+    def _grow(self, kind: bytes, key: bytes, text: str) -> bytes:
+        """For each token, so without dictionaries."""
+        return _GROWN % (self._block, kind, key, _to_json(text))
 
     def _grow_call(self, arguments: str) -> bytes:
-        if not arguments:
-            return b""
-        return self._grow({"type": "input_json_delta", "partial_json": arguments})
+        return self._grow(b"input_json_delta", b"partial_json", arguments) if arguments else b""
 
     def _end_block(self) -> bytes:
         return _event("content_block_stop", {"index": self._block}) if self._block >= 0 else b""

@@ -18,6 +18,11 @@ from disagg.text.answer_delta import CallDelta, joined
 
 _to_json = msgspec.json.Encoder().encode
 
+_GROWN = (
+    b"event: response.%b.delta\n"
+    b'data: {"type":"response.%b.delta","sequence_number":%d,"delta":%b,%b}\n\n'
+)
+
 
 def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     (answer,) = answers
@@ -137,6 +142,7 @@ class ResponseFrames:
         self._items: list[dict[str, Any]] = []  # that are done
         self._kind: Literal["", "reasoning", "message", "call"] = ""  # of the item that grows
         self._place: dict[str, Any] = {}  # of what an event tells, in the whole answer
+        self._place_json = b""  # its members
         self._call = CallDelta(-1)  # the last that has begun
         self._parts: list[str] = []  # of the item's text, or of its arguments
         self._answer = ChoiceDelta(0)  # its last piece
@@ -155,14 +161,14 @@ class ResponseFrames:
         self._answer = piece
         open_number = self._call.number if self._kind == "call" else None
         events = [
-            self._grow("function_call_arguments", call.arguments)
+            self._grow(b"function_call_arguments", call.arguments)
             for call in piece.calls
             if call.number == open_number and call.arguments
         ]
         if piece.reasoning:
-            events += [self._begin("reasoning"), self._grow("reasoning_text", piece.reasoning)]
+            events += [self._begin("reasoning"), self._grow(b"reasoning_text", piece.reasoning)]
         if piece.text:
-            events += [self._begin("message"), self._grow("output_text", piece.text)]
+            events += [self._begin("message"), self._grow(b"output_text", piece.text)]
         for call in piece.calls:
             if call.number == open_number:
                 continue
@@ -171,7 +177,7 @@ class ResponseFrames:
                 self._call = call._replace(arguments="")
             events.append(self._begin("call"))
             if call.arguments:
-                events.append(self._grow("function_call_arguments", call.arguments))
+                events.append(self._grow(b"function_call_arguments", call.arguments))
         return b"".join(events)
 
     def closing(self, run: RunningJob) -> bytes:
@@ -198,13 +204,17 @@ class ResponseFrames:
             self._place["content_index"] = 0
         if kind == "message":
             self._place["logprobs"] = []
+        self._place_json = _to_json(self._place)[1:-1]
         added = self._item_event("added", item)
         part = self._part_event("added", "") if kind == "message" else b""
         return ended + added + part
 
-    def _grow(self, what: str, text: str) -> bytes:
+    def _grow(self, what: bytes, text: str) -> bytes:
+        """For each token, so without dictionaries."""
         self._parts.append(text)
-        return self._event(f"response.{what}.delta", delta=text, **self._place)
+        number = self._num_events
+        self._num_events += 1
+        return _GROWN % (what, what, number, _to_json(text), self._place_json)
 
     def _end_item(self, status: str = "completed") -> bytes:
         """Nothing where none has begun."""
