@@ -114,6 +114,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write_svg(args.plot, charts)
     notes += left_out
+    if shape.widened_from:
+        notes.append(
+            f"The weights of this checkpoint are quantised ({shape.widened_from}), and widened when"
+            f" they are loaded: its size here is that in {args.weights}."
+        )
     if max(each.num_gpus for each in every) > 1:
         notes.append(ONE_GPU_A_WORKER)
     if args.json:

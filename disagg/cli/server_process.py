@@ -19,6 +19,7 @@ import traceback
 import urllib.error
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -110,7 +111,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             if not plan.device_ids:
                 sentence = find_library(STEP).sentence
                 reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
-        check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name)
+        tell = partial(reports.say, "weights")
+        check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
             reports.say(

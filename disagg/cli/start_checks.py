@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 from disagg.api_keys import read_key_file
@@ -145,7 +146,11 @@ def check_haproxy() -> None:
 
 
 def check_models(
-    config: ServeConfig, gpu_nbytes: int | None = None, is_here: bool = True, gpu_name: str = ""
+    config: ServeConfig,
+    gpu_nbytes: int | None = None,
+    is_here: bool = True,
+    gpu_name: str = "",
+    tell: Callable[[str], object] = lambda sentence: None,
 ) -> None:
     """Refuse what cannot be served before any process starts.
 
@@ -153,12 +158,15 @@ def check_models(
         gpu_nbytes: memory of each GPU, where it is known.
         is_here: whether workers run on this machine.
         gpu_name: as the driver says it; empty: not known.
+        tell: gets sentences for the user.
     """
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
     served_models(config)
-    wanted_nbytes = sum(check_tier(tier, gpu_nbytes, is_here, gpu_name) for tier in config.tiers)
+    wanted_nbytes = sum(
+        check_tier(tier, gpu_nbytes, is_here, gpu_name, tell) for tier in config.tiers
+    )
     has_nbytes, _ = read_memory()
     if is_here and wanted_nbytes > has_nbytes > 0:
         raise NotEnoughMemory(

@@ -33,6 +33,8 @@ def check_model(tier: TierConfig) -> list[Finding]:
         found = f"{described}; the GPU's memory is not known here, so a worker finds out"
         return [Finding(check, found)]
     described += f", {plan.weights_nbytes / GIB:.2f} GiB of weights as they are computed"
+    if model.is_quantized:
+        described += f" ({model.stored_nbytes / GIB:.2f} GiB in files)"
     num_tokens = plan.num_kv_tokens(tier.engine, gpu_nbytes)
     room = (
         f"{num_tokens} tokens a worker, {plan.shape.block_nbytes // plan.shape.block_size} bytes"

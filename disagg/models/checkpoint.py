@@ -25,6 +25,7 @@ _LFS_POINTER = b"version https://git-lfs"
 # What a header that is no header raises; ArithmeticError is for numbers without end.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPE_NBYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -51,6 +52,11 @@ class StoredTensor:
     @property
     def num_values(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its values are read as they are: not bytes, integers, or floats of 8 bits."""
+        return self.dtype in _FLOATS
 
     def is_zero(self) -> bool:
         """Whether all its values are 0; reads them. Raises `ModelError`."""

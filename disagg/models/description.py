@@ -21,7 +21,7 @@ from disagg.models.checkpoint import DirectoryFiles, Header, StoredTensor
 from disagg.models.families import FAMILIES, Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
-from disagg.models.quantized_tensors import as_floats
+from disagg.models.quantized_tensors import QuantizedStored, as_floats
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
@@ -112,6 +112,19 @@ class ModelDescription:
                 tensors[name] = tensor
         quantized = self.config.quantized
         return tensors if quantized is None else as_floats(tensors, quantized)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Of the weights in their files, with the scales of quantised ones."""
+        return sum(
+            tensor.nbytes if isinstance(tensor, QuantizedStored) else tensor.end - tensor.begin
+            for tensor in self.tensors.values()
+        )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights in the files are of fewer bits than they are computed with."""
+        return any(not tensor.is_float for tensor in self.tensors.values())
 
     @property
     def num_parameters(self) -> int:

@@ -59,8 +59,7 @@ def as_floats(
     used: set[str] = set()
     for name, tensor in stored.items():
         module = name.removesuffix(own_end)
-        is_plain = format.layout == "plain"
-        if module == name or (is_plain and tensor.dtype in FLOAT_SCALES):
+        if module == name or (format.layout == "plain" and tensor.is_float):
             continue
         matrix = _matrix(stored, module, format)
         used.update(f"{module}.{end}" for end in matrix.pieces)

@@ -11,7 +11,6 @@ from disagg.models.gguf_model import GgufStored
 from disagg.models.parts import Part, all_parts
 from disagg.models.quantized_tensors import QuantizedStored
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_NAMES_IN_AN_ERROR = 8
 
 
@@ -71,7 +70,7 @@ def _is_read(stored: StoredTensor, part: Part) -> bool:
     # What is widened was checked when it was described.
     if isinstance(stored, GgufStored | QuantizedStored):
         return not part.is_raw
-    return stored.dtype in (("U8",) if part.is_raw else FLOATS)
+    return stored.dtype == "U8" if part.is_raw else stored.is_float
 
 
 def _some(names: list[str]) -> str:

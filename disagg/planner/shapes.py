@@ -30,6 +30,7 @@ class ModelShape(msgspec.Struct, frozen=True):
             through.
         num_dense_layers: without experts, in a model that has some.
         has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
+        widened_from: the format of a checkpoint whose weights are widened when they are loaded.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     shared_size: int = 0
     num_dense_layers: int = 0
     has_mxfp4_experts: bool = False
+    widened_from: str = ""
 
     @property
     def num_layer_params(self) -> int:
@@ -135,7 +137,8 @@ def read_shape(name_or_directory: str) -> ModelShape:
 def shape_of(model: ModelDescription) -> ModelShape:
     config = model.config
     numbers = {name: getattr(config, name) for name in _OF_THE_CONFIG}
-    shape = ModelShape(model.name, model.source, **numbers)
+    widened_from = "" if config.quantized is None else config.quantized.name
+    shape = ModelShape(model.name, model.source, **numbers, widened_from=widened_from)
     experts = config.experts
     if experts is None:
         return shape

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from disagg.config import TierConfig
+from collections.abc import Callable
+
+from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
-from disagg.engine.device.choices import choose_device
+from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.messages import Role
-from disagg.models.description import describe_model
+from disagg.models.description import ModelDescription, describe_model
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
 
 
 def check_tier(
-    tier: TierConfig, gpu_nbytes: int | None = None, is_here: bool = True, gpu_name: str = ""
+    tier: TierConfig,
+    gpu_nbytes: int | None = None,
+    is_here: bool = True,
+    gpu_name: str = "",
+    tell: Callable[[str], object] = lambda sentence: None,
 ) -> int:
     """Read the model's description, and check that the model fits into memory.
 
@@ -20,6 +26,7 @@ def check_tier(
         gpu_nbytes: memory of each GPU; None: not known here, so each worker checks its own.
         is_here: whether workers run on this machine.
         gpu_name: as the driver says it; empty: not known.
+        tell: gets sentences for the user.
 
     Returns:
         bytes of host memory that its workers take for KV and for the largest step, as far as that
@@ -40,9 +47,28 @@ def check_tier(
             is_here=is_here,
             largest_step=step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype),
         )
+        if plan is not None and role == "decode":
+            sentence = loading_sentence(engine, model, plan.weights_nbytes)
+            if sentence:
+                tell(sentence)
         each_nbytes = int(engine.kv_offloading_size * 2**30)
         if plan is not None and choose_device(engine) == "cpu":
             each_nbytes += plan.workspace_nbytes + plan.kv_nbytes(engine)
         pool = tier.prefill if role == "prefill" else tier.decode
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
     return host_nbytes
+
+
+def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbytes: int) -> str:
+    """That quantised weights take more memory than their files; empty if they do not."""
+    if not model.is_quantized or loaded_nbytes <= model.stored_nbytes:
+        return ""
+    dtype = choose_dtype(engine, model.config, choose_device(engine))
+    return (
+        f"The weights of {model.name} are widened to {engine.quantization or dtype} when they are"
+        f" loaded: {_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}."
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

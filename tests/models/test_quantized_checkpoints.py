@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from disagg.config import ASSETS, EngineConfig
+from disagg.cli.main import main
+from disagg.config import ASSETS, EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import ModelError
-from disagg.models.checkpoint import read_header
+from disagg.models.checkpoint import StoredTensor, read_header
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.quantized_config import QuantizedFormat
@@ -25,11 +26,13 @@ from disagg.models.quantized_values import widened
 from disagg.models.rank_parts import weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
+from disagg.worker.check import check_tier
 from tests.models.paging import Tokens, new_slab, run_step
 from tests.models.quantized_files import AWQ, FP8, KINDS, compressed, gptq, write_quantized
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
+ENGINE = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
 DOWN = "model.layers.1.mlp.down_proj"
 
 
@@ -119,11 +122,32 @@ def test_the_memory_is_that_of_the_widened_weights(tmp_path: Path) -> None:
     directory = write_quantized(tmp_path, "llama", "awq").directory
     quantized, floats = describe_model(directory), describe_model(tmp_path / "floats")
     assert quantized.num_parameters == floats.num_parameters
-    config = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
-    plan, plain = check_engine(config, quantized), check_engine(config, floats)
+    plan, plain = check_engine(ENGINE, quantized), check_engine(ENGINE, floats)
     assert plan is not None and plain is not None
     assert plan.weights_nbytes == plain.weights_nbytes == weights_nbytes(floats.config, 4)
     assert plan.shape.layout != plain.shape.layout  # nor is its KV that of other weights
+
+
+def test_the_start_and_the_plan_say_that_weights_are_widened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_quantized(tmp_path, "llama", "awq").directory
+    said: list[str] = []
+    for place in (tmp_path / "floats", directory):
+        check_tier(TierConfig(model=str(place), engine=ENGINE), tell=said.append)
+    (sentence,) = said
+    stored = sum(each.end - each.begin for each in _stored(directory))
+    wide = weights_nbytes(describe_model(directory).config, 4)
+    assert sentence == (
+        "The weights of quantised are widened to float32 when they are loaded:"
+        f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."
+    )
+    assert main(["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]) == 0
+    assert "quantised (AWQ), and widened when they are loaded" in capsys.readouterr().out
+
+
+def _stored(directory: Path) -> list[StoredTensor]:
+    return [*read_header(directory / "model.safetensors").tensors.values()]
 
 
 def _scaled(name: str, change: Callable[[Tensor], Tensor]) -> Change:
@@ -174,10 +198,9 @@ def test_what_does_not_fit_is_named_before_anything_starts(
     kind: str, change: Change, config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     directory = write_quantized(tmp_path, "llama", kind).directory
-    engine = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
-    check_engine(engine, describe_model(directory))
+    check_engine(ENGINE, describe_model(directory))
     with pytest.raises(ModelError, match=words):
-        check_engine(engine, describe_model(_rewrite(directory, change, **config)))
+        check_engine(ENGINE, describe_model(_rewrite(directory, change, **config)))
 
 
 @pytest.mark.parametrize(
