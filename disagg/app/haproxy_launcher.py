@@ -80,7 +80,8 @@ _REFUSALS = (
         400,
         "invalid_request_error",
         "invalid_http",
-        "The request is not HTTP as RFC 9112 has it, or ended before its body did.",
+        "The request is not HTTP as RFC 9112 has it, or its sending side was closed before the"
+        " answer; keep it open until then.",
     ),
     Refusal(408, "invalid_request_error", "request_timeout", "The request did not come in time."),
     Refusal(500, "server_error", "internal_error", "Something went wrong here."),

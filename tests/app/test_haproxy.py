@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import socketserver
 import ssl
@@ -60,7 +61,10 @@ def serve_config(
 
 
 class Backend(socketserver.BaseRequestHandler):
-    """Answers each request with its own head; `/slow` and `/gap` take longer than `LIMIT_S`."""
+    """Answers each request with its own head; `/slow` and `/gap` take longer than `LIMIT_S`, and
+    `/hold` has no answer."""
+
+    server: Server
 
     def handle(self) -> None:
         data = b""
@@ -68,6 +72,12 @@ class Backend(socketserver.BaseRequestHandler):
             data += self.request.recv(65536)
         path = data.split()[1]
         if path == b"/dies":
+            return
+        if path == b"/hold":
+            self.server.held.put("begun")
+            with contextlib.suppress(ConnectionError):
+                self.request.recv(1)
+            self.server.held.put("ended")
             return
         if path == b"/slow":
             time.sleep(2.5 * LIMIT_S)
@@ -85,6 +95,10 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Backend)
+        self.held = queue.Queue[str]()  # what happened to requests for `/hold`
+
 
 class Proxy:
     """An HAProxy in front of a `Backend`, as Serve's launcher would start it."""
@@ -96,7 +110,7 @@ class Proxy:
         certificate: str = "",
         num_connections: int = 400,
     ) -> None:
-        self.server = Server(("127.0.0.1", 0), Backend)
+        self.server = Server()
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.port = free_port()
         self.metrics_port = free_port()
@@ -291,6 +305,17 @@ def test_request_ids(proxy: Proxy, headers: bytes, is_kept: bool) -> None:
 @pytest.mark.parametrize("path", ["/slow", "/gap"])
 def test_a_client_that_waits_for_its_answer_is_not_silent(proxy: Proxy, path: str) -> None:
     assert b"host: x" in proxy.ask(path).lower()
+
+
+def test_a_client_that_closes_its_sending_side_is_gone(proxy: Proxy) -> None:
+    """It may have disconnected: nobody computes its answer to the end. See decision 86."""
+    with proxy.connect() as client:
+        client.sendall(request("/hold"))
+        assert proxy.server.held.get(timeout=20) == "begun"
+        client.shutdown(socket.SHUT_WR)
+        assert proxy.server.held.get(timeout=20) == "ended"
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400") and b"sending side" in answer
 
 
 def test_a_head_that_does_not_end_is_given_up(proxy: Proxy) -> None:
