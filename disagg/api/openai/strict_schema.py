@@ -2,8 +2,8 @@
 
 Objects may have only the properties that the schema names, and integers at most 18 digits.
 Otherwise a weak model may generate more properties or digits until its tokens are used up. An
-answer by the stricter schema is also valid by the client's. Strings and lists without bounds get
-none, because a bound would cut valid answers.
+answer by the stricter schema is also valid by the client's. Strings, lists and fractions without
+bounds get none: a text that was cut by one would look complete.
 """
 
 from __future__ import annotations
