@@ -102,15 +102,15 @@ def build_parts(
 
     model = describe_model(tier.directory)
     shape = shape_of(model)
-    called = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
+    asked = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
     engine, kv_cache = build_engine(
         tier.engine,
         model,
         progress,
         new_generations,
-        largest_step=step_sizes(shape, called, tier.engine.kv_cache_dtype),
+        largest_step=step_sizes(shape, asked, tier.engine.kv_cache_dtype),
     )
-    prior, roofline = step_times(shape, called)
+    prior, roofline = step_times(shape, device_name(kv_cache.device_id))
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = Slab(
         kv_cache.base_address,
