@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import signal
 import sys
 
@@ -35,10 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = chosen.run(chosen)
     except DisaggError as error:
-        at_fault = f" (--{error.param.replace('_', '-')})" if error.param else ""
-        print(f"disagg: {error.message}{at_fault}", file=sys.stderr)
+        print(
+            f"disagg: {error.message}{_at_fault(error, verbs.choices[chosen.verb])}",
+            file=sys.stderr,
+        )
         return 2
     return status
+
+
+def _at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
+    """The flag that the error is about; "" where the verb takes it without a flag."""
+    if not error.param or re.search(rf"\s\[?{error.param}\s", f"{parser.format_usage()} "):
+        return ""
+    return f" (--{error.param.replace('_', '-')})"
 
 
 if __name__ == "__main__":

@@ -176,12 +176,25 @@ def _placements(
         return every, notes
     kept = [each for each in every if each.num_gpus == size]
     if not kept:
-        able = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
-        raise StartupError(
-            f"{size} GPUs cannot hold {shape.name} and its longest request; {able} do.",
-            param="tensor_parallel_size",
-        )
+        raise StartupError(_why_not_over(size, shape, every), param="tensor_parallel_size")
     return kept, notes
+
+
+def _why_not_over(size: int, shape: ModelShape, every: Sequence[Placement]) -> str:
+    """Why no worker of `size` GPUs is among the possible placements."""
+    able = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
+    if size < 1:
+        return f"A worker has at least 1 GPU, not {size}; possible are {able}."
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        return (
+            f"{shape.name} has {num_heads} heads and {num_kv_heads} KV heads, which {size} GPUs"
+            f" cannot share evenly; possible are {able}."
+        )
+    most = max(each.gpu.gpus_per_node for each in every)
+    if size > most:
+        return f"{size} GPUs are more than the {most} of one node; possible are {able}."
+    return f"{size} GPUs cannot hold {shape.name} and its longest request; {able} do."
 
 
 def _prices_of(args: argparse.Namespace, every: Sequence[Placement]) -> Prices:

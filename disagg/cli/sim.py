@@ -262,8 +262,11 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
         raise RequestError("At least one request is needed.", param="num_requests")
     if args.trace is not None:
         return read_trace(args.trace)[: args.num_requests]
-    if args.requests_per_s <= 0:
-        raise RequestError("A rate is greater than 0.", param="requests_per_s")
+    if not 0.0 < args.requests_per_s < math.inf:
+        raise RequestError(
+            f"The rate must be greater than 0, and is {args.requests_per_s:g}.",
+            param="requests_per_s",
+        )
     num_requests = args.num_requests or 1000
     return generate(
         Sessions(requests_per_s=args.requests_per_s, num_requests=num_requests), args.seed

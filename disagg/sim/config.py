@@ -102,8 +102,18 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
                 " tokens, so it must divide that.",
                 param="block_size",
             )
-        if min(self.speed, self.bytes_per_s) <= 0 or self.latency_s < 0:
-            raise RequestError("Speeds are greater than 0, and a latency is at least 0.")
+        for name, what in (
+            ("speed", "The speed"),
+            ("bytes_per_s", "The bandwidth of a link"),
+            ("ttft_slo_s", "The TTFT SLO"),
+            ("tpot_slo_s", "The TPOT SLO"),
+        ):
+            value = getattr(self, name)
+            is_finite = math.isfinite(value) or (name.endswith("slo_s") and value == math.inf)
+            if value <= 0.0 or not is_finite:  # an infinite SLO is none
+                raise RequestError(f"{what} must be greater than 0, and is {value:g}.", param=name)
+        if not 0.0 <= self.latency_s < math.inf:
+            raise RequestError(f"A latency is at least 0, and not {self.latency_s:g}.")
         if self.policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise RequestError(

@@ -178,6 +178,17 @@ def test_a_broken_trace_is_refused_with_its_line(
         (["llama-3-8b", "--input-tokens", "9000"], "longer than the 8,192 tokens that llama-3-8b"),
         (["llama-3-8b", "--input-tokens", "0"], "needs a prompt and an output of 1 token"),
         (["llama-3-70b", "--tensor-parallel-size", "1"], "2 x h100, 4 x h100, 8 x h100 do."),
+        (
+            ["llama-3-8b", "--tensor-parallel-size", "3"],
+            "has 32 heads and 8 KV heads, which 3 GPUs",
+        ),
+        (["llama-3-8b", "--tensor-parallel-size", "16"], "16 GPUs are more than the 8 of one node"),
+        (["llama-3-8b", "--tensor-parallel-size", "0"], "A worker has at least 1 GPU, not 0"),
+        (
+            ["llama-3-8b", "--requests-per-s", "1", "--ttft", "-1"],
+            "must be a number of seconds > 0",
+        ),
+        (["llama-3-8b", "--requests-per-s", "1", "--price", "h100=-1"], "'h100=-1' is not a price"),
         (["llama-3-8b", "--requests-per-s", "0"], "load must be > 0"),
         (["llama-3-8b", "--requests-per-s", "1", "--ttft", "0.001"], "takes 7.92 ms alone on 8 x"),
         (["llama-3-8b", "--requests-per-s", "1", "--tpot", "-1"], "a number of seconds > 0"),
@@ -191,6 +202,11 @@ def test_bad_input_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert sentence in refused(capsys, *words)
+
+
+def test_a_refusal_names_only_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model" not in refused(capsys, "gpt-5")
+    assert "(--gpu)" in refused(capsys, "llama-3-8b", "--gpu", "h300")
 
 
 def test_plans_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

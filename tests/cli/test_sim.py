@@ -64,6 +64,12 @@ def test_a_broken_line_is_refused_with_its_number(
     [
         (["--num-requests", "0"], "At least one request"),
         (["--requests-per-s", "0"], "rate"),
+        (["--requests-per-s", "nan"], "rate must be greater than 0, and is nan"),
+        (["--speed", "nan"], "speed must be greater than 0, and is nan. (--speed)"),
+        (["--speed", "inf"], "speed must be greater than 0, and is inf"),
+        (["--ttft-slo-s", "-1"], "TTFT SLO must be greater than 0, and is -1"),
+        (["--tpot-slo-s", "nan"], "TPOT SLO must be greater than 0, and is nan"),
+        (["--link-bytes-per-s", "0"], "bandwidth of a link must be greater than 0"),
         (["--fault", "decode-9@1+1"], "decode-9"),
         (["--block-size", "100"], "divide"),
     ],
