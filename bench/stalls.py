@@ -94,7 +94,7 @@ def requests(nbytes: int) -> dict[str, tuple[str, bytes]]:
         "allowed lists": b"[]," * (nbytes // 80),
         "numbers": b"1.5," * (nbytes // 4),
         "allowed numbers": b"1.5," * (nbytes // 17),
-        "surrogate pair, texts": b'"\\ud83d\\ude00",' + b'"",' * (half // 10),
+        "surrogate pair, texts": b'"\\ud83d\\ude00",' + b'"",' * (half // 16),
     }
     start = json.dumps(HI).encode()[:-1] + b',"unknown":['
     return bodies | {name: (CHAT, start + values + b"1]}") for name, values in many.items()}
