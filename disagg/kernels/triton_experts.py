@@ -26,7 +26,8 @@ from disagg.kernels.ops import Experts
 from disagg.kernels.route import choose_experts
 
 MIN_ROWS, MAX_ROWS = 16, 128
-MAX_PACKED_ROWS_SM80 = 64  # MXFP4 in tiles of more spills there
+MAX_PACKED_ROWS_OF_WARPS = 64  # MXFP4 in taller tiles spills where single warps multiply:
+WARP_GROUPS = 9, 10  # on all but H100 and B200, by their major capability
 WIDTH = 128  # rows of a matrix that a program multiplies with: 64 each of gate and up
 DEPTH = 64  # values of these at a time ...
 PACKED_DEPTH = 32  # ... or bytes of MXFP4, as many values
@@ -224,6 +225,11 @@ def launch_options(rows: int) -> dict[str, int]:
     return {"num_warps": 4 if rows < MAX_ROWS else 8, "num_stages": 4 if rows < MAX_ROWS else 3}
 
 
+def max_rows(is_packed: bool, major: int) -> int:
+    """Of a tile. major: of the GPU's compute capability."""
+    return MAX_PACKED_ROWS_OF_WARPS if is_packed and major not in WARP_GROUPS else MAX_ROWS
+
+
 class TritonExperts:
     """The experts of a layer on a GPU, in the layout in which they are stored."""
 
@@ -233,8 +239,9 @@ class TritonExperts:
         self._num_experts, self._inner = num_experts, twice_inner // 2
         self._is_packed = experts.gate_up_scales is not None
         device = experts.gate_up.device
-        is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
-        self._max_rows = MAX_PACKED_ROWS_SM80 if self._is_packed and is_old else MAX_ROWS
+        is_gpu = device.type == "cuda"
+        major = torch.cuda.get_device_capability(device)[0] if is_gpu else WARP_GROUPS[0]
+        self._max_rows = max_rows(self._is_packed, major)
         self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:

@@ -27,8 +27,15 @@ from disagg.kernels.paged_work import KEY_TILE
 Assembler: TypeAlias = Callable[[], tuple[int, int]]
 
 # Of each architecture: shared memory that a program may use.
-SHARED_NBYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # A100; H100, H200; B200
-SPILLED_NBYTES = {80: 64, 90: 8, 100: 16}  # of a thread: a few values outside the inner loop
+SHARED_NBYTES = {
+    80: 163 * 1024,  # A100
+    89: 99 * 1024,  # L4, L40S, RTX 40; RTX 30 and A10 (86) have as much
+    90: 227 * 1024,  # H100, H200
+    100: 227 * 1024,  # B200
+    120: 99 * 1024,  # RTX 50, RTX PRO 6000
+}
+# Of a thread, stored and loaded: a few values. An sm_120's assembler needs more registers.
+SPILLED_NBYTES = {80: 64, 89: 128, 90: 8, 100: 16, 120: 384}
 STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS)
 STRIDES = (
     "token_stride",

@@ -15,7 +15,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.engine.device.check import choose_max_model_len, choose_shape
 from disagg.engine.device.choices import check_quantization, choose_device, choose_dtype
-from disagg.engine.device.gpu import GpuMemory
+from disagg.engine.device.gpu import GpuMemory, check_gpu
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import choose_num_blocks
 from disagg.engine.device.memory_plan import LARGEST_STEP, plan_memory
@@ -74,6 +74,8 @@ def build_engine(
     dtype_name = choose_dtype(config, model, device_type)
     shape = choose_shape(config, description, dtype_name, device_type)
     dtype = FORMATS[dtype_name].dtype
+    if gpu is not None:
+        check_gpu(device, model, dtype)
     claim_nbytes = None if gpu is None else gpu.claim_nbytes
     memory = plan_memory(
         config, model, shape, max_model_len, dtype.itemsize, claim_nbytes, largest_step

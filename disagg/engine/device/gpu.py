@@ -1,18 +1,52 @@
-"""The share of a GPU's memory that an engine may use."""
+"""Whether the kernels run on a GPU, and the share of its memory that an engine may use."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from disagg.config import EngineConfig
-from disagg.errors import NotEnoughMemory
+from disagg.errors import NotEnoughMemory, StartupError
+from disagg.models.model_config import ModelConfig
 
+LEAST_CAPABILITY = 8, 0  # bfloat16, and copies past the registers
+# Shared memory of a program: A100, H100 and B200 have 163 KB and more, all others 99.
+LARGE_SHARED_NBYTES = 160 << 10
+# Largest vector of a head for which tiles of attention fit into it, and into less.
+MOST_NBYTES, MOST_NBYTES_OF_SMALL = 512, 256
 # A worker that has just ended frees its memory some seconds later than its place in Ray.
 FREE_WAIT_S = 30.0
 _POLL_S = 0.5
+
+
+def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse what Triton would refuse after minutes of loading.
+
+    Raises:
+        StartupError: the GPU is too old, or too small for this model's heads in this dtype.
+    """
+    found: Any = torch.cuda.get_device_properties(device)  # its type knows not all of them
+    capability = found.major, found.minor
+    if capability < LEAST_CAPABILITY:
+        raise StartupError(
+            f"{found.name} is an sm_{found.major}{found.minor}, and the kernels need an sm_80"
+            " (A100, RTX 30) or later. Take another GPU; device = 'cpu' works without one.",
+            param="device",
+        )
+    is_small = found.shared_memory_per_block_optin < LARGE_SHARED_NBYTES
+    most_nbytes = MOST_NBYTES_OF_SMALL if is_small else MOST_NBYTES
+    vector_nbytes = model.head_dim * dtype.itemsize
+    if vector_nbytes > most_nbytes or (is_small and dtype == torch.float32):
+        wide = f"{str(dtype).removeprefix('torch.')} heads of {model.head_dim} values"
+        raise StartupError(
+            f"Attention with {wide} needs more shared memory than the"
+            f" {found.shared_memory_per_block_optin >> 10} KB of a program on {found.name}."
+            + (" Set dtype = 'bfloat16'." if dtype == torch.float32 else " Take another GPU."),
+            param="dtype",
+        )
 
 
 class GpuMemory:

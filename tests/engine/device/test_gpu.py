@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from disagg.engine.device import gpu as module
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device
-from disagg.engine.device.gpu import GpuMemory
+from disagg.engine.device.gpu import GpuMemory, check_gpu
 from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
@@ -22,6 +24,7 @@ from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
 from disagg.worker.check import check_tier
+from tests.engine.device.test_workspace import LLAMA_3_8B
 from tests.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -33,6 +36,10 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.own = self.others = 0
+        self.properties = SimpleNamespace(
+            name="NVIDIA H100", major=9, minor=0, shared_memory_per_block_optin=227 * 1024
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
         monkeypatch.setattr(choices, "has_driver", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -113,6 +120,54 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
     gpu.others = 70 * GB
     assert "10.0 of 80.0 GB free" in refused()
     assert not loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "shared_kb", "head_dim", "dtype", "words"),
+    [
+        ("Tesla T4", (7, 5), 64, 128, torch.float16, "sm_75, and the kernels need an sm_80"),
+        ("NVIDIA A100", (8, 0), 163, 128, torch.bfloat16, ""),
+        ("NVIDIA A100", (8, 0), 163, 256, torch.bfloat16, ""),
+        ("NVIDIA A100", (8, 0), 163, 128, torch.float32, ""),
+        ("NVIDIA A100", (8, 0), 163, 256, torch.float32, "Set dtype = 'bfloat16'"),
+        ("NVIDIA L40S", (8, 9), 99, 128, torch.bfloat16, ""),
+        ("NVIDIA L40S", (8, 9), 99, 256, torch.bfloat16, "99 KB of a program on NVIDIA L40S"),
+        ("NVIDIA L40S", (8, 9), 99, 64, torch.float32, "Set dtype = 'bfloat16'"),
+        ("NVIDIA RTX PRO 6000", (12, 0), 99, 96, torch.float16, ""),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_refused_first(
+    name: str,
+    capability: tuple[int, int],
+    shared_kb: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    words: str,
+    gpu: Gpu,
+) -> None:
+    major, minor = capability
+    gpu.properties = SimpleNamespace(
+        name=name, major=major, minor=minor, shared_memory_per_block_optin=shared_kb * 1024
+    )
+    model = replace(LLAMA_3_8B, head_dim=head_dim)
+    if not words:
+        check_gpu(CUDA, model, dtype)
+        return
+    with pytest.raises(StartupError) as refused:
+        check_gpu(CUDA, model, dtype)
+    assert name in refused.value.message and words in refused.value.message
+
+
+def test_an_engine_is_not_begun_on_a_gpu_that_cannot_run_the_kernels(
+    gpu: Gpu, tmp_path: Path
+) -> None:
+    gpu.properties.major = 7
+
+    def load(*arguments: object) -> Any:
+        raise AssertionError("weights are read")
+
+    with pytest.raises(StartupError, match="sm_70"):
+        build_engine(EngineConfig(), describe_model(write_tiny_model(tmp_path)), load=load)
 
 
 def test_the_size_of_steps_follows_the_speed_of_the_gpu(

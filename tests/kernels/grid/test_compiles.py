@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disagg.kernels.triton_experts import MAX_PACKED_ROWS_SM80, MAX_ROWS, MIN_ROWS
+from disagg.kernels.triton_experts import MIN_ROWS, max_rows
 from tests.kernels.compiling import (
     OTHERS,
     SHARED_NBYTES,
@@ -39,6 +39,9 @@ ATTENTION = [
     *((90, stored, *shape) for stored in ("int8", "int4", "fp8") for shape in FEW_SHAPES),
     *((100, stored, *shape) for stored in STORED for shape in FEW_SHAPES[::2]),
     *((80, stored, *shape) for stored in ("bf16", "int8", "int4") for shape in FEW_SHAPES[::2]),
+    # The least shared memory: the tallest tiles, with and without a page for each tile of keys.
+    *((arch, "bf16", *shape) for arch in (89, 120) for shape in SHAPES[2:]),
+    *((arch, stored, *FEW_SHAPES[-1]) for arch in (89, 120) for stored in ("int8", "int4", "fp8")),
 ]
 
 
@@ -88,13 +91,17 @@ def test_other_kernels(
     ("model", "rows", "arch"),
     [
         (QWEN3, MIN_ROWS, 90),
-        (QWEN3, MAX_ROWS, 90),
+        (QWEN3, max_rows(False, 9), 90),
         (GPT_OSS, MIN_ROWS, 90),
-        (GPT_OSS, MAX_ROWS, 90),
-        (QWEN3, MAX_ROWS, 80),
-        (GPT_OSS, MAX_PACKED_ROWS_SM80, 80),
-        (QWEN3, MAX_ROWS, 100),
+        (GPT_OSS, max_rows(True, 9), 90),
+        (QWEN3, max_rows(False, 8), 80),
+        (GPT_OSS, max_rows(True, 8), 80),
+        (QWEN3, max_rows(False, 10), 100),
         (GPT_OSS, MIN_ROWS, 100),
+        (QWEN3, 64, 89),  # these have more stages than taller tiles, and the most shared memory
+        (GPT_OSS, max_rows(True, 8), 89),
+        (QWEN3, 64, 120),
+        (GPT_OSS, max_rows(True, 12), 120),
     ],
 )
 def test_products_of_experts(
