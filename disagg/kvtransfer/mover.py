@@ -103,6 +103,8 @@ class Mover:
         settle_s: how long blocks must not be reused after a broken transfer.
         idle_look_s: seconds between polls while idle, for a wire that answers its peers only when
             it is called from here. None: no polls are needed.
+        before_pull: called before the wire writes to blocks of the slab, whose earlier content may
+            still be on its way to the store. It may wait for a device.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Mover:
         pull_timeout_s: float,
         settle_s: float,
         idle_look_s: float | None = None,
+        before_pull: Callable[[], None] = lambda: None,
     ) -> None:
         self._wire = wire
         self._slab = slab
@@ -127,6 +130,7 @@ class Mover:
         self._pull_timeout_s = pull_timeout_s
         self._settle_s = settle_s
         self._idle_look_s = idle_look_s
+        self._before_pull = before_pull
         self._copies: list[_RunningPull] = []
         self._connected: set[str] = set()
         self._broken: set[str] = set()  # to be forgotten as soon as no copy is running
@@ -181,6 +185,7 @@ class Mover:
         copy = _RunningPull(pull, deadline=self._clock() + self._pull_timeout_s)
         try:
             self._connect(pull.peer)
+            self._before_pull()
             self._post(copy)
         except Exception as error:
             self._fail(copy, error)

@@ -64,6 +64,7 @@ class NixlTransport:
         interface, ucx: see `ucx.ucx_settings`.
         begin_thread: called first in the thread that uses NIXL; it makes the slab's device that
             thread's.
+        before_pull: called in that thread before it writes to blocks of the slab.
         progress_thread: NIXL has one; by default where the slab is in host memory.
 
     Raises:
@@ -83,6 +84,7 @@ class NixlTransport:
         interface: str | None = None,
         ucx: Mapping[str, str] = EMPTY,
         begin_thread: Callable[[], None] = lambda: None,
+        before_pull: Callable[[], None] = lambda: None,
         progress_thread: bool | None = None,
     ) -> None:
         self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
@@ -118,6 +120,7 @@ class NixlTransport:
                 pull_timeout_s=pull_timeout_s,
                 settle_s=settle_s,
                 idle_look_s=None if progress_thread else IDLE_LOOK_S,
+                before_pull=before_pull,
             )
             made.put(wire.record)
             mover.run()

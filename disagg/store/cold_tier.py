@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from disagg.blocks import BlockHash
 from disagg.messages import StoreCounts
 from disagg.store.store import ColdStore
-from disagg.store.store_thread import FetchDone, FetchJob, PutJob, PutsDone, StoreThread
+from disagg.store.store_thread import Block, FetchDone, FetchJob, PutJob, PutsDone, StoreThread
 from disagg.time_model import TransferTimeModel
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ STORE_ID = "store"  # its source id in a `TransferTimeModel`
 _STALE_S = 60.0  # slow figures expire, so that lookups are tried again
 
 _MAX_KNOWN = 32768  # names, about 200 bytes each
+
+QUEUE_NBYTES = 64 << 20  # of blocks that wait to be stored
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +76,7 @@ class ColdTier:
         block_nbytes: int,
         times: TransferTimeModel,
         *,
-        queue_nbytes: int = 64 << 20,
+        queue_nbytes: int = QUEUE_NBYTES,
         fetch_nbytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,13 +115,13 @@ class ColdTier:
         return bool(self.offer_all([block_hash], lambda wanted: [read()]))
 
     def offer_all(
-        self, block_hashes: Sequence[BlockHash], read: Callable[[list[int]], Sequence[bytes]]
+        self, block_hashes: Sequence[BlockHash], read: Callable[[list[int]], Sequence[Block]]
     ) -> int:
         """As `offer`, for blocks that are evicted together. Returns how many are stored.
 
         Args:
             read: called once, if any are stored, with their indices in `block_hashes`; returns
-                the blocks.
+                the blocks, or functions that the store's thread calls for them.
         """
         stats, before_nbytes = self.stats, self.stats.queued_nbytes
         wanted: list[int] = []
@@ -131,8 +133,9 @@ class ColdTier:
             return 0
         try:
             blocks = read(wanted)
-            for nbytes in map(len, blocks):
-                if nbytes != self._block_nbytes:
+            for block in blocks:
+                if isinstance(block, bytes) and len(block) != self._block_nbytes:
+                    nbytes = len(block)
                     raise ValueError(f"a block has {self._block_nbytes} bytes, this one {nbytes}")
         except BaseException:
             stats.queued_nbytes = before_nbytes

@@ -30,10 +30,14 @@ class FetchJob:
     cancelled: bool = False  # set by the other side
 
 
+# Bytes, or a function that returns them in the store's thread, where it may wait for a device.
+Block: TypeAlias = bytes | Callable[[], bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class PutJob:
     block_hash: BlockHash
-    block: bytes
+    block: Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +168,16 @@ class StoreThread:
     def _put(self, jobs: Sequence[PutJob]) -> PutsDone:
         error: str | None = None
         try:
-            self._store.put_many([(job.block_hash, job.block) for job in jobs])
+            self._store.put_many([(job.block_hash, self._read(job.block)) for job in jobs])
         except Unavailable as unavailable:
             error = unavailable.message
         except Exception as bug:  # as above
             error = f"{type(bug).__name__}: {bug}"
         hashes = tuple(job.block_hash for job in jobs)
-        return PutsDone(hashes, sum(len(job.block) for job in jobs), error)
+        return PutsDone(hashes, len(jobs) * self._block_nbytes, error)
+
+    def _read(self, block: Block) -> bytes:
+        read = block if isinstance(block, bytes) else block()
+        if len(read) != self._block_nbytes:
+            raise ValueError(f"a block has {self._block_nbytes} bytes, this one {len(read)}")
+        return read

@@ -14,13 +14,15 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.messages import KVEvent
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
+from disagg.store.store_thread import Block
 
 
 class KVOffload:
     """Copies blocks of an engine's cache to host memory and to the store.
 
     Args:
-        read_blocks: bytes of blocks, by block id.
+        read_blocks: bytes of blocks, by block id, or functions that the store's thread calls for
+            them.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class KVOffload:
         engine: Engine,
         host: HostTier | None,
         cold: ColdTier | None,
-        read_blocks: Callable[[SequenceOf[int]], SequenceOf[bytes]],
+        read_blocks: Callable[[SequenceOf[int]], SequenceOf[Block]],
     ) -> None:
         self._engine = engine
         self._host = host

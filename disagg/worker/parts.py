@@ -26,15 +26,15 @@ from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
 from disagg.store.block_copier import BlockCopier, ThreadCopier
-from disagg.store.cold_tier import ColdTier
+from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
 from disagg.store.host_tier import HostTier
+from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.kv_cache import KVCache
-
-READ_NBYTES = 64 << 20  # of pinned memory for blocks on their way to the store
+    from disagg.engine.device.stream_copier import BlockReader
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class Parts:
     """A worker's parts.
 
-    read_blocks, write_block: bytes of blocks, by block id; for the cold tier.
+    read_blocks, write_block: bytes of blocks, by block id; for the cold tier (`KVOffload`).
     host_tier: copies blocks of the same cache.
     first_times: the time model before the first request: measured steps, and the roofline for what
         these do not show.
@@ -55,7 +55,7 @@ class Parts:
     stamps: Stamps
     transport: Transport
     cold_tier: ColdTier | None
-    read_blocks: Callable[[Sequence[int]], Sequence[bytes]]
+    read_blocks: Callable[[Sequence[int]], Sequence[Block]]
     write_block: Callable[[int, bytes], None]
     first_times: StepTimeModel = StepTimeModel()  # noqa: RUF009 - it is frozen
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
@@ -121,6 +121,7 @@ def build_parts(
         owner=kv_cache,
     )
     cold_tier = new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None
+    reader = new_reader(kv_cache, slab) if cold_tier is not None else None
     host_tier: HostTier | None = None
     num_slots = num_host_blocks(tier.engine, slab.block_nbytes)
     if num_slots:
@@ -130,9 +131,18 @@ def build_parts(
     return Parts(
         engine,
         made[0],
-        new_transport(config, worker_id, epoch, slab, made[0], local_fleet, kv_cache.begin_thread),
+        new_transport(
+            config,
+            worker_id,
+            epoch,
+            slab,
+            made[0],
+            local_fleet,
+            kv_cache.begin_thread,
+            reader.wait if reader is not None else lambda: None,
+        ),
         cold_tier,
-        new_reader(kv_cache, slab) if cold_tier is not None else kv_cache.read_blocks,
+        reader or kv_cache.read_blocks,
         kv_cache.write_block,
         first_steps(engine, time.perf_counter, prior),
         tier.engine.max_requests_nbytes,
@@ -149,10 +159,12 @@ def new_transport(
     stamps: Stamps,
     local_fleet: LocalFleet | None,
     begin_thread: Callable[[], None] = lambda: None,
+    before_pull: Callable[[], None] = lambda: None,
 ) -> Transport:
     """
     Args:
         begin_thread: called first in each thread that touches the slab.
+        before_pull: called in such a thread before it writes to blocks.
     """
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
@@ -169,6 +181,7 @@ def new_transport(
         interface=transfer_interface(config),
         ucx=config.ucx,
         begin_thread=begin_thread,
+        before_pull=before_pull,
     )
 
 
@@ -211,13 +224,14 @@ def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
     return nbytes // block_nbytes
 
 
-def new_reader(kv_cache: KVCache, slab: Slab) -> Callable[[Sequence[int]], Sequence[bytes]]:
-    """Reads blocks that are evicted together, for the store."""
+def new_reader(kv_cache: KVCache, slab: Slab) -> BlockReader | None:
+    """Reads blocks that are evicted from a GPU, for the store; None on a CPU."""
     if slab.device_id == HOST:
-        return kv_cache.read_blocks
+        return None
     from disagg.engine.device.stream_copier import BlockReader
 
-    return BlockReader(kv_cache.slab, max(1, READ_NBYTES // slab.block_nbytes))
+    # The tier takes no more blocks than may wait to be stored.
+    return BlockReader(kv_cache.slab, max(1, QUEUE_NBYTES // slab.block_nbytes))
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:

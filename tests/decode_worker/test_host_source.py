@@ -12,6 +12,7 @@ from disagg.decode_worker.store_source import HostLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
+from disagg.store.store_thread import Block
 from disagg.worker.offload import KVOffload
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.decode_worker.test_kv_import import FakeTransport
@@ -29,7 +30,7 @@ class NextTier(ColdTier):
     def offer_all(
         self,
         block_hashes: SequenceOf[bytes],
-        read: Callable[[list[int]], SequenceOf[bytes]],
+        read: Callable[[list[int]], SequenceOf[Block]],
     ) -> int:
         self.offered += block_hashes
         return 0

@@ -143,7 +143,11 @@ class Bench:
     """A source, a reader and a mover that runs when told to, on a clock that counts calls."""
 
     def __init__(
-        self, wire: FaultyWire, pull_timeout_s: float = 1e6, settle_s: float = 0.01
+        self,
+        wire: FaultyWire,
+        pull_timeout_s: float = 1e6,
+        settle_s: float = 0.01,
+        before_pull: Callable[[], None] = lambda: None,
     ) -> None:
         self.wire = wire
         self.source, self.reader = Memory("source"), Memory("reader")
@@ -162,6 +166,7 @@ class Bench:
             clock=lambda: next(ticks) * 1e-3,
             pull_timeout_s=pull_timeout_s,
             settle_s=settle_s,
+            before_pull=before_pull,
         )
 
     def pull(self, blocks: list[int], into: list[int]) -> int:
@@ -273,6 +278,26 @@ def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
     (ended,) = bench.run()
     assert isinstance(ended, PullEnded) and ended.error is None
     assert bench.wire.connected == {"source#1": 0, "source#2": 1}
+
+
+def test_blocks_are_not_written_before_their_earlier_content_is_saved() -> None:
+    saved: list[int] = []
+    bench = Bench(FaultyWire(never), before_pull=lambda: saved.append(len(bench.wire.readings)))
+    bench.pull([1], [1])
+    bench.pull([2], [2])
+    first, second = bench.run()
+    assert isinstance(first, PullEnded) and isinstance(second, PullEnded)
+    assert first.error is None and second.error is None
+    assert len(saved) == 2 and saved[0] == 0
+
+    def fails() -> None:
+        raise RuntimeError("the device is lost")
+
+    bench = Bench(FaultyWire(never), before_pull=fails)
+    bench.pull([1], [1])
+    (ended,) = bench.run()
+    assert isinstance(ended, PullEnded) and "the device is lost" in str(ended.error)
+    assert not bench.wire.readings, "nothing was asked of the wire"
 
 
 def test_a_record_of_somebody_else_is_refused() -> None:

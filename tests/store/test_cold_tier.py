@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -386,3 +387,42 @@ def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
     gate.open.set()
     assert gate.closed.wait(120)
     assert tier.poll() == []
+
+
+def test_blocks_may_come_late_and_are_read_by_the_store_s_thread(new_tier: Opener) -> None:
+    gate = Gate()
+    tier = new_tier(gate)
+    readers: list[str] = []
+
+    def late(number: int) -> Callable[[], bytes]:
+        def read() -> bytes:
+            readers.append(threading.current_thread().name)
+            return block(number)
+
+        return read
+
+    gate.open.clear()
+    assert tier.offer_all(names(1, 2), lambda wanted: [late(1), late(2)]) == 2
+    assert tier.stats.queued_nbytes == 2 * NBYTES
+    gate.open.set()
+    settle(tier)
+    assert set(readers) == {"cold-tier"} and len(readers) == 2
+    assert gate.store.get_many(names(1, 2)) == [block(1), block(2)]
+
+
+@pytest.mark.parametrize("fault", ["lost", "short"])
+def test_a_late_block_that_cannot_be_read_is_only_missed(fault: str, new_tier: Opener) -> None:
+    store = FakeStore(1 << 20)
+    tier = new_tier(store)
+
+    def late() -> bytes:
+        if fault == "lost":
+            raise RuntimeError("the device is lost")
+        return b"short"
+
+    tier.offer_all(names(1), lambda wanted: [late])
+    settle(tier)
+    assert tier.stats.num_put_failures == 1 and store.get_many(names(1)) == [None]
+    wait_until(lambda: offer(tier, 2))  # the store is asked first whether it is there
+    settle(tier)
+    assert store.get_many(names(2)) == [block(2)]

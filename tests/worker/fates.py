@@ -222,7 +222,9 @@ class SteppedStoreThread(StoreThread):
                 self._outbox.put(self._fetch(job))
             elif self._fates.draw() % 8 == 1:
                 self._fates.met["store away"] += 1
-                self._outbox.put(PutsDone((job.block_hash,), len(job.block), "the store is away"))
+                self._outbox.put(
+                    PutsDone((job.block_hash,), self._block_nbytes, "the store is away")
+                )
             else:
                 self._outbox.put(self._put([job]))
         return super().take_done()

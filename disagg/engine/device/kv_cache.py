@@ -78,7 +78,7 @@ class KVCache:
         return ctypes.string_at(block.data_ptr(), self.block_nbytes)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """As `read_block`, one after another. On a GPU use `stream_copier.BlockReader`."""
+        """As `read_block`, one after another. `stream_copier.BlockReader` is a GPU's."""
         return [self.read_block(block_id) for block_id in block_ids]
 
     def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:

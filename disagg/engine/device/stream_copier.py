@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -60,6 +62,25 @@ def _not_pinned(nbytes: int, reason: str) -> StartupError:
     )
 
 
+class _HostRows:
+    """Pinned rows of host memory for blocks of a cache."""
+
+    def __init__(self, cache: Tensor, num_slots: int) -> None:
+        self.memory = PinnedMemory(num_slots * cache[0].numel() * cache.itemsize)
+        self.rows = self.memory.bytes.view(cache.dtype).view(num_slots, *cache.shape[1:])
+
+    def read(self, slot: int) -> bytes:
+        row = self.rows[slot]
+        return ctypes.string_at(row.data_ptr(), row.numel() * row.itemsize)
+
+
+def _copy_rows(source: Tensor, into: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """On the current stream."""
+    for first, into_first, num_rows in merge_runs(pairs):
+        rows = source[first : first + num_rows]
+        into[into_first : into_first + num_rows].copy_(rows, non_blocking=True)
+
+
 class StreamCopier:
     """A `store.block_copier.BlockCopier` on CUDA streams; belongs to the engine's thread.
 
@@ -73,57 +94,69 @@ class StreamCopier:
 
     def __init__(self, cache: Tensor, num_slots: int) -> None:
         self._cache = cache
-        shape = (num_slots, *cache.shape[1:])
-        self._memory = PinnedMemory(num_slots * cache[0].numel() * cache.itemsize)
-        self._host = self._memory.bytes.view(cache.dtype).view(shape)
+        self._host = _HostRows(cache, num_slots)
         self._saves, self._loads = _Way(cache.device), _Way(cache.device)
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._saves.copy(self._cache, self._host, pairs)
+        self._saves.copy(self._cache, self._host.rows, pairs)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._loads.copy(self._host, self._cache, pairs)
+        self._loads.copy(self._host.rows, self._cache, pairs)
 
     def take_saved(self) -> int:
         return len(self._saves.take_ended())
-
-    def wait_saved(self) -> None:
-        """Wait until all saves have ended."""
-        self._saves.wait()
 
     def take_loaded(self) -> list[float]:
         return self._loads.take_ended()
 
     def read_slot(self, slot: int) -> bytes:
-        row = self._host[slot]
-        return ctypes.string_at(row.data_ptr(), row.numel() * row.itemsize)
+        return self._host.read(slot)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._cache.device)  # nothing may write to freed memory
-        self._memory.close()
+        self._host.memory.close()
 
 
 class BlockReader:
-    """Reads blocks of a GPU's cache; blocks of one call at the speed of the bus.
+    """Reads blocks of a GPU's cache that are about to be overwritten. The engine never waits.
+
+    What was launched before does not write to them: a block is evicted after the steps that wrote
+    to it have ended. So a copy starts at once, beside the step under way. What is launched after it
+    waits for the copy on the device, and who takes the bytes waits for it in a thread of its own.
 
     Args:
         cache: one row a block, on the GPU.
-        num_slots: how many are copied before the host waits for them.
+        num_slots: how many blocks may be waiting to be taken.
     """
 
     def __init__(self, cache: Tensor, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._copier = StreamCopier(cache, num_slots)
+        self._cache = cache
+        self._host = _HostRows(cache, num_slots)
+        self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(num_slots):
+            self._free.put(slot)
 
-    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, after all work that was launched before. Waits for it."""
-        read: list[bytes] = []
-        for first in range(0, len(block_ids), self._num_slots):
-            some = block_ids[first : first + self._num_slots]
-            self._copier.save([(block_id, slot) for slot, block_id in enumerate(some)])
-            self._copier.wait_saved()
-            read += map(self._copier.read_slot, range(len(some)))
-        return read
+    def __call__(self, block_ids: Sequence[int]) -> list[Callable[[], bytes]]:
+        """Start copying blocks. Each function waits for its block, and is called once."""
+        pairs = [(block_id, self._free.get()) for block_id in block_ids]
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            _copy_rows(self._cache, self._host.rows, pairs)
+            ended.record()
+        torch.cuda.current_stream(self._cache.device).wait_event(ended)
+        return [partial(self._take, ended, slot) for _, slot in pairs]
+
+    def wait(self) -> None:
+        """Wait until all blocks are copied: for who writes past the device's queue."""
+        self._stream.synchronize()
+
+    def _take(self, ended: torch.cuda.Event, slot: int) -> bytes:
+        ended.synchronize()
+        try:
+            return self._host.read(slot)
+        finally:
+            self._free.put(slot)
 
 
 class _Way:
@@ -140,16 +173,9 @@ class _Way:
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             began.record()
-            for first, into_first, num_rows in merge_runs(pairs):
-                rows = source[first : first + num_rows]
-                into[into_first : into_first + num_rows].copy_(rows, non_blocking=True)
+            _copy_rows(source, into, pairs)
             ended.record()
         self._under_way.append((began, ended))
-
-    def wait(self) -> None:
-        """Wait until every copy has ended; they then count as reported."""
-        self._stream.synchronize()
-        self._under_way.clear()
 
     def take_ended(self) -> list[float]:
         """The seconds of each copy that has ended since the last call, in order."""

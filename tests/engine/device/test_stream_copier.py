@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from disagg.engine.device.stream_copier import BlockReader, StreamCopier
 from disagg.errors import StartupError
+from disagg.store.cold_tier import ColdTier
+from disagg.time_model import TransferTimeModel
+from disagg.worker.offload import KVOffload
+from tests.store.tiers import Gate, name
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.at_ms: float | None = None
+        self._stream: Stream | None = None
 
     def record(self) -> None:
-        event = self
+        event, self._stream = self, Stream.current
         Stream.current.do(lambda: setattr(event, "at_ms", Stream.current.device_ms()))
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        assert self._stream is not None
+        self._stream.run()
 
     def query(self) -> bool:
         return self.at_ms is not None
@@ -44,6 +55,9 @@ class Stream:
     def do(self, work: Callable[[], object]) -> None:
         self._work.append(work)
 
+    def wait_event(self, event: Event) -> None:
+        self.do(event.synchronize)
+
     def wait_stream(self, other: Stream) -> None:
         before = list(other._work)
 
@@ -62,9 +76,10 @@ class Stream:
         self.run()
 
     def run(self) -> None:
-        Stream.current = self
+        before, Stream.current = Stream.current, self
         while self._work:
             self._work.pop(0)()
+        Stream.current = before
 
 
 class Cudart:
@@ -143,16 +158,66 @@ def test_copies_come_after_the_work_before_them_and_beside_the_work_after(comput
     assert copier.take_loaded() == [pytest.approx(2e-3)] * 2 and not copier.take_loaded()
 
 
-def test_blocks_that_are_read_together_are_waited_for_once_a_staging_of_them(
-    compute: Stream,
+def taken(late: Sequence[Callable[[], bytes]]) -> list[float]:
+    """The blocks, of one number each."""
+    return [torch.frombuffer(bytearray(take()), dtype=torch.float32).item() for take in late]
+
+
+@pytest.mark.parametrize("is_taken_first", [True, False])
+def test_evicted_blocks_are_read_before_later_work_overwrites_them(
+    is_taken_first: bool, compute: Stream
 ) -> None:
     cache = torch.arange(8.0).view(8, 1)
-    read = BlockReader(cache, 3)
-    saves = Stream.all[1]
-    compute.do(lambda: cache.mul_(2))  # under way, and writes to all of them
-    assert read([5, 1, 2, 7]) == [cache[i].numpy().tobytes() for i in (5, 1, 2, 7)]
-    assert cache[7] == 14.0 and saves.num_waits == 2
-    assert read([]) == [] and saves.num_waits == 2
+    read = BlockReader(cache, 4)
+    began: list[bool] = []
+    compute.do(lambda: began.append(True))  # a step under way, which writes to other blocks
+    late = read([5, 1, 2, 7])
+    compute.do(lambda: cache.fill_(-1.0))  # the next step owns the blocks
+    if is_taken_first:
+        assert taken(late) == [5.0, 1.0, 2.0, 7.0]
+        assert not began, "the store's thread waits for the copy alone"
+    compute.run()
+    assert cache[5] == -1.0
+    if not is_taken_first:
+        assert taken(late) == [5.0, 1.0, 2.0, 7.0]
+
+
+def test_who_reads_blocks_does_not_wait(compute: Stream) -> None:
+    read = BlockReader(torch.arange(8.0).view(8, 1), 4)
+    copies = Stream.all[1]
+    late = read([3, 4])
+    num_waits = copies.num_waits
+    assert read([]) == [] and num_waits == 0 and copies._work
+    read.wait()  # who writes past the device's queue
+    assert copies.num_waits == num_waits + 1 and not copies._work
+    assert taken(late) == [3.0, 4.0]
+    compute.run()
+
+
+def test_memory_of_a_taken_block_is_used_again(compute: Stream) -> None:
+    cache = torch.arange(8.0).view(8, 1)
+    read = BlockReader(cache, 2)
+    for first in range(0, 8, 2):
+        assert taken(read([first, first + 1])) == [first, first + 1]
+    compute.run()
+
+
+def test_an_evicted_block_reaches_the_store_while_the_engine_goes_on(compute: Stream) -> None:
+    cache = torch.arange(8.0).view(8, 1)
+    gate = Gate()
+    gate.open.clear()
+    tier = ColdTier(gate, 4, TransferTimeModel())
+    tier.offer(name(9), lambda: bytes(4))
+    assert gate.entered.acquire(timeout=60)  # the store's thread is busy
+    offload = KVOffload(SimpleNamespace(), None, tier, BlockReader(cache, 4))  # type: ignore[arg-type]
+    names = [name(number) for number in range(3)]
+    offload.save_evicted(list(zip((6, 2, 3), names, strict=True)))
+    compute.do(lambda: cache.fill_(-1.0))
+    compute.run()  # the device is done before anybody takes the bytes
+    gate.open.set()
+    assert tier.close(60.0)
+    found = gate.store.get_many(names)
+    assert found == [torch.tensor([each]).numpy().tobytes() for each in (6.0, 2.0, 3.0)]
 
 
 def test_memory_that_nobody_closes_is_unregistered(compute: Stream, cudart: Cudart) -> None:
