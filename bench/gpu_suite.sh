@@ -6,7 +6,8 @@
 #   bench/gpu_suite.sh --device cpu --tiny      # a short one
 #   bench/gpu_suite.sh --parts gpu_engine       # only these
 #
-# The machine needs python3 with torch 2.11 or later for CUDA, triton and transformers. It needs no
+# The machine needs python3 with torch 2.11 or later for CUDA, triton and transformers. (A rehearsal
+# with Triton 3.6 also needs NumPy before 2.4, which Triton's interpreter supports.) It needs no
 # network, no ray and no redis, and nothing is installed on it. What it lacks comes along as wheels
 # in wheels/, a folder that git ignores; they are unpacked into a temporary one:
 #

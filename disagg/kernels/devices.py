@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"  # by default the fastest is 0, while `nvidia-smi` counts along the bus
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has the driver's module
 AMD = Path("/dev/kfd")
 LIBRARY = "libcuda.so.1"  # what torch opens first, too
@@ -57,6 +58,7 @@ def gpus_here() -> Gpus:
     visible = _visible_ids(os.environ)
     if visible == [] or not has_driver():
         return Gpus()
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")  # also for workers, which are started from here
     import torch  # here, and not above: what plans with devices must not need it
 
     with warnings.catch_warnings(record=True) as said:

@@ -26,7 +26,9 @@ TWO = """\
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """Without a GPU, until a test puts one there."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    for name in (devices.VISIBLE, devices.ORDER):
+        monkeypatch.setenv(name, "")  # or what a test sets would stay
+        monkeypatch.delenv(name)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(devices, "AMD", tmp_path / "kfd")
     monkeypatch.setattr(devices, "LIBRARY", "libcuda-absent.so")
@@ -91,6 +93,18 @@ def test_gpus_have_names_and_memory(machine: pytest.MonkeyPatch, tmp_path: Path)
     first, second = gpus_here().devices
     assert first == Device("0", "NVIDIA H100 80GB HBM3", 81559 * MIB, 80994 * MIB)
     assert (second.id, second.free_nbytes) == ("1", 1000 * MIB)
+
+
+def test_gpus_are_counted_as_the_drivers_program_counts_them(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else the free memory of one would be taken for that of another, on a machine of two kinds."""
+    says(tmp_path, TWO)
+    torch_finds(machine, 2)
+    machine.setattr(torch.cuda, "is_available", lambda: os.environ[devices.ORDER] == "PCI_BUS_ID")
+    assert len(gpus_here().devices) == 2
+    machine.setenv(devices.ORDER, "FASTEST_FIRST")
+    assert gpus_here().problem, "what the user has set stays"
 
 
 def test_only_what_is_visible_counts(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
