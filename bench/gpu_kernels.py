@@ -24,6 +24,7 @@ from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, format_of
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Ops
+from disagg.kernels.paged_work import LONG_ROWS
 from disagg.kernels.rms_norm import add_rms_norm
 from disagg.kernels.silu_mul import silu_mul
 
@@ -93,16 +94,21 @@ class Bench:
             "difference": difference,
         }
 
-    def prompt(self, new: int, cached: int, *, use_sdpa: bool = False) -> dict[str, Any]:
+    def prompt(
+        self, new: int, cached: int, *, use_sdpa: bool = False, long_rows: int = LONG_ROWS
+    ) -> dict[str, Any]:
         """Microseconds of one layer for `new` tokens after `cached` ones.
 
         Args:
             use_sdpa: as with `DISAGG_PROMPT_ATTENTION=sdpa`.
+            long_rows: of a tile.
         """
         if self.is_interpreted:
             new, cached = max(new // 512, 8), cached // 512
         lens = [(new, new + cached)]
-        paged = Paged(self.heads, lens, self.device, self.dtype, use_sdpa=use_sdpa)
+        paged = Paged(
+            self.heads, lens, self.device, self.dtype, use_sdpa=use_sdpa, long_rows=long_rows
+        )
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
         num_flops = 4 * self.heads.num_heads * self.heads.head_dim * num_pairs
@@ -217,6 +223,11 @@ def rows_of(bench: Bench) -> list[Row]:
     def matrices(num_rows: int) -> Row:
         return Row(f"layer matrices, {num_rows} rows", lambda: bench.matrices(num_rows))
 
+    def in_low_tiles(new: int) -> Row:
+        """Two programs with such tiles fit onto a multiprocessor of an H100, one with ours."""
+        rows = LONG_ROWS // 2
+        return Row(f"prompt {new}, {rows} rows", lambda: bench.prompt(new, 0, long_rows=rows))
+
     plain = [decode(name, "bfloat16") for name in DECODES]
     scaled = [decode(name, stored) for name in SCALED_DECODES for stored in ("fp8", "int8", "int4")]
     prompts = [prompt(*each) for each in PROMPTS]
@@ -225,6 +236,7 @@ def rows_of(bench: Bench) -> list[Row]:
         *plain[:5],
         *prompts[:2],
         *by_sdpa[:2],
+        *map(in_low_tiles, (4096, 16384)),
         *map(matrices, (32, 1, 256)),
         *scaled[:3],
         decode("32 x 4k", "bfloat16", VERIFIED),

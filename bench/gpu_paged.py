@@ -12,6 +12,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
+from disagg.kernels.paged_work import LONG_ROWS
 from disagg.kernels.triton_ops import TritonOps, TritonPaging
 from disagg.models.batch import Batch
 
@@ -49,7 +50,8 @@ class Paged:
     Args:
         lens: of each sequence, the tokens of the step and those with KV once it is done.
         is_captured: the step is a decode step as graphs have it.
-        use_sdpa: whole prompts of 1,024 tokens and more go to torch's attention.
+        use_sdpa, long_rows: of `TritonOps`; whole prompts of 1,024 tokens and more go to torch's
+            attention.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Paged:
         *,
         is_captured: bool = False,
         use_sdpa: bool = False,
+        long_rows: int = LONG_ROWS,
     ) -> None:
         self.heads, self.lens, self.window = heads, lens, window
         counts = [-(-context // heads.block_size) for _, context in lens]
@@ -81,7 +84,9 @@ class Paged:
         shape = (len(batch.token_ids), num_heads, heads.head_dim)
         self.qkv = torch.randn(shape, device=device).to(dtype)
         num_multiprocessors = _num_multiprocessors(device)
-        self._ops = TritonOps(heads.num_heads, num_multiprocessors, use_sdpa=use_sdpa)
+        self._ops = TritonOps(
+            heads.num_heads, num_multiprocessors, use_sdpa=use_sdpa, long_rows=long_rows
+        )
         self._paging: TritonPaging
         if is_captured:
             fixed = self._ops.plan_decodes(batch, self.pages, [window])

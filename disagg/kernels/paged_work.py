@@ -50,6 +50,7 @@ def plan_work(
     num_programs: int,
     device: torch.device,
     done_elsewhere: Container[int] = (),
+    long_rows: int = LONG_ROWS,
 ) -> PagedWork:
     """Cut a step into pieces and put the lists on the device.
 
@@ -57,6 +58,7 @@ def plan_work(
         group: query heads per KV head.
         num_programs: pieces per KV head that fill the device.
         done_elsewhere: sequences whose rows of the result another kernel writes.
+        long_rows: of a tile of a prompt.
     """
     rows = [
         (sequence, *lens)
@@ -72,7 +74,7 @@ def plan_work(
         height = max(16, next_power_of_2(num_rows))
         launches.append(_launch(pieces, reductions, height, num_rows, device))
     if long:
-        height = max(LONG_ROWS, next_power_of_2(group))
+        height = max(long_rows, next_power_of_2(group))
         pieces = split_queries(long, window, KEY_TILE, height // group)
         launches.append(_launch(pieces, [], height, 0, device))
     return PagedWork(tuple(launches), window)

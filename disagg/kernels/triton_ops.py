@@ -16,7 +16,7 @@ from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Experts, PagedBatch
 from disagg.kernels.paged_attention import paged_attention
-from disagg.kernels.paged_work import PagedWork, plan_work
+from disagg.kernels.paged_work import LONG_ROWS, PagedWork, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.silu_mul import silu_mul
@@ -76,10 +76,19 @@ class TritonOps:
         num_heads: query heads of the model.
         num_multiprocessors: of the device; decides how finely long contexts are cut.
         use_sdpa: for the prompts that `sdpa_prompt` can do.
+        long_rows: of a tile of a prompt, a power of two.
     """
 
-    def __init__(self, num_heads: int, num_multiprocessors: int, *, use_sdpa: bool = False) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_multiprocessors: int,
+        *,
+        use_sdpa: bool = False,
+        long_rows: int = LONG_ROWS,
+    ) -> None:
         self._use_sdpa = use_sdpa
+        self._long_rows = long_rows
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
 
@@ -136,6 +145,7 @@ class TritonOps:
                 max(self._num_programs // num_kv_heads, 1),
                 kv_cache.values.device,
                 done_elsewhere=done_elsewhere,
+                long_rows=self._long_rows,
             )
             for window, done_elsewhere in prompts.items()
         }

@@ -158,6 +158,16 @@ def test_whole_prompts_by_torch_beside_others_by_pages(
     assert by_torch == ([40] if window == 50 else [40, 60])
 
 
+@pytest.mark.parametrize("long_rows", [32, 64])
+def test_prompts_in_lower_tiles(long_rows: int) -> None:
+    inputs = paged_inputs([(1, 65), (70, 90), (40, 40)], group=3)
+    ops = TritonOps(6, 1, long_rows=long_rows)
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    assert paging.work[None].launches[-1].rows == long_rows
+    expected = inputs.expected(None)
+    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging), expected, SINGLE)
+
+
 def test_work_of_a_fixed_shape() -> None:
     inputs = paged_inputs([(1, 700), (1, 3), (1, 40)], group=3)
     expected = inputs.expected(None)
