@@ -1,10 +1,10 @@
-"""What weights of 8 bits cost in quality, and what they save in memory and time, on a CPU.
+"""What weights of 8 and 4 bits cost in quality, and what they save in memory and time, on a CPU.
 
     python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny]
 
 `weights MB`: what a process has more of once the model is loaded, each in a process of its own.
 `perplexity`: of the tokens of a fixed text. `ms/step`: a decode step of one stream, and of eight,
-after 256 tokens each; `ms/prompt`: these 256 tokens. Both kinds of weights take turns.
+after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from disagg.models.description import describe_model
 from disagg.models.fetched import FETCHED, cached_file, fetch
 
 CPU = torch.device("cpu")
-KINDS: dict[str, Quantization | None] = {"bfloat16": None, "int8": "int8"}
+KINDS: dict[str, Quantization | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 PROMPT, OUTPUT = 256, 32
 TEXT = """\
 The ferry left the old harbour a little after six, when the lamps along the quay were still lit
@@ -155,8 +155,11 @@ def main() -> None:
             if num_seqs == 1:
                 row["ms/prompt"] = 1e3 * statistics.median(prompts[name])
     print_table(table)
-    wide, narrow = table
-    ratios = {key: narrow[key] / wide[key] for key in wide if key != "weights"}
+    wide, *narrow = table
+    ratios = {
+        row["weights"]: {key: row[key] / wide[key] for key in wide if key != "weights"}
+        for row in narrow
+    }
     sentences = {name: each.decoder.step_sentence for name, each in contenders.items()}
     finish(
         "quantised",
@@ -164,7 +167,7 @@ def main() -> None:
         model=arguments.model,
         num_tokens=len(ids),
         threads=arguments.threads,
-        int8_of_bfloat16=ratios,
+        of_bfloat16=ratios,
         steps=sentences,
     )
 

@@ -87,14 +87,4 @@ inline void int8_row(const Matrix& matrix, int64_t row, bf16* out) {
   }
 }
 
-// A product with either kind of weight.
-template <int num_vectors, class Take>
-inline void any_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
-                        const uint32_t* next, Take&& take) {
-  if (matrix.scales != nullptr)
-    int8_product<num_vectors>(matrix, panel, part, x, num_rows, take);
-  else
-    product<num_vectors>(matrix, panel, part, x, num_rows, next, take);
-}
-
 }  // namespace disagg

@@ -18,10 +18,11 @@ struct Layer {
 struct Model {
   int32_t num_layers, num_heads, num_kv_heads, head_dim, hidden, inner, vocab;
   float eps;
-  const bf16* embedding;  // [vocab, hidden]; null: the head, whose weight is of 8 bits
+  const bf16* embedding;  // [vocab, hidden]; null: `table`
   const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
   const bf16* norm;       // [hidden]
   Matrix head;
+  Matrix table;  // of embeddings with fewer bits than 16; often the head
   const Layer* layers;
 };
 

@@ -12,15 +12,18 @@ constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
 constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
 
 struct Matrix {
-  const uint32_t* panels;  // null: a weight of 8 bits, as int8.h has it
+  const uint32_t* panels;  // null: a weight of fewer bits
   const bf16* bias;        // null: none
-  const int8_t* numbers;   // [num_panels, num_in, PANEL], 0 behind the last column
-  const bf16* scales;      // [num_out]; null: a weight in panels
+  const int8_t* numbers;   // of 8 bits, as int8.h has them: [num_panels, num_in, PANEL], or null
+  const uint8_t* nibbles;  // of 4 bits, as int4.h has them, or null
+  const bf16* scales;      // of 8 bits [num_out]; of 4 bits [num_panels, num_groups, 2, PANEL]
   int32_t num_out;
-  int32_t num_in;  // even, of a weight in panels
+  int32_t num_in;      // even, of a weight in panels; a multiple of 8, of one of 4 bits
+  int32_t group_size;  // of 4 bits: numbers that share a scale, a multiple of 8
 
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
   int num_pairs() const { return num_in / 2; }
+  int num_groups() const { return (num_in + group_size - 1) / group_size; }
   // oneDNN fills up to a multiple of 32.
   int64_t panel_size() const { return int64_t((num_in + 31) / 32 * 32) / 2 * PANEL; }
   const uint32_t* panel(int index) const {
@@ -96,7 +99,7 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
 // Times the scales and with the bias added, of the columns that exist.
 inline __m512 finished(const Matrix& matrix, int column, __m512 sums) {
   const __mmask16 mask = first_lanes(matrix.num_out - column);
-  if (matrix.scales != nullptr) sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
+  if (matrix.numbers != nullptr) sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
   if (matrix.bias != nullptr) sums = _mm512_add_ps(sums, load(matrix.bias + column, mask));
   return sums;
 }

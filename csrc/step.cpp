@@ -6,11 +6,11 @@
 #include "attention.h"
 #include "buffer.h"
 #include "chunks.h"
-#include "int8.h"
 #include "model.h"
 #include "norm.h"
 #include "product.h"
 #include "team.h"
+#include "weights.h"
 
 namespace disagg {
 namespace {
@@ -66,7 +66,7 @@ class Step {
     if (model_.embedding != nullptr)
       memcpy(out, model_.embedding + token_id * model_.hidden, sizeof(bf16) * model_.hidden);
     else
-      int8_row(model_.head, token_id, out);
+      any_row(model_.table, token_id, out);
   }
 
   bool make_room(int num_threads) {
@@ -305,7 +305,7 @@ class Step {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 2; }
+int32_t disagg_step_version() { return 3; }
 
 // Returns null where there is no memory. The layers are copied, the weights are not.
 void* disagg_step_new(const disagg::Model* model) {
@@ -321,6 +321,12 @@ void disagg_step_free(void* step) { delete static_cast<disagg::Step*>(step); }
 int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
                         int32_t num_threads) {
   return static_cast<disagg::Step*>(step)->run(*batch, *cache, num_threads);
+}
+
+// Some panels of x W^T + b with a weight of 4 bits: x [num_rows, num_in], out [num_rows, num_out].
+void disagg_step_int4_rows(const disagg::Matrix* matrix, const disagg::bf16* x, int32_t num_rows,
+                           int32_t first_panel, int32_t end_panel, disagg::bf16* out) {
+  disagg::int4_rows(*matrix, x, num_rows, first_panel, end_panel, out);
 }
 }
 #pragma GCC visibility pop

@@ -1,7 +1,8 @@
-"""`--quantization int8`: what is counted, what is refused, and whose KV it is."""
+"""`--quantization int8` and `int4`: what is counted, what is refused, and whose KV it is."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from disagg.config import ASSETS, EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
+from disagg.kernels.dispatch import Quantization
+from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
-from disagg.models.decoder import load_model
+from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.rank_parts import weights_nbytes
+from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
 from tests.models.paging import Tokens, new_slab, run_step
 
@@ -31,18 +35,21 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
     elif isinstance(held, list | tuple):
         for each in held:
             _tensors(each, seen)
-    elif isinstance(held, Int8Linear):
+    elif isinstance(held, Int8Linear | Int4Linear):
         _tensors(list(vars(held).values()), seen)
     elif hasattr(held, "__dataclass_fields__"):
         _tensors([getattr(held, name) for name in held.__dataclass_fields__], seen)
     return seen
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
-def test_what_is_counted_is_what_is_kept(variant: str, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_is_kept(
+    variant: str, quantization: Quantization, tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, variant)
     model = describe_model(tmp_path)
-    decoder = load_model(model, torch.float32, CPU, quantization="int8")
+    decoder = load_model(model, torch.float32, CPU, quantization=quantization)
     kept: dict[int, torch.Tensor] = {}
     for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
         _tensors(each, kept)
@@ -52,8 +59,30 @@ def test_what_is_counted_is_what_is_kept(variant: str, tmp_path: Path) -> None:
     if config.qk_norm:
         num_copies = config.num_heads + config.num_kv_heads - 2
         widened = config.num_layers * num_copies * config.head_dim * 4
-    assert nbytes - widened == weights_nbytes(config, 4, is_int8=True)
-    assert nbytes < 0.5 * weights_nbytes(config, 4)
+    assert nbytes - widened == weights_nbytes(config, 4, quantization=quantization)
+    assert nbytes < (0.5 if quantization == "int8" else 0.35) * weights_nbytes(config, 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_4_bits_take_a_third_of_the_memory_of_bfloat16(tied: bool) -> None:
+    """Of the shape that benches call 160m, and of SmolLM2-135M, whose table is tied."""
+    vocab, hidden, inner, layers, heads, kv_heads = (
+        (49152, 576, 1536, 30, 9, 3) if tied else (32000, 768, 3072, 12, 12, 4)
+    )
+    config = replace(
+        describe_model(ASSETS / "demo-small").config,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        tie_word_embeddings=tied,
+        sliding_windows=(None,) * layers,
+    )
+    plain, narrow = (weights_nbytes(config, 2, quantization=each) for each in (None, "int4"))
+    assert 0.25 < narrow / plain < 0.35
 
 
 def test_the_start_counts_it_and_keeps_its_kv_apart() -> None:
@@ -95,3 +124,36 @@ def test_logits_are_nearly_those_of_the_weights_as_they_were(dtype: torch.dtype)
     assert not torch.equal(plain, quantised)
     distances = (plain - quantised).abs().sum(-1) / 2
     assert distances.mean() < 0.05 and distances.max() < 0.2
+
+
+@pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
+def test_logits_of_4_bits_are_those_of_the_widened_matrices(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
+    model = describe_model(tmp_path)
+    weights = load_weights(model, torch.float32, CPU)
+
+    def widened(matrix: Any) -> Any:
+        if matrix is None or matrix.dim() != 2:
+            return matrix
+        return torch.cat(
+            [Int4Linear(matrix[row : row + 1], None).widened() for row in range(len(matrix))]
+        )
+
+    layers = [
+        replace(each, **{field.name: widened(getattr(each, field.name)) for field in fields(each)})
+        for each in weights.layers
+    ]
+    tables = widened(weights.embedding), widened(weights.lm_head)
+    wide = DecoderWeights(tables[0], layers, weights.norm, tables[1])
+    logits = []
+    for decoder in (
+        Decoder(model.config, wide),
+        load_model(model, torch.float32, CPU, quantization="int4"),
+    ):
+        slab = new_slab(model.config, 4, 16, torch.float32)
+        tokens = Tokens(list(range(5, 55)), [0, 1, 2, 3])
+        for count in (40, 1, 1):
+            run_step(decoder, slab, [(tokens, count)], 16)
+        logits.append(torch.stack(tokens.logits))
+    assert logits[0].abs().max() > 0.5
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)

@@ -1,8 +1,8 @@
 """A decode step as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
 
 With few rows, a step in torch is some hundred calls, and starting them takes as long as their
-work. The program reads the weights in oneDNN's packed layout, or as int8, so that torch computes
-prompts from the same copy.
+work. The program reads the weights in oneDNN's packed layout, or of 8 or 4 bits, so that prompts
+are computed from the same copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu_library import STEP, find_library
+from disagg.kernels.cpu_matrix import Matrix
 from disagg.kernels.huge_pages import use_huge_pages
+from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
@@ -51,7 +53,7 @@ class DenseModel:
     num_kv_heads: int
     head_dim: int
     eps: float
-    embedding: Tensor | None  # [vocab, hidden]; None: the head, which is an `Int8Linear`
+    embedding: Tensor | Int8Linear | Int4Linear  # [vocab, hidden]
     rope: Tensor  # of `TorchOps.rope_table`
     layers: Sequence[DenseLayer]
     norm: Tensor  # [hidden]
@@ -69,27 +71,16 @@ class StepBatch(PagedBatch, Protocol):
     def logits_rows(self) -> Tensor: ...
 
 
-class _Matrix(Structure):
-    _fields_ = (
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("numbers", c_void_p),
-        ("scales", c_void_p),
-        ("num_out", c_int32),
-        ("num_in", c_int32),
-    )
-
-
 class _LayerPointers(Structure):
     _fields_ = (
         ("input_norm", c_void_p),
         ("qk_norm", c_void_p),
         ("post_norm", c_void_p),
-        ("qkv", _Matrix),
-        ("output", _Matrix),
-        ("gate", _Matrix),
-        ("up", _Matrix),
-        ("down", _Matrix),
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("gate", Matrix),
+        ("up", Matrix),
+        ("down", Matrix),
         ("window", c_int32),
     )
 
@@ -107,7 +98,8 @@ class _Model(Structure):
         ("embedding", c_void_p),
         ("rope", c_void_p),
         ("norm", c_void_p),
-        ("head", _Matrix),
+        ("head", Matrix),
+        ("table", Matrix),
         ("layers", POINTER(_LayerPointers)),
     )
 
@@ -152,7 +144,8 @@ class CpuStep:
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
-        _lay_in_panels([each for each in _matrices(model) if isinstance(each, Int8Linear)])
+        _lay_in_panels(model, library)
+        table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
         described = _Model(
             num_layers=len(model.layers),
@@ -163,10 +156,11 @@ class CpuStep:
             inner=model.layers[0].down.num_in,
             vocab=self._vocab_size,
             eps=model.eps,
-            embedding=None if model.embedding is None else model.embedding.data_ptr(),
+            embedding=table.data_ptr() if isinstance(table, Tensor) else None,
             rope=model.rope.data_ptr(),
             norm=model.norm.data_ptr(),
             head=_matrix(model.head),
+            table=Matrix() if isinstance(table, Tensor) else _matrix(table),
             layers=layers,
         )
         self._step = library.disagg_step_new(byref(described))
@@ -269,6 +263,9 @@ def _problem(model: DenseModel) -> str:
     matrices = _matrices(model)
     if all(isinstance(each, Int8Linear) for each in matrices):
         return ""
+    if all(isinstance(each, Int4Linear) for each in matrices):
+        fits = all(each.can_be_in_panels for each in matrices if isinstance(each, Int4Linear))
+        return "" if fits else "a weight of 4 bits has rows that are no multiple of 8 numbers"
     if not all(isinstance(each, PackedLinear) and each.panels for each in matrices):
         return "oneDNN lays out the weights in another way here"
     if any(matrix.num_in % 2 for matrix in matrices):
@@ -276,8 +273,10 @@ def _problem(model: DenseModel) -> str:
     return ""
 
 
-def _matrices(model: DenseModel) -> list[PackedLinear | Int8Linear]:
+def _matrices(model: DenseModel) -> list[PackedLinear | Int8Linear | Int4Linear]:
     matrices = [model.head]
+    if not isinstance(model.embedding, Tensor) and model.embedding is not model.head:
+        matrices.append(model.embedding)
     for layer in model.layers:
         matrices += [layer.qkv, layer.output, *layer.gate_up, layer.down]
     return matrices
@@ -298,23 +297,29 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
     )
 
 
-def _matrix(linear: PackedLinear | Int8Linear) -> _Matrix:
+def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> Matrix:
+    if isinstance(linear, Int4Linear):
+        return linear.described()
     bias = None if linear.bias is None else linear.bias.data_ptr()
     sizes = linear.num_out, linear.num_in
     if isinstance(linear, PackedLinear):
-        return _Matrix(linear.panels, bias, None, None, *sizes)
-    return _Matrix(None, bias, linear.numbers.data_ptr(), linear.scales.data_ptr(), *sizes)
+        return Matrix(linear.panels, bias, None, None, None, *sizes, 0)
+    return Matrix(None, bias, linear.numbers.data_ptr(), None, linear.scales.data_ptr(), *sizes, 0)
 
 
-def _lay_in_panels(linears: list[Int8Linear]) -> None:
+def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:
     """All in one piece of memory, so that its huge pages hold nothing else."""
+    linears = [each for each in _matrices(model) if not isinstance(each, PackedLinear)]
     sizes = [each.panels_nbytes for each in linears]
-    memory = torch.empty(sum(sizes), dtype=torch.int8)
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
     for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
-        linear.lay_in_panels(own)
+        if isinstance(linear, Int4Linear):
+            linear.lay_in_panels(own, library)
+        else:
+            linear.lay_in_panels(own.view(torch.int8))
 
 
-def _region(linear: PackedLinear | Int8Linear) -> tuple[int, int]:
+def _region(linear: PackedLinear | Int8Linear | Int4Linear) -> tuple[int, int]:
     """Where its numbers lie: an address, and how many bytes."""
     if isinstance(linear, PackedLinear):
         return linear.panels, linear.panels_nbytes

@@ -14,7 +14,8 @@ from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
 from disagg.kernels.torch_sampling import TorchSampling
 
-Quantization: TypeAlias = Literal["int8"]
+Quantization: TypeAlias = Literal["int8", "int4"]
+_BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
 
@@ -32,7 +33,7 @@ def ops_for(device: torch.device, num_heads: int, quantization: Quantization | N
     if prompt_attention not in ("triton", "sdpa"):
         raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
-        return TorchOps(is_int8=quantization == "int8")
+        return TorchOps() if quantization is None else TorchOps(bits=_BITS[quantization])
     if quantization is not None:
         raise ValueError(
             f"{quantization} weights are multiplied on CPUs only, not on {device.type}"

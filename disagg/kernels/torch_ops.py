@@ -7,10 +7,12 @@ cost. Attention, with the block tables, is in `torch_attention.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
@@ -25,11 +27,13 @@ class TorchOps:
     """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible.
 
     Args:
-        is_int8: all but experts become `Int8Linear`.
+        bits: of weights, all but experts; they become `Int8Linear` or `Int4Linear`.
     """
 
-    def __init__(self, *, is_int8: bool = False) -> None:
-        self._linear: Callable[[Tensor, Tensor | None], Linear] = Int8Linear if is_int8 else linear
+    def __init__(self, *, bits: Literal[4, 8, 16] = 16) -> None:
+        kinds: dict[int, Callable[[Tensor, Tensor | None], Linear]]
+        kinds = {4: Int4Linear, 8: Int8Linear, 16: linear}
+        self._linear = kinds[bits]
         self._mirrors = {
             dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu_step import DenseLayer, DenseModel, cpu_step
 from disagg.kernels.dispatch import Quantization, ops_for
+from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
@@ -95,15 +96,22 @@ class Decoder:
         self.ops = ops or ops_for(self.device, config.num_heads, quantization)
         self._norm = weights.norm
         self._lm_head = self.ops.pack(weights.lm_head, None)
-        # One table of 8 bits serves both.
-        is_shared = weights.lm_head is weights.embedding and isinstance(self._lm_head, Int8Linear)
-        self._embedding = None if is_shared else weights.embedding
+        self._embedding = self._table(weights)
         self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
         self.step, self.step_sentence = cpu_step(self._dense())
         if communicator is not None:
             self.step, self.step_sentence = None, "torch, because a sum of ranks is not compiled"
+
+    def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
+        """Where embeddings are looked up."""
+        if isinstance(self._lm_head, Int8Linear | Int4Linear):
+            if weights.lm_head is weights.embedding:  # one table of few bits serves both
+                return self._lm_head
+            if isinstance(self._lm_head, Int4Linear):
+                return Int4Linear(weights.embedding, None)
+        return weights.embedding
 
     def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
@@ -284,10 +292,9 @@ class Decoder:
         return self._ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _looked_up(self, rows: Tensor) -> Tensor:
-        if self._embedding is None:
-            found: Tensor = self._lm_head.rows(rows)
-            return found
-        return functional.embedding(rows, self._embedding)
+        if isinstance(self._embedding, Tensor):
+            return functional.embedding(rows, self._embedding)
+        return self._embedding.rows(rows)
 
     def _project_vocabulary(self, hidden: Tensor) -> Tensor:
         projected = self.ops.project(hidden, self._lm_head)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from disagg.kernels.int4_groups import num_groups
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import MXFP4_GROUP, WHOLE, Share
@@ -73,7 +74,7 @@ def weights_nbytes(
     itemsize: int,
     *,
     widens: bool = False,
-    is_int8: bool = False,
+    quantization: str | None = None,
     share: Share = WHOLE,
 ) -> int:
     """Of all tensors on a device.
@@ -81,18 +82,26 @@ def weights_nbytes(
     Args:
         itemsize: of a float as it is computed with.
         widens: MXFP4 becomes floats there.
-        is_int8: matrices have 8 bits a value and a float a row. A table that is only looked up,
-            and not multiplied with, stays as it is.
+        quantization: "int8": matrices have 8 bits a value and a float a row, but a table that is
+            only looked up, and not multiplied with, stays as it is. "int4": all matrices have 4
+            bits a value and two floats a group.
     """
-    if not is_int8:
-        return sum(_nbytes(part, itemsize, widens) for part in rank_parts(config, share))
-    table = () if config.tie_word_embeddings else rank_outer_parts(config, share)["embedding"]
+    kept: list[Part] = []
+    if quantization == "int8" and not config.tie_word_embeddings:
+        kept = rank_outer_parts(config, share)["embedding"]
     return sum(
-        math.prod(part.shape) + part.shape[0] * itemsize
-        if len(part.shape) == 2 and part not in table
-        else _nbytes(part, itemsize, widens)
+        _nbytes(part, itemsize, widens)
+        if quantization is None or len(part.shape) != 2 or part in kept
+        else _quantized_nbytes(part.shape, itemsize, quantization)
         for part in rank_parts(config, share)
     )
+
+
+def _quantized_nbytes(shape: Shape, itemsize: int, quantization: str) -> int:
+    num_out, num_in = shape
+    if quantization == "int8":
+        return num_out * (num_in + itemsize)
+    return num_out * (-(-num_in // 2) + 2 * num_groups(num_in) * itemsize)
 
 
 def _nbytes(part: Part, itemsize: int, widens: bool) -> int:

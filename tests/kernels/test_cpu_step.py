@@ -13,6 +13,7 @@ from torch import Tensor
 
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
+from disagg.kernels.cpu_library import Found
 from disagg.kernels.cpu_step import MOST_ROWS
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
@@ -180,7 +181,7 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
         weights = replace(weights, embedding=weights.lm_head)
     ours, torchs = new_decoder(config, weights, "int8"), new_decoder(config, weights, "int8")
     torchs.step = None
-    exact = Decoder(config, _in_float32(weights), TorchOps(is_int8=True))
+    exact = Decoder(config, _in_float32(weights), TorchOps(bits=8))
     logits = []
     for decoder in (exact, ours, torchs):
         sequences = _sequences(lengths, block_size, config.vocab_size)
@@ -192,6 +193,53 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
         if decoder is ours:  # nor do neighbours change a bit
             alone = make_batch([(sequences[0], 1)], block_size)
             assert torch.equal(decoder.forward(alone, slab)[0], logits[-1][0])
+    truth, own, other = logits
+    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
+    assert truth.abs().max() > 0.5
+    assert own_error <= 2 * other_error
+    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+
+
+WITH_4_BITS = {
+    **{name: case for name, case in CASES.items() if case[0].hidden_size % 8 == 0},
+    "several groups, the last one shorter": (
+        replace(SMALL, hidden_size=192, intermediate_size=328),
+        [9, 50],
+        16,
+    ),
+    "tied": (replace(LLAMA, tie_word_embeddings=True), [20, 5], 16),
+}
+
+
+@pytest.mark.parametrize("case", WITH_4_BITS)
+def test_weights_of_4_bits(
+    case: str, new_decoder: NewDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and steps: the logits of torch with the same numbers, widened, and in float32."""
+    config, lengths, block_size = WITH_4_BITS[case]
+    weights = _loud_weights(config)
+    if case == "tied":
+        weights = replace(weights, lm_head=weights.embedding / 4)
+        weights = replace(weights, embedding=weights.lm_head)
+    ours = new_decoder(config, weights, "int4")
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu_step_module, "find_library", lambda _: Found(None, "torch"))
+        torchs = Decoder(config, weights, quantization="int4")
+        exact = Decoder(config, _in_float32(weights), TorchOps(bits=4))
+    assert torchs.step is None and exact.step is None
+    logits = []
+    for decoder in (exact, ours, torchs):
+        sequences = _sequences(lengths, block_size, config.vocab_size)
+        slab = _slab(config, sequences, block_size, decoder.dtype)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            run_step(decoder, slab, [(sequence, length)], block_size)
+        batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
+        after = decoder.forward(batch, slab)
+        if decoder is ours:  # nor do neighbours change a bit
+            alone = make_batch([(sequences[0], 1)], block_size)
+            assert torch.equal(decoder.forward(alone, slab)[0], after[0])
+        prompts = [row for sequence in sequences for row in sequence.logits]
+        logits.append(torch.stack([*prompts, *after]))
     truth, own, other = logits
     own_error, other_error = ((each - truth).square().mean() for each in (own, other))
     assert truth.abs().max() > 0.5
@@ -323,12 +371,19 @@ def test_a_token_that_does_not_exist_is_an_error(new_decoder: NewDecoder) -> Non
     [
         (LLAMA, torch.float32, "the model computes in float32"),
         (replace(LLAMA, head_dim=24), torch.bfloat16, "the head size 24 is not a multiple of 16"),
+        (
+            replace(LLAMA, hidden_size=54),
+            torch.bfloat16,
+            "a weight of 4 bits has rows that are no multiple of 8 numbers",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_torchs_and_says_so(
     config: ModelConfig, dtype: torch.dtype, reason: str, new_decoder: NewDecoder
 ) -> None:
-    decoder = Decoder(config, random_weights(config, dtype, CPU, seed=2))
+    quantization: Quantization | None = "int4" if "4 bits" in reason else None
+    weights = random_weights(config, dtype, CPU, seed=2)
+    decoder = Decoder(config, weights, quantization=quantization)
     assert decoder.step is None
     assert decoder.step_sentence == f"torch, as {reason}"
     sequence = Tokens([1], [0])

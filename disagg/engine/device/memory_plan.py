@@ -84,7 +84,7 @@ def plan_memory(
         model,
         itemsize,
         widens=claim_nbytes is None,
-        is_int8=config.quantization == "int8",
+        quantization=config.quantization,
     )
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:

@@ -1,0 +1,141 @@
+// Products of a few rows with a weight of 4 bits: numbers from 0 to 15, of which some neighbours in
+// a row of the checkpoint (a group) share a scale and a least value. The twin is
+// disagg/kernels/int4_linear.py. A result does not depend on the other rows of `x`.
+//
+// Panels have 64 columns (rows of the checkpoint's weight). For each 8 numbers of these columns, a
+// panel has 4 vectors of 16 columns, in which a column has two words of 16 bits: the first has the
+// numbers 0, 2, 4 and 6 from its lowest bits on, the second has 1, 3, 5 and 7. So a shift and a
+// table of 16 numbers make pairs as `dot_pairs` takes them.
+#pragma once
+
+#include "product.h"
+#include "vectors.h"
+
+namespace disagg {
+
+constexpr int UNIT = 8;                  // numbers of a column that lie together
+constexpr int UNIT_PAIRS = UNIT / 2;
+constexpr int UNIT_BYTES = PANEL * UNIT / 2;
+constexpr int VECTOR_BYTES = 64;
+
+// The numbers 0 to 15 in bfloat16, twice, as only five bits of an index are looked at.
+inline __m512i table_of_numbers() {
+  alignas(64) bf16 table[32];
+  for (int i = 0; i < 32; ++i) {
+    const float number = static_cast<float>(i % 16);
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    table[i] = static_cast<bf16>(bits >> 16);
+  }
+  return _mm512_load_si512(table);
+}
+
+inline float sum_of_pairs(const uint32_t* x, int num_pairs) {
+  const __m512i ones = _mm512_set1_epi32(0x3F803F80);
+  __m512 sums = _mm512_setzero_ps();
+  for (int k = 0; k < num_pairs; k += LANES)
+    sums = dot_pairs(sums, _mm512_maskz_loadu_epi32(first_lanes(num_pairs - k), x + k), ones);
+  return _mm512_reduce_add_ps(sums);
+}
+
+// What a panel of a matrix has for a group: PANEL scales, and then PANEL least values.
+inline const bf16* group_of_panel(const Matrix& matrix, int64_t panel, int group) {
+  return matrix.scales + (panel * matrix.num_groups() + group) * 2 * PANEL;
+}
+
+// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, handed
+// to `take(row, vector, sums)`.
+template <int num_rows, int num_vectors, class Take>
+inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_t* x, Take&& take) {
+  const int num_pairs = matrix.num_pairs(), group_pairs = matrix.group_size / 2;
+  const uint8_t* units = matrix.nibbles + int64_t(panel) * (num_pairs / UNIT_PAIRS) * UNIT_BYTES +
+                         offset / LANES * VECTOR_BYTES;
+  const __m512i table = table_of_numbers();
+  alignas(64) float totals[num_rows][num_vectors][LANES] = {};
+  for (int begin = 0, group = 0; begin < num_pairs; begin += group_pairs, ++group) {
+    const int left = num_pairs - begin, size = left < group_pairs ? left : group_pairs;
+    __m512 sums[num_rows][num_vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+    for (int k = begin; k < begin + size; k += UNIT_PAIRS, units += UNIT_BYTES) {
+      __m512i words[num_vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; ++v) {
+        words[v] = _mm512_loadu_si512(units + v * VECTOR_BYTES);
+        _mm_prefetch(reinterpret_cast<const char*>(units + v * VECTOR_BYTES) + PREFETCHED,
+                     _MM_HINT_T0);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < UNIT_PAIRS; ++i) {
+        __m512i columns[num_vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vectors; ++v)
+          columns[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words[v], 4 * i), table);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; ++r) {
+          const __m512i row = _mm512_set1_epi32(static_cast<int>(x[int64_t(r) * num_pairs + k + i]));
+#pragma GCC unroll 4
+          for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
+        }
+      }
+    }
+    const bf16* scales = group_of_panel(matrix, panel, group) + offset;
+    for (int r = 0; r < num_rows; ++r) {
+      const __m512 of_x = _mm512_set1_ps(sum_of_pairs(x + int64_t(r) * num_pairs + begin, size));
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; ++v) {
+        __m512 total = _mm512_load_ps(totals[r][v]);
+        total = _mm512_fmadd_ps(sums[r][v], load(scales + v * LANES), total);
+        total = _mm512_fmadd_ps(of_x, load(scales + PANEL + v * LANES), total);
+        _mm512_store_ps(totals[r][v], total);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) take(r, v, _mm512_load_ps(totals[r][v]));
+}
+
+// As `product`, of a weight of 4 bits.
+template <int num_vectors, class Take>
+inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
+                         Take&& take) {
+  const int offset = part * num_vectors * LANES;
+  const auto* pairs = reinterpret_cast<const uint32_t*>(x);
+  const int num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int i = 0; i < num_tiles; ++i) {
+    const int begin = int64_t(i) * num_rows / num_tiles, end = int64_t(i + 1) * num_rows / num_tiles;
+    auto take_here = [&](int r, int v, __m512 sums) {
+      take(begin + r, panel * PANEL + offset + v * LANES, sums);
+    };
+    const uint32_t* rows = pairs + int64_t(begin) * matrix.num_pairs();
+    switch (end - begin) {
+      case 1: int4_tile<1, num_vectors>(matrix, panel, offset, rows, take_here); break;
+      case 2: int4_tile<2, num_vectors>(matrix, panel, offset, rows, take_here); break;
+      case 3: int4_tile<3, num_vectors>(matrix, panel, offset, rows, take_here); break;
+      case 4: int4_tile<4, num_vectors>(matrix, panel, offset, rows, take_here); break;
+      case 5: int4_tile<5, num_vectors>(matrix, panel, offset, rows, take_here); break;
+      case 6: int4_tile<6, num_vectors>(matrix, panel, offset, rows, take_here); break;
+    }
+  }
+}
+
+// One column of the weight, which is a row as a checkpoint has it: [num_in].
+inline void int4_row(const Matrix& matrix, int64_t row, bf16* out) {
+  const int64_t panel = row / PANEL;
+  const int column = row % PANEL;
+  const uint8_t* units = matrix.nibbles + panel * (matrix.num_in / UNIT) * UNIT_BYTES;
+  for (int k = 0; k < matrix.num_in; ++k) {
+    uint16_t word;
+    memcpy(&word, units + k / UNIT * UNIT_BYTES + 2 * (2 * column + k % 2), sizeof word);
+    const int number = word >> (4 * (k % UNIT / 2)) & 15;
+    const bf16* scales = group_of_panel(matrix, panel, k / matrix.group_size) + column;
+    const float value = wide_of(scales[PANEL]) + static_cast<float>(number) * wide_of(scales[0]);
+    store(out + k, _mm512_set1_ps(value), first_lanes(1));
+  }
+}
+
+}  // namespace disagg

@@ -1,0 +1,39 @@
+// Products with a weight of any kind, and rows of one.
+#pragma once
+
+#include "int4.h"
+#include "int8.h"
+#include "product.h"
+
+namespace disagg {
+
+template <int num_vectors, class Take>
+inline void any_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
+                        const uint32_t* next, Take&& take) {
+  if (matrix.nibbles != nullptr)
+    int4_product<num_vectors>(matrix, panel, part, x, num_rows, take);
+  else if (matrix.numbers != nullptr)
+    int8_product<num_vectors>(matrix, panel, part, x, num_rows, take);
+  else
+    product<num_vectors>(matrix, panel, part, x, num_rows, next, take);
+}
+
+// A row as a checkpoint has it, of a weight of fewer bits than 16: [num_in].
+inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
+  if (matrix.nibbles != nullptr)
+    int4_row(matrix, row, out);
+  else
+    int8_row(matrix, row, out);
+}
+
+// Some panels of a product with a weight of 4 bits, for rows of prompts: out is [num_rows, num_out].
+inline void int4_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
+                      int end_panel, bf16* out) {
+  for (int panel = first_panel; panel < end_panel; ++panel)
+    int4_product<4>(matrix, panel, 0, x, num_rows, [&](int row, int column, __m512 sums) {
+      store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
+            first_lanes(matrix.num_out - column));
+    });
+}
+
+}  // namespace disagg

@@ -1,0 +1,20 @@
+"""A weight as compiled code is given it."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_void_p
+
+
+class Matrix(Structure):
+    """`Matrix` of csrc/product.h, which says what each is."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("numbers", c_void_p),
+        ("nibbles", c_void_p),
+        ("scales", c_void_p),
+        ("num_out", c_int32),
+        ("num_in", c_int32),
+        ("group_size", c_int32),
+    )

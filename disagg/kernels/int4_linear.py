@@ -1,0 +1,181 @@
+"""Matrix products with weights of 4 bits: numbers from 0 to 15, and a scale and a least value for
+some neighbours in a row.
+
+A compiled product (`csrc/int4.h`) reads them for prompts and decode steps alike; products are of
+the activations' own bfloat16, sums of float32. Without it torch widens the weight for each product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int32, c_void_p
+from functools import cache
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.kernels.cpu_matrix import Matrix
+from disagg.kernels.int4_groups import group_size, num_groups
+from disagg.kernels.linear import PANEL, PlainLinear
+
+LARGEST = 15
+UNIT = 8  # numbers of a row that lie together in a panel
+_ROWS_AT_ONCE = 1024  # that are quantised together: few enough for the processor's cache
+_PANELS_AT_ONCE = 16  # for a thread to be worth waking up
+_EVEN_ODD = 2
+
+
+class Int4Linear(PlainLinear):
+    """x W^T + b with W = numbers * scales + least, each of its group.
+
+    Attributes:
+        numbers: uint8 [num_out, num_in / 2], two numbers a byte, the first in its lower half (an
+            odd row is filled up); or in panels, as `csrc/int4.h` reads them:
+            [num_panels, num_in / 8, PANEL / 16, 64].
+        scales: [num_out, num_groups, 2], scales and least values, of the weight's type; of panels
+            [num_panels, num_groups, 2, PANEL].
+        bias: [num_out], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_out, self.num_in = weight.shape
+        self.group_size = group_size(self.num_in)
+        self.numbers, self.scales = quantize(weight)
+        self.bias = bias
+        self._rows: Callable[..., None] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._rows is not None and x.dtype == torch.bfloat16:
+            return self._compiled(x.contiguous())
+        made = functional.linear(x, self.widened().to(x.dtype))
+        return made if self.bias is None else made.add_(self.bias)
+
+    @property
+    def num_panels(self) -> int:
+        return -(-self.num_out // PANEL)
+
+    @property
+    def can_be_in_panels(self) -> bool:
+        return self.num_in % UNIT == 0
+
+    @property
+    def panels_nbytes(self) -> int:
+        return self.num_panels * PANEL * self.num_in // 2
+
+    def lay_in_panels(self, memory: Tensor, library: ctypes.CDLL) -> None:
+        """For the compiled step, and for compiled products.
+
+        Args:
+            memory: uint8 [panels_nbytes], where the panels are kept.
+            library: `cpu_library.STEP`.
+        """
+        assert not self._is_in_panels and self.can_be_in_panels
+        unpacked = _unpacked(self.numbers, self.num_in)
+        filled = functional.pad(unpacked, (0, 0, 0, -self.num_out % PANEL))
+        # Of a panel: vectors, columns, units, pairs in a unit, and the two of a pair.
+        units = filled.view(self.num_panels, PANEL // 16, 16, -1, UNIT // 2, _EVEN_ODD)
+        words = torch.zeros(*units.shape[:4], _EVEN_ODD, dtype=torch.int16)
+        for pair in range(UNIT // 2):
+            words |= units[:, :, :, :, pair].to(torch.int16) << (4 * pair)
+        panels = memory.view(torch.int16).view(self.num_panels, -1, PANEL // 16, 16, _EVEN_ODD)
+        panels.copy_(words.permute(0, 3, 1, 2, 4))
+        scales = functional.pad(self.scales, (0, 0, 0, 0, 0, -self.num_out % PANEL))
+        scales = scales.view(self.num_panels, PANEL, -1, 2).permute(0, 2, 3, 1).contiguous()
+        self.numbers, self.scales = panels.view(torch.uint8).flatten(3), scales
+        self._rows = library.disagg_step_int4_rows
+
+    def described(self) -> Matrix:
+        """For compiled code."""
+        assert self._is_in_panels
+        bias = None if self.bias is None else self.bias.data_ptr()
+        numbers, scales = self.numbers.data_ptr(), self.scales.data_ptr()
+        sizes = self.num_out, self.num_in, self.group_size
+        return Matrix(None, bias, None, numbers, scales, *sizes)
+
+    def widened(self) -> Tensor:
+        """W: [num_out, num_in]."""
+        return self.rows(torch.arange(self.num_out))
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Some rows of W: [n, num_in]."""
+        if self._is_in_panels:
+            panel, column = which // PANEL, which % PANEL
+            words = self.numbers.view(torch.int16).view(*self.numbers.shape[:3], 16, _EVEN_ODD)
+            own = words[panel, :, column // 16, column % 16]  # [n, units, 2]
+            pairs = [own >> (4 * pair) & LARGEST for pair in range(UNIT // 2)]
+            numbers = torch.stack(pairs, 2).flatten(1)
+            scales, least = self.scales[panel, :, :, column].unbind(2)
+        else:
+            numbers = _unpacked(self.numbers[which], self.num_in)
+            scales, least = self.scales[which].unbind(2)
+        groups = torch.arange(self.num_in) // self.group_size
+        # As compiled code does: rounded once.
+        wide = numbers.float() * scales.float()[:, groups] + least.float()[:, groups]
+        return wide.to(self.scales.dtype)
+
+    @property
+    def _is_in_panels(self) -> bool:
+        return self.numbers.dim() == 4
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        assert self._rows is not None
+        out = torch.empty(x.shape[0], self.num_out, dtype=x.dtype)
+        matrix = self.described()
+        num_parts = min(torch.get_num_threads(), -(-self.num_panels // _PANELS_AT_ONCE))
+        ends = [self.num_panels * part // num_parts for part in range(num_parts + 1)]
+
+        def some(part: int) -> None:
+            assert self._rows is not None
+            self._rows(
+                byref(matrix),
+                c_void_p(x.data_ptr()),
+                c_int32(x.shape[0]),
+                c_int32(ends[part]),
+                c_int32(ends[part + 1]),
+                c_void_p(out.data_ptr()),
+            )
+
+        waits = [_threads().submit(some, part) for part in range(1, num_parts)]
+        some(0)
+        for wait in waits:
+            wait.result()
+        return out
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="int4")
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of `Int4Linear`: of each group, the least value becomes 0 and the
+    largest 15."""
+    num_out, num_in = weight.shape
+    size, count = group_size(num_in), num_groups(num_in)
+    numbers = torch.empty(num_out, -(-num_in // 2), dtype=torch.uint8)
+    scales = torch.empty(num_out, count, 2, dtype=weight.dtype)
+    parts = (torch.split(each, _ROWS_AT_ONCE) for each in (weight, numbers, scales))
+    for some, its_numbers, its_scales in zip(*parts, strict=True):
+        # The last group may be shorter; what fills it up is one of its own numbers.
+        wide = functional.pad(some.float(), (0, count * size - num_in), mode="replicate")
+        groups = wide.view(-1, count, size)
+        least, most = torch.aminmax(groups, dim=2)
+        its_scales[:, :, 0] = (most - least) / LARGEST
+        its_scales[:, :, 1] = least
+        its_scales[:, :, 0].masked_fill_(its_scales[:, :, 0] == 0, 1.0)  # of equal numbers
+        # By the scales as they are kept, which have fewer digits.
+        step, first = its_scales.float().unbind(2)
+        scaled = (groups - first.unsqueeze(2)) / step.unsqueeze(2)
+        rounded = (
+            scaled.round_().clamp_(0, LARGEST).to(torch.uint8).flatten(1)[:, : num_in + num_in % 2]
+        )
+        its_numbers.copy_(rounded[:, 0::2] | rounded[:, 1::2] << 4)
+    return numbers, scales
+
+
+def _unpacked(numbers: Tensor, num_in: int) -> Tensor:
+    """uint8 [n, num_in] of [n, num_in / 2]."""
+    return torch.stack((numbers & LARGEST, numbers >> 4), 2).flatten(1)[:, :num_in]
