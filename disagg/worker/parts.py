@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,6 +172,8 @@ def new_transport(
     # Here, like Redis below: a worker that uses neither must start without them.
     from disagg.kvtransfer.nixl_transport import NixlTransport
 
+    if slab.device_id != HOST:
+        _warn_of_allocator(os.environ)
     return NixlTransport(
         worker_id,
         epoch,
@@ -183,6 +185,18 @@ def new_transport(
         begin_thread=begin_thread,
         before_pull=before_pull,
     )
+
+
+def _warn_of_allocator(environment: Mapping[str, str]) -> None:
+    """CUDA IPC shares memory of `cudaMalloc`, and torch can be told to get it in another way."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            log.warning(
+                "%s has expandable_segments:True. CUDA IPC cannot share such memory, so KV may go"
+                " from one GPU of this machine to another through host memory (the lane in /metrics"
+                " says so); leave the setting out.",
+                name,
+            )
 
 
 def transfer_interface(config: ServeConfig) -> str | None:

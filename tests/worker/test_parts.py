@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from disagg.worker.parts import _warn_of_allocator
 from tests.tiny_model import write_tiny_model
 
 PROGRAM = """
@@ -35,3 +39,21 @@ def test_a_worker_without_store_and_nixl_needs_neither_package(tmp_path: Path) -
         [sys.executable, "-c", PROGRAM, str(model)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+    ],
+)
+def test_memory_that_other_workers_cannot_read_is_warned_of(
+    settings: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _warn_of_allocator(settings)
+    assert [record.args for record in caplog.records] == [(*settings,)] * warned
