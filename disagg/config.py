@@ -48,8 +48,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine, on one device. Names follow vLLM's flags."""
+    """One engine, on one device or as many as it has ranks. Names follow vLLM's flags."""
 
+    tensor_parallel_size: Positive = 1  # ranks of a worker, one process and one device each
     dtype: DType = "auto"
     kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
     quantization: Literal["int8", "int4"] | None = None  # of weights, when they are loaded
@@ -59,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Positive | None = None  # by the device (`engine/device/memory_plan.py`)
     max_num_batched_tokens: Positive | None = None  # by the device
     gpu_memory_utilization: Fraction = 0.9  # of its GPU, or of its share of one
-    kv_cache_memory_bytes: Positive | None = None
+    kv_cache_memory_bytes: Positive | None = None  # of each rank
     kv_offloading_size: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0  # GiB of host memory a worker
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
@@ -87,8 +88,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_standby: Annotated[int, Meta(ge=0)] = 0  # additional loaded workers, in reserve
     autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
     num_cpus: Annotated[float, Meta(ge=0)] = 0
-    # Of each worker: 1, a share of one, or 0. None: 1 where there are GPUs, 0 elsewhere.
-    num_gpus: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Of each worker: one for each of its ranks, a share of one, or 0. None: one for each rank where
+    # there are GPUs, 0 elsewhere.
+    num_gpus: Annotated[float, Meta(ge=0)] | None = None
     resources: dict[str, float] = {}
 
 
@@ -123,7 +125,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
         the same share of its memory."""
         share = (self.prefill if role == "prefill" else self.decode).num_gpus
-        part = self.engine.gpu_memory_utilization * (share or 1.0)
+        part = self.engine.gpu_memory_utilization * min(share or 1.0, 1.0)
         engine = msgspec.structs.replace(self.engine, gpu_memory_utilization=part)
         return msgspec.structs.replace(self, engine=engine)
 

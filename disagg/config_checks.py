@@ -47,6 +47,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         )
     for tier in config.tiers:
         _check_autoscaling(tier)
+        _check_ranks(config, tier)
         if tier.engine.kv_offloading_size and not tier.engine.enable_prefix_caching:
             raise StartupError(
                 f"Tier {tier.name!r} keeps evicted KV in host memory, and finds none of it without"
@@ -167,6 +168,24 @@ def _check_autoscaling(tier: TierConfig) -> None:
                 " the block size; set engine.block_size (usually 16 on a CPU and 64 on a GPU).",
                 param="block_size",
             )
+
+
+def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
+    size = tier.engine.tensor_parallel_size
+    for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+        if pool.num_gpus and pool.num_gpus != size and (size > 1 or pool.num_gpus > 1):
+            raise StartupError(
+                f"Tier {tier.name!r} has tensor_parallel_size = {size}, so each of its {role}"
+                f" workers has {size} GPU{'s' if size > 1 else ''}, and num_gpus is"
+                f" {pool.num_gpus:g}; leave num_gpus out, or change tensor_parallel_size.",
+                param="num_gpus",
+            )
+    if size > 1 and config.transport == "local":
+        raise StartupError(
+            f"Tier {tier.name!r} has workers of {size} ranks, which are processes, and transport ="
+            " 'local' moves KV within one; set transport to nixl.",
+            param="transport",
+        )
 
 
 def _check_budget(config: ServeConfig) -> None:

@@ -29,6 +29,7 @@ LAYERS = {
     "store": 2,
     "models": 1,
     "messages": 1,
+    "rank_messages": 1,
     "worker_status": 1,
     "config": 1,
     "config_checks": 1,

@@ -34,9 +34,10 @@ from disagg.planner.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shap
 from disagg.planner.sizing import Prices
 from disagg.sim.trace import read_trace
 
-ONE_GPU_A_WORKER = (
-    "Workers of several GPUs split the model by tensor parallelism, which `disagg serve` does not"
-    " do yet; --tensor-parallel-size 1 plans without it."
+NO_GRAPHS_YET = (
+    "Workers of several GPUs split the model by tensor parallelism. `disagg serve"
+    " --tensor-parallel-size` does so, but without CUDA graphs, so its small steps take longer than"
+    " planned; --tensor-parallel-size 1 plans without it."
 )
 DEFAULT_TTFT_S = 1.0
 DEFAULT_TPOT_S = 0.05
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             f" they are loaded: its size here is that in {args.weights}."
         )
     if max(each.num_gpus for each in every) > 1:
-        notes.append(ONE_GPU_A_WORKER)
+        notes.append(NO_GRAPHS_YET)
     if args.json:
         json.dump(report(shape, load, every, advice, notes), sys.stdout, indent=2)
         print()

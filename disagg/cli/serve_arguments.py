@@ -213,6 +213,14 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="split each worker's model over so many GPUs of one machine, or processes on a CPU"
+        " (docs/models.md#several-gpus-a-worker; default: 1)",
+    )
+    group.add_argument(
         "--num-gpus-per-worker",
         type=float,
         metavar="SHARE",
@@ -243,7 +251,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         help="share of a GPU's memory for all workers on it together (default: 0.9)",
     )
-    group.add_argument("--kv-cache-memory-bytes", type=int, help="size of each worker's KV cache")
+    group.add_argument("--kv-cache-memory-bytes", type=int, help="size of each rank's KV cache")
     group.add_argument(
         "--kv-offloading-size",
         type=float,

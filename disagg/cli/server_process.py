@@ -110,6 +110,9 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             plan = _plan(order.config, gpus_here(), order, reports)
             if not plan.device_ids:
                 sentence = find_library(STEP).sentence
+                split = [t.name for t in order.config.tiers if t.engine.tensor_parallel_size > 1]
+                if split:
+                    sentence += f"; torch for {', '.join(split)}, whose workers have several ranks"
                 reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         tell = partial(reports.say, "weights")
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)

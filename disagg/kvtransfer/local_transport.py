@@ -83,8 +83,10 @@ class LocalTransport:
         if peer.worker_id != self._peer.worker_id:
             self._book.add_peer(peer)
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
-        pull = self._book.begin(ticket, first_block, into, self._clock())
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
+        pull = self._book.begin(ticket, first_block, into, self._clock(), releases)
         self._pulls.append(pull)
         return pull.pull_id
 
@@ -102,7 +104,8 @@ class LocalTransport:
         for pull in pulls:
             error, is_torn = self._carry_out(pull)
             self._book.end(pull)
-            self._notify(pull.peer, pull.ticket.ticket_id)
+            if pull.releases:
+                self._notify(pull.peer, pull.ticket.ticket_id)
             seconds = self._clock() - pull.started_at
             size = (pull.num_blocks, pull.nbytes)
             events.append(PullDone(pull.pull_id, error, *size, seconds, is_torn=is_torn))

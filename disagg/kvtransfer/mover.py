@@ -321,7 +321,8 @@ class Mover:
         pull = copy.pull
         seconds = self._clock() - pull.started_at
         self._notices.put(PullEnded(pull, copy.error, seconds, copy.is_torn))
-        self._notify(pull.peer, pull.ticket.ticket_id)
+        if pull.releases:
+            self._notify(pull.peer, pull.ticket.ticket_id)
 
     def _try_release(self, transfer: Any) -> None:
         try:

@@ -142,8 +142,10 @@ class NixlTransport:
         gone = self._book.add_peer(peer)
         self._jobs.put(Connect(peer, tuple(gone)))
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
-        pull = self._book.begin(ticket, first_block, into, self._clock())
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
+        pull = self._book.begin(ticket, first_block, into, self._clock(), releases)
         self._jobs.put(pull)
         return pull.pull_id
 

@@ -67,6 +67,7 @@ class Pull:
     local_blocks: tuple[int, ...]
     generations: tuple[int, ...]  # what the source's stamps must be, one per local block
     started_at: float
+    releases: bool = True  # the source is told when it has ended
 
     @property
     def num_blocks(self) -> int:
@@ -137,7 +138,14 @@ class PullBook:
         peer = self._peers.get(ticket.source_id)
         return peer if peer is not None and peer.epoch == ticket.epoch else None
 
-    def begin(self, ticket: KVTicket, first_block: int, into: Sequence[int], now: float) -> Pull:
+    def begin(
+        self,
+        ticket: KVTicket,
+        first_block: int,
+        into: Sequence[int],
+        now: float,
+        releases: bool = True,
+    ) -> Pull:
         """Check a pull of `ticket.block_ids[first_block:]` into the local blocks `into`.
 
         From here to `end` the blocks `into` belong to the transport, and the ticket is used.
@@ -167,6 +175,7 @@ class PullBook:
             local_blocks=tuple(into),
             generations=ticket.generations[first_block:],
             started_at=now,
+            releases=releases,
         )
 
     def end(self, pull: Pull) -> None:

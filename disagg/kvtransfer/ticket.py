@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How to reach a worker's slab. A restarted worker is a new peer: same id, new epoch."""
+    """How to reach a slab of a worker. A restarted worker is a new peer: same id, new epoch."""
 
     worker_id: str
     epoch: int  # unique per process start
@@ -20,6 +20,7 @@ class Peer:
     device_id: int  # -1: host memory, otherwise the GPU's index
     agent: bytes  # the transport's own connection record (NIXL agent metadata)
     node: str = ""  # equal for workers on one machine; "" if it is not known
+    ranks: tuple[Peer, ...] = ()  # the other ranks of the worker; this is the first one's slab
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Plans which workers run on which GPUs, and refuses fleets that do not fit.
 
-A worker uses one GPU, or a share of one; by default it has a GPU of its own. If there are too few
-GPUs and the number of prefill workers was not given, a tier gets workers that both prefill and
-decode. A fleet that still does not fit is refused with the numbers. Knows no driver, torch or Ray.
+A worker uses one GPU for each of its ranks, or a share of one; by default its GPUs are its own. If
+there are too few GPUs and the number of prefill workers was not given, a tier gets workers that
+both prefill and decode. A fleet that still does not fit is refused with the numbers. Knows no
+driver, torch or Ray.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class _Worker(NamedTuple):
     """One worker of a pool at its largest."""
 
     pool: str
-    share: float  # of a GPU
-    claim: float  # of a GPU's memory
+    share: float  # of each of its GPUs
+    claim: float  # of each one's memory
+    num_gpus: int = 1
 
 
 @dataclass(slots=True)
@@ -139,7 +141,7 @@ def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
         _check_asked(tier, asked)
         is_on_gpu = any(asked) if asked else device == "cuda" or has_gpus
         device = "cuda" if is_on_gpu else "cpu"
-    number = 1.0 if device == "cuda" else 0.0
+    number = float(tier.engine.tensor_parallel_size) if device == "cuda" else 0.0
     sized = {
         role: msgspec.structs.replace(pool, num_gpus=number)
         for role, pool in pools(tier)
@@ -171,22 +173,24 @@ def _workers(config: ServeConfig) -> list[_Worker]:
     for tier in config.tiers:
         for role, pool in pools(tier):
             most = pool.autoscaling.max_replicas if pool.autoscaling else pool.num_replicas
-            share = pool.num_gpus or 0.0
+            share = min(pool.num_gpus or 0.0, 1.0)
             claim = share * tier.engine.gpu_memory_utilization
-            worker = _Worker(f"{tier.name}-{role}", share, claim)
+            num_gpus = tier.engine.tensor_parallel_size
+            worker = _Worker(f"{tier.name}-{role}", share, claim, num_gpus)
             every += [worker] * (most + pool.num_standby)
-    every.sort(key=lambda each: -each.share)
+    every.sort(key=lambda each: -each.share * each.num_gpus)
     return [each for each in every[: config.max_num_workers] if each.share]
 
 
 def _placed(config: ServeConfig, devices: Sequence[Device]) -> tuple[list[_Gpu], bool]:
-    """Each worker on the first GPU that takes it, as Ray fills them; and whether all have one."""
+    """Each worker on the first GPUs that take it, as Ray fills them; and whether all do."""
     filled, is_all = [_Gpu(device) for device in devices], True
     for worker in _workers(config):
-        gpu = next((each for each in filled if each.takes(worker)), None)
-        if gpu is None:
+        taking = [each for each in filled if each.takes(worker)][: worker.num_gpus]
+        if len(taking) < worker.num_gpus:
             is_all = False
-        else:
+            continue
+        for gpu in taking:
             gpu.workers.append(worker)
     return filled, is_all
 
@@ -204,7 +208,8 @@ def _without_prefill(config: ServeConfig, name: str) -> ServeConfig:
 def _too_few(config: ServeConfig, gpus: Gpus) -> str:
     """Why the workers do not fit, and what to change."""
     workers = _workers(config)
-    needed, least = sum(each.share for each in workers), min(each.claim for each in workers)
+    needed = sum(each.share * each.num_gpus for each in workers)
+    least = min(each.claim for each in workers)
     full = [gpu for gpu in map(_Gpu, gpus.devices) if gpu.free < least]
     num_left = len(gpus.devices) - len(full)
     words = [
@@ -217,7 +222,12 @@ def _too_few(config: ServeConfig, gpus: Gpus) -> str:
             f"Other processes fill {each_one}, and a worker claims {least:.0%} of a GPU's memory;"
             " end them, or lower --gpu-memory-utilization."
         )
-    if num_left:
+    if num_left and max(each.num_gpus for each in workers) > 1:
+        words.append(
+            "Ask for fewer workers (--prefill, --decode, --max-workers; with --prefill 0 decode"
+            " workers do both), or for fewer GPUs of each (--tensor-parallel-size)."
+        )
+    elif num_left:
         share = math.floor(100 / math.ceil(len(workers) / num_left)) / 100
         words.append(
             "Ask for fewer workers (--prefill, --decode, --max-workers; with --prefill 0 decode"
@@ -230,7 +240,8 @@ def _line(gpus: Gpus, used: Sequence[_Gpu], merged: Sequence[str]) -> str:
     if not used:
         has_gpus = gpus.devices or gpus.num_held or gpus.problem
         return "devices: CPU" + ("" if has_gpus else f" ({gpus.where} has no GPU)")
-    workers = [each for gpu in used for each in gpu.workers]
+    places = Counter(each for gpu in used for each in gpu.workers)
+    workers = [each for each, number in places.items() for _ in range(number // each.num_gpus)]
     ids = ", ".join(gpu.device.id for gpu in used if gpu.device.id)
     names = ", ".join(sorted({gpu.device.name for gpu in used if gpu.device.name}))
     line = f"devices: {_named(workers)} on " + (f"GPU {ids}" if ids else f"{len(used)}")
@@ -243,9 +254,14 @@ def _line(gpus: Gpus, used: Sequence[_Gpu], merged: Sequence[str]) -> str:
 def _named(workers: Iterable[_Worker]) -> str:
     """`2 x-prefill, 1 x-decode (0.5 of a GPU each)`."""
     return ", ".join(
-        f"{number} {each.pool}" + (f" ({each.share:g} of a GPU each)" if each.share < 1 else "")
-        for each, number in Counter(workers).items()
+        f"{number} {each.pool}{_size(each)}" for each, number in Counter(workers).items()
     )
+
+
+def _size(worker: _Worker) -> str:
+    if worker.num_gpus > 1:
+        return f" ({worker.num_gpus} GPUs each)"
+    return f" ({worker.share:g} of a GPU each)" if worker.share < 1 else ""
 
 
 def _held(gpus: Gpus) -> str:

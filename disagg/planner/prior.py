@@ -21,15 +21,19 @@ ON_CPU = Efficiency(
 )
 
 
-def step_times(shape: ModelShape, device_name: str) -> tuple[StepTimeModel, str]:
-    """A prior for the time model of a worker on one device, and whose roofline it is.
+def step_times(
+    shape: ModelShape, device_name: str, num_ranks: int = 1
+) -> tuple[StepTimeModel, str]:
+    """A prior for the time model of a worker, and whose roofline it is.
 
     Args:
         device_name: as the GPU's driver says it; empty on a CPU.
+        num_ranks: devices of the worker.
     """
     if not device_name:
-        return Placement(shape, CPU_CORE, efficiency=ON_CPU).time_model(), "one CPU core"
+        placement = Placement(shape, CPU_CORE, num_ranks, efficiency=ON_CPU)
+        return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
     gpu = gpu_called(device_name)
-    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], efficiency=PLANNED)
+    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], num_ranks, efficiency=PLANNED)
     known = gpu.name if gpu else f"{UNKNOWN_GPU}, for {device_name!r} is not known"
     return placement.time_model(), known

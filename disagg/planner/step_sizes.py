@@ -24,19 +24,20 @@ PROMPT_SHARE = 0.995
 
 
 def step_sizes(
-    shape: ModelShape, device_name: str, kv_cache_dtype: str = "auto"
+    shape: ModelShape, device_name: str, kv_cache_dtype: str = "auto", num_ranks: int = 1
 ) -> tuple[int, int]:
     """Sequences and tokens that one step should have at most.
 
     Args:
         device_name: as the GPU's driver says it. Nothing is known of the speed of one that is not
             in the planner's table, so its steps may be as large as any.
+        num_ranks: devices of the worker.
     """
     gpu = gpu_called(device_name)
     if gpu is None:
         return NUMS_SEQS[-1], NUMS_TOKENS[-1]
     kv = kv_cache_dtype if kv_cache_dtype in KV_BITS else "bf16"
-    placement = Placement(shape, gpu, kv=kv)
+    placement = Placement(shape, gpu, num_ranks, kv=kv)
 
     def decoded_per_s(num_seqs: int) -> float:
         return num_seqs / placement.decode_step_s(num_seqs, CONTEXT_TOKENS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype
+from disagg.errors import StartupError
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.planner.shapes import shape_of
@@ -45,18 +47,37 @@ def check_tier(
             model,
             gpu_nbytes=gpu_nbytes,
             is_here=is_here,
-            largest_step=step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype),
+            largest_step=largest_step(engine, model, gpu_name),
         )
         if plan is not None and role == "decode":
-            sentence = loading_sentence(engine, model, plan.weights_nbytes)
+            loaded_nbytes = plan.weights_nbytes * engine.tensor_parallel_size  # about
+            sentence = loading_sentence(engine, model, loaded_nbytes)
             if sentence:
                 tell(sentence)
         each_nbytes = int(engine.kv_offloading_size * 2**30)
         if plan is not None and choose_device(engine) == "cpu":
-            each_nbytes += plan.workspace_nbytes + plan.kv_nbytes(engine)
+            num_ranks = engine.tensor_parallel_size
+            _check_cores(num_ranks)
+            each_nbytes += num_ranks * (plan.workspace_nbytes + plan.kv_nbytes(engine))
         pool = tier.prefill if role == "prefill" else tier.decode
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
     return host_nbytes
+
+
+def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
+    """Sequences and tokens that a worker's largest step should have; see `step_sizes`."""
+    num_ranks = engine.tensor_parallel_size
+    return step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype, num_ranks)
+
+
+def _check_cores(num_ranks: int) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    if num_ranks > num_cores:
+        raise StartupError(
+            f"tensor_parallel_size = {num_ranks}: a worker of {num_ranks} ranks on a CPU needs a"
+            f" core for each, and this machine has {num_cores}.",
+            param="tensor_parallel_size",
+        )
 
 
 def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbytes: int) -> str:

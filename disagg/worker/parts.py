@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.decode_worker.kv_source import KVTier
 from disagg.decode_worker.store_source import HostLookup, StoreLookup
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.ranked_transport import QuietTransport, RankedTransport
 from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
@@ -24,17 +27,18 @@ from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import step_sizes
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
+from disagg.worker.check import largest_step
 from disagg.worker.first_steps import first_steps
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.kv_cache import KVCache
     from disagg.engine.device.stream_copier import BlockReader
+    from disagg.worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Parts:
         these do not show.
     max_requests_nbytes: bound on all prompts in the worker, waiting and running.
     transfer_prior: predicted times of pulls until one was measured.
+    ranks: the other ranks of the worker, if it has some.
     """
 
     engine: Engine
@@ -61,6 +66,7 @@ class Parts:
     max_requests_nbytes: int = EngineConfig().max_requests_nbytes
     host_tier: HostTier | None = None
     transfer_prior: TransferPrior | None = None
+    ranks: Ranks | None = None
 
     def tiers(self) -> list[KVTier]:
         """The tiers behind this worker's cache, the fastest first."""
@@ -89,6 +95,28 @@ def build_parts(
     Raises:
         StartupError: with a message for the user.
     """
+    if tier.engine.tensor_parallel_size == 1:
+        return _build(config, tier, worker_id, epoch, local_fleet, progress, None)
+    # Here, because `ranks` needs this file, and most workers have one rank.
+    from disagg.worker.ranks import Ranks
+
+    ranks = Ranks(config, tier, worker_id, epoch)
+    try:
+        return _build(config, tier, worker_id, epoch, local_fleet, progress, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(
+    config: ServeConfig,
+    tier: TierConfig,
+    worker_id: str,
+    epoch: int,
+    local_fleet: LocalFleet | None,
+    progress: Callable[[StartStep], None],
+    ranks: Ranks | None,
+) -> Parts:
     # Here, and not above: the scheduler's users must not need torch to import this package.
     from disagg.engine.device.build import build_engine
     from disagg.engine.device.choices import choose_device
@@ -97,30 +125,30 @@ def build_parts(
     made: list[Stamps] = []
 
     def new_generations(num_blocks: int) -> MutableSequence[int]:
-        made.append(Stamps(num_blocks, worker_id, epoch))
+        made.append(
+            Stamps(num_blocks, worker_id, epoch) if ranks is None else ranks.stamps(num_blocks)
+        )
         return made[0].generations
 
-    model = describe_model(tier.directory)
-    shape = shape_of(model)
-    asked = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
+    model, engine_config = describe_model(tier.directory), tier.engine
+    if ranks is not None:
+        engine_config = msgspec.structs.replace(engine_config, num_threads=ranks.num_threads)
+    gpu_name = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
     engine, kv_cache = build_engine(
-        tier.engine,
+        engine_config,
         model,
         progress,
         new_generations,
-        largest_step=step_sizes(shape, asked, tier.engine.kv_cache_dtype),
+        largest_step=largest_step(tier.engine, model, gpu_name),
+        followers=ranks,
     )
-    prior, roofline = step_times(shape, device_name(kv_cache.device_id))
+    prior, roofline = step_times(
+        shape_of(model), device_name(kv_cache.device_id), tier.engine.tensor_parallel_size
+    )
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
-    slab = Slab(
-        kv_cache.base_address,
-        kv_cache.num_blocks,
-        kv_cache.block_nbytes,
-        kv_cache.layout,
-        kv_cache.device_id,
-        owner=kv_cache,
-    )
-    cold_tier = new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None
+    slab = slab_of(kv_cache)
+    has_store = tier.engine.enable_prefix_caching and ranks is None  # of all ranks' bytes: not yet
+    cold_tier = new_cold_tier(config, slab) if has_store else None
     reader = new_reader(kv_cache, slab) if cold_tier is not None else None
     host_tier: HostTier | None = None
     num_slots = num_host_blocks(tier.engine, slab.block_nbytes)
@@ -128,19 +156,20 @@ def build_parts(
         copier = new_copier(kv_cache, slab, num_slots)
         offer = cold_tier.offer if cold_tier is not None else None
         host_tier = HostTier(copier, num_slots, slab.block_nbytes, made[0].generations, offer)
+    own = new_transport(
+        config,
+        worker_id,
+        epoch,
+        slab,
+        made[0],
+        local_fleet,
+        kv_cache.begin_thread,
+        reader.wait if reader is not None else lambda: None,
+    )
     return Parts(
         engine,
         made[0],
-        new_transport(
-            config,
-            worker_id,
-            epoch,
-            slab,
-            made[0],
-            local_fleet,
-            kv_cache.begin_thread,
-            reader.wait if reader is not None else lambda: None,
-        ),
+        own if ranks is None else RankedTransport(own, ranks.others),
         cold_tier,
         reader or kv_cache.read_blocks,
         kv_cache.write_block,
@@ -148,6 +177,19 @@ def build_parts(
         tier.engine.max_requests_nbytes,
         host_tier,
         config.transfer_prior,
+        ranks,
+    )
+
+
+def slab_of(kv_cache: KVCache) -> Slab:
+    """The memory of a cache, as transfers see it."""
+    return Slab(
+        kv_cache.base_address,
+        kv_cache.num_blocks,
+        kv_cache.block_nbytes,
+        kv_cache.layout,
+        kv_cache.device_id,
+        owner=kv_cache,
     )
 
 
@@ -160,7 +202,7 @@ def new_transport(
     local_fleet: LocalFleet | None,
     begin_thread: Callable[[], None] = lambda: None,
     before_pull: Callable[[], None] = lambda: None,
-) -> Transport:
+) -> QuietTransport:
     """
     Args:
         begin_thread: called first in each thread that touches the slab.

@@ -15,11 +15,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import EngineThread, StepResult
-from disagg.errors import EngineFailed
+from disagg.errors import EngineFailed, WorkerLost
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import Cancel, Peers, Prefetch, Release, Resync, Role, Start, WorkerRecord
 from disagg.time_model import StepTimeModel
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.05
+FAIL_WAIT_S = 0.7  # for the engine to notice that a rank is gone
 
 
 class Worker:
@@ -66,6 +67,9 @@ class Worker:
         self._liveness = Liveness()
         self._first_times = parts.first_times
         self._watch: asyncio.Task[None] | None = None
+        self._ranks = parts.ranks
+        if parts.ranks is not None:
+            parts.ranks.watch(self._lose)
 
     @classmethod
     async def start(
@@ -156,6 +160,8 @@ class Worker:
         if stopped:  # otherwise a hung thread may still use them
             # Waits for their threads, up to seconds if the store hangs.
             await self._loop.run_in_executor(None, self._core.close)
+        if self._ranks is not None:
+            await self._loop.run_in_executor(None, self._ranks.close)
 
     async def check(self) -> None:
         """Recount every block and hold, between two steps. Raises `AssertionError`."""
@@ -200,6 +206,19 @@ class Worker:
                 reason = f"the engine has not finished a step for {self._liveness.still_s} s"
                 log.error("Closing all links: %s; %.3f s were expected", reason, step_s)
                 self._server.hang_up(reason)
+
+    def _lose(self, reason: str) -> None:
+        """A rank has ended, and the worker with it. In a thread of its own."""
+
+        def fail() -> NoReturn:
+            raise WorkerLost(f"The worker has lost a part: {reason}.")
+
+        log.error("The worker ends: %s.", reason)
+        self._thread.post(fail)
+        if self._ranks is not None and self._ranks.may_hang:
+            time.sleep(FAIL_WAIT_S)
+            if self._thread.failed is None:
+                os._exit(1)
 
     # On the event loop: messages of ingresses.
 

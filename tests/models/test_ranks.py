@@ -44,7 +44,7 @@ def on_ranks(num_ranks: int, place: Path, work: Callable[[TorchCommunicator], T]
     """What each rank returns, in order."""
 
     def run(rank: int) -> T:
-        return work(TorchCommunicator(Share(rank, num_ranks), CPU, str(place / "meeting")))
+        return work(TorchCommunicator(Share(rank, num_ranks), "cpu", str(place / "meeting")))
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(run, range(num_ranks)))

@@ -87,6 +87,27 @@ def test_workers_share_a_gpu_where_that_is_asked_for() -> None:
     assert plan(machine(80, 80), three).device_ids == ["0", "1"]
 
 
+def test_a_worker_of_several_ranks_has_as_many_gpus() -> None:
+    of_two = {"engine": {"tensor_parallel_size": 2}}
+    found = plan(machine(*[80] * 5), of_two)
+    assert pools_of(found.config) == [(1, 2, 1, 2)]
+    assert found.device_ids == ["0", "1", "2", "3"]
+    assert "1 m-prefill (2 GPUs each), 1 m-decode (2 GPUs each) on GPU 0, 1, 2, 3" in found.line
+    assert found.config.tiers[0].for_role("decode").engine.gpu_memory_utilization == 0.9
+    assert pools_of(plan(machine(80, 80), of_two).config) == [(0, 2, 1, 2)]
+    asked = {**of_two, "prefill": {"num_replicas": 1}, "decode": {"num_replicas": 1}}
+    with pytest.raises(
+        StartupError, match=r"need 4 GPUs, and this machine has 3\..*-parallel-size"
+    ):
+        plan(machine(80, 80, 80), asked)
+    with pytest.raises(StartupError, match=r"need 2 GPUs, and this machine has 1\."):
+        plan(machine(80), of_two)
+    with pytest.raises(StartupError, match=r"size = 2, so .* has 2 GPUs, and num_gpus is 0\.5;"):
+        plan(machine(80), {**of_two, "decode": {"num_gpus": 0.5}})
+    with pytest.raises(StartupError, match=r"size = 1, so .* has 1 GPU, and num_gpus is 2;"):
+        plan(machine(80), {"decode": {"num_gpus": 2}})
+
+
 def test_pools_are_planned_at_their_largest() -> None:
     asked = {
         "prefill": {"num_replicas": 1, "num_standby": 1},

@@ -59,7 +59,9 @@ class FatefulTransport(LocalTransport):
         self._flights: list[_Flight] = []
         self._late: deque[tuple[Peer, str]] = deque()  # notifications
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
         pull = self._book.begin(ticket, first_block, into, self._clock())
         fate = self._fates.draw()
         flight = _Flight(pull, fate // 8 % 8, fails=fate % 8 == 1, hangs=fate % 8 == 2)

@@ -62,6 +62,15 @@ class StepBuffer:
         # Unsafe for NumPy, which takes an empty list for one of floats.
         np.concatenate(parts, out=self._array[:num], casting="unsafe")
 
+    def written(self, num: int) -> bytes:
+        """A copy of the first `num` numbers."""
+        return self._array[:num].tobytes()
+
+    def write_bytes(self, numbers: bytes) -> None:
+        """Write what another buffer had written."""
+        found = np.frombuffer(numbers, np.int64)
+        self.write((found,), found.shape[0])
+
     def send(self, num: int) -> Tensor:
         """Copy the written numbers to the device. They are the first `num` of the result."""
         if self._on_device is not self._on_host:

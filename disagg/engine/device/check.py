@@ -5,6 +5,8 @@ Loads no torch where there is no GPU.
 
 from __future__ import annotations
 
+import msgspec
+
 from disagg.config import EngineConfig
 from disagg.engine.device.choices import (
     DeviceType,
@@ -18,6 +20,7 @@ from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
+from disagg.models.share import WHOLE, Share, check_ranks
 from disagg.models.tensor_check import check_weights
 
 CPU_BLOCK_SIZE = 16
@@ -45,14 +48,17 @@ def check_engine(
         ModelError, NotEnoughMemory, StartupError: as `build_engine`.
     """
     model = description.config
+    check_ranks_of(config, model)
     max_model_len = choose_max_model_len(config, model)
     check_weights(description)
     if not is_here and config.device != "cpu":
         return None
+    config = without_graphs(config)
+    share = Share(0, config.tensor_parallel_size)
     device = choose_device(config)
     check_quantization(config, model, device)
     dtype = choose_dtype(config, model, device)
-    shape = choose_shape(config, description, dtype, device)
+    shape = choose_shape(config, description, dtype, device, share)
     itemsize = FORMATS[dtype].itemsize
     if device == "cpu":
         return plan_memory(config, model, shape, max_model_len, itemsize, None)
@@ -75,13 +81,41 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted or model.max_model_len
 
 
+def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises `StartupError`: the engine cannot have so many ranks."""
+    num_ranks = config.tensor_parallel_size
+    check_ranks(model, num_ranks)
+    whole = {
+        "quantization": config.quantization is not None,
+        "kv_offloading_size": config.kv_offloading_size > 0,
+    }
+    for name, is_set in whole.items():
+        if is_set and num_ranks > 1:
+            raise StartupError(
+                f"{name} and tensor_parallel_size = {num_ranks} are not supported together; leave"
+                " one of them out.",
+                param=name,
+            )
+
+
+def without_graphs(config: EngineConfig) -> EngineConfig:
+    """Steps of several ranks are not captured."""
+    if config.tensor_parallel_size == 1:
+        return config
+    return msgspec.structs.replace(config, enforce_eager=True)
+
+
 def choose_shape(
-    config: EngineConfig, model: ModelDescription, dtype: str, device: DeviceType
+    config: EngineConfig,
+    model: ModelDescription,
+    dtype: str,
+    device: DeviceType,
+    share: Share = WHOLE,
 ) -> KVShape:
-    """The format of the engine's KV blocks. Raises `StartupError`: not possible on this device."""
+    """The format of a rank's KV blocks. Raises `StartupError`: not possible on this device."""
     format = choose_format(config, dtype, device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
     fingerprint = model.fingerprint
     if config.quantization is not None:  # its KV is not that of the weights as they were
         fingerprint += f"+{config.quantization}"
-    return KVShape.of(model.config, fingerprint, block_size, format)
+    return KVShape.of(model.config, fingerprint, block_size, format, share)

@@ -26,17 +26,18 @@ class TorchCommunicator:
     """Implements `models.communicator.Communicator`. Create one on every rank at the same time.
 
     Args:
+        device_type: of all ranks, "cpu" or "cuda"; of GPUs, the current one is this rank's.
         meeting_place: path of a file that does not exist yet, by which the ranks find each other.
 
     Raises:
         RuntimeError: the others did not come.
     """
 
-    def __init__(self, share: Share, device: torch.device, meeting_place: str) -> None:
+    def __init__(self, share: Share, device_type: str, meeting_place: str) -> None:
         self._share = share
         store = _dist.FileStore(meeting_place, share.num_ranks)
         store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
-        self._group = _group(store, share, device)
+        self._group = _group(store, share, device_type)
 
     @property
     def share(self) -> Share:
@@ -62,8 +63,8 @@ class TorchCommunicator:
         return x
 
 
-def _group(store: Any, share: Share, device: torch.device) -> Any:
-    if device.type == "cuda":
+def _group(store: Any, share: Share, device_type: str) -> Any:
+    if device_type == "cuda":
         return _dist.ProcessGroupNCCL(
             store, share.rank, share.num_ranks, _dist.ProcessGroupNCCL.Options()
         )

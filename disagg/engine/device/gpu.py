@@ -11,6 +11,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.models.model_config import ModelConfig
+from disagg.models.share import Share
 
 LEAST_CAPABILITY = 8, 0  # bfloat16, and copies past the registers
 # Shared memory of a program: A100, H100 and B200 have 163 KB and more, all others 99.
@@ -47,6 +48,20 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
             + (" Set dtype = 'bfloat16'." if dtype == torch.float32 else " Take another GPU."),
             param="dtype",
         )
+
+
+def gpu_of(share: Share) -> torch.device:
+    """A rank's GPU: that of its number, of those that the process sees. Raises `StartupError`."""
+    if share.num_ranks == 1:
+        return torch.device("cuda")
+    num_gpus = torch.cuda.device_count()
+    if share.num_ranks > num_gpus:
+        raise StartupError(
+            f"A worker of tensor_parallel_size = {share.num_ranks} needs {share.num_ranks} GPUs,"
+            f" and this one sees {num_gpus}.",
+            param="tensor_parallel_size",
+        )
+    return torch.device("cuda", share.rank)
 
 
 class GpuMemory:

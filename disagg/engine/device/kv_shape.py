@@ -13,6 +13,7 @@ from disagg.engine.device.choices import DeviceType
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
 from disagg.models.model_config import ModelConfig
+from disagg.models.share import WHOLE, Share
 
 LAYOUT_VERSION = 1
 CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
@@ -21,7 +22,10 @@ CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequ
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The format of a block: everything that must match for its bytes to be interchangeable."""
+    """The format of a block: everything that must match for its bytes to be interchangeable.
+
+    num_kv_heads: of one rank.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -29,12 +33,21 @@ class KVShape:
     head_dim: int
     format: KVFormat
     fingerprint: str  # of the model
+    share: Share = WHOLE
 
     @classmethod
-    def of(cls, model: ModelConfig, fingerprint: str, block_size: int, format: KVFormat) -> KVShape:
+    def of(
+        cls,
+        model: ModelConfig,
+        fingerprint: str,
+        block_size: int,
+        format: KVFormat,
+        share: Share = WHOLE,
+    ) -> KVShape:
         return cls(
             num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
+            num_kv_heads=share.config(model).num_kv_heads,
+            share=share,
             block_size=block_size,
             head_dim=model.head_dim,
             format=format,
@@ -52,6 +65,8 @@ class KVShape:
         format = self.format.name
         if self.format.has_scales:
             format += f"+scale{8 * SCALE_NBYTES}"  # behind the values of each page
+        if self.share.num_ranks > 1:
+            shape += f":rank{self.share.rank}of{self.share.num_ranks}"
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 

@@ -33,7 +33,7 @@ MOST_OF_ROOM = 4
 class MemoryPlan:
     """Attributes:
     max_num_seqs, max_num_batched_tokens: of one step.
-    weights_nbytes: of the whole model in the dtype that is computed in.
+    weights_nbytes: of a rank in the dtype that is computed in.
     workspace_nbytes: what steps need on the device besides weights and KV.
     """
 
@@ -70,9 +70,11 @@ def plan_memory(
     claim_nbytes: int | None,
     largest_step: tuple[int, int] = LARGEST_STEP,
 ) -> MemoryPlan:
-    """Choose the sizes of steps.
+    """Choose the sizes of steps. All ranks of a worker choose alike.
 
     Args:
+        model: whole.
+        shape: of the rank's blocks.
         itemsize: of a number that the model computes with.
         claim_nbytes: of the GPU's memory; None on a CPU.
         largest_step: the sequences and tokens that a step on a GPU should have if there is room.
@@ -85,7 +87,9 @@ def plan_memory(
         itemsize,
         widens=claim_nbytes is None,
         quantization=config.quantization,
+        share=shape.share,
     )
+    model = shape.share.config(model)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(

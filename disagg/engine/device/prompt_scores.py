@@ -56,26 +56,47 @@ def forward_scored(
     decoder: Decoder, batch: Batch, kv_cache: KVPages, scored: SequenceOf[ScoredRows]
 ) -> Tensor:
     """As `Decoder.forward`; adds the log-probabilities to `prompt_logprobs` of the sequences."""
-    every_row = torch.arange(batch.positions.shape[0], device=decoder.device)
-    hidden = decoder.hidden(replace(batch, logits_rows=every_row), kv_cache)
+    hidden = _every_row(decoder, batch, kv_cache)
     for rows in scored:
         _score(rows, hidden, decoder.logits)
     return decoder.logits(hidden.index_select(0, batch.logits_rows))
 
 
+def scored_ranges(scored: SequenceOf[ScoredRows]) -> list[tuple[int, int]]:
+    """First and end of the rows whose logits `forward_scored` computes at once, in order."""
+    return [
+        (first, min(first + ROWS_AT_ONCE, rows.first_row + rows.num_rows))
+        for rows in scored
+        for first in range(rows.first_row, rows.first_row + rows.num_rows, ROWS_AT_ONCE)
+    ]
+
+
+@torch.inference_mode()
+def forward_ranges(
+    decoder: Decoder, batch: Batch, kv_cache: KVPages, ranges: SequenceOf[tuple[int, int]]
+) -> None:
+    """What another rank computes while the first one computes `forward_scored`."""
+    hidden = _every_row(decoder, batch, kv_cache)
+    for first, end in ranges:
+        decoder.logits(hidden[first:end])
+    decoder.logits(hidden.index_select(0, batch.logits_rows))
+
+
+def _every_row(decoder: Decoder, batch: Batch, kv_cache: KVPages) -> Tensor:
+    rows = torch.arange(batch.positions.shape[0], device=decoder.device)
+    return decoder.hidden(replace(batch, logits_rows=rows), kv_cache)
+
+
 def _score(rows: ScoredRows, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-    sequence, first_row, num_rows = rows
-    scores, start = sequence.prompt_logprobs, sequence.num_computed
+    sequence, first_row, _ = rows
+    scores, num_computed = sequence.prompt_logprobs, sequence.num_computed
     assert scores is not None
-    del scores[start:]  # computed again after the sequence had lost its blocks
-    targets = sequence.tokens[start + 1 : start + 1 + num_rows]
+    del scores[num_computed:]  # computed again after the sequence had lost its blocks
+    offset = num_computed + 1 - first_row  # from a row to the token after it
     num_top = sequence.sampling.prompt_logprobs or 0
-    for begin in range(0, num_rows, ROWS_AT_ONCE):
-        some = targets[begin : begin + ROWS_AT_ONCE]
-        log_probs = torch.log_softmax(
-            logits(hidden[first_row + begin : first_row + begin + len(some)]), dim=-1
-        )
-        scores += _scores(log_probs, some, num_top)
+    for first, end in scored_ranges([rows]):
+        log_probs = torch.log_softmax(logits(hidden[first:end]), dim=-1)
+        scores += _scores(log_probs, sequence.tokens[first + offset : end + offset], num_top)
 
 
 def _scores(log_probs: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.followers import Followers, rank_step
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import ScoredRows, forward_scored, scored_rows
 from disagg.engine.device.sampler import Sampler
@@ -42,6 +43,7 @@ class ModelRunner:
 
     Args:
         max_num_seqs: sequences for which the tables have room; a larger step makes them larger.
+        followers: the worker's other ranks, which compute each step of `run` too.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class ModelRunner:
         kv_cache: KVCache,
         grammars: Grammars | None = None,
         max_num_seqs: int = 1,
+        followers: Followers | None = None,
     ) -> None:
         self.decoder = decoder
+        self.followers = followers
         self.kv_cache = kv_cache
         self.grammars = grammars
         self.graphs: tuple[DecodeGraphs | MixedGraphs, ...] | None = None
@@ -107,9 +111,12 @@ class ModelRunner:
         """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`."""
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
+        scored = scored_rows(plan)
+        if self.followers is not None:
+            self.followers.compute(rank_step(step, self.slots.num_slots, scored))
         self.sampler.enter(entered)
         batch, _ = self.batching.batch(step)
-        logits, positions = self._forward(batch, scored_rows(plan))
+        logits, positions = self._forward(batch, scored)
         if plan.num_ahead:
             return self._verified(plan, logits, positions)
         if logits.shape[0] == len(plan.sequences):  # a row for each: no prompt stays unfinished

@@ -1,0 +1,93 @@
+"""A rank of a worker that is not its first: the same steps, over its part of the model and KV.
+
+It has no scheduler, no sequences and no sampler: a step is what the first rank uploads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.device.batching import Batching, StepBuffer, StepInputs
+from disagg.engine.device.communicator import TorchCommunicator
+from disagg.engine.device.engine_plan import EnginePlan
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.prompt_scores import forward_ranges
+from disagg.engine.device.slots import Slots
+from disagg.models.decoder import load_model
+from disagg.models.description import ModelDescription
+from disagg.models.share import Share
+from disagg.rank_messages import RankStep
+
+
+class Follower:
+    """Call `load`, `allocate`, then `compute` for each step.
+
+    Args:
+        largest_step: see `memory_plan.plan_memory`.
+        num_threads: of torch, on a CPU.
+
+    Raises:
+        StartupError: a setting contradicts the model or the machine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        description: ModelDescription,
+        share: Share,
+        largest_step: tuple[int, int],
+        num_threads: int,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self._description, self._share = description, share
+        self._plan = EnginePlan.of(config, description, share, largest_step)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._plan.device
+
+    def load(self, meeting_place: str) -> int | None:
+        """Meet the other ranks, and load this one's weights. Returns the bytes that are left for
+        KV, on a GPU.
+
+        Raises:
+            ModelError: the weights do not fit the model's config, or are damaged.
+        """
+        plan = self._plan
+        communicator = TorchCommunicator(self._share, self.device.type, meeting_place)
+        self._decoder = load_model(
+            self._description, plan.dtype, plan.device, communicator=communicator
+        )
+        return plan.room_nbytes()
+
+    def allocate(self, num_blocks: int) -> KVCache:
+        self._kv_cache = cache = KVCache(self._plan.shape, num_blocks, self.device)
+        self._slots = Slots()
+        max_num_blocks = -(-self._decoder.config.max_model_len // cache.block_size)
+        self._batching = Batching(self._slots, cache.block_size, max_num_blocks, self.device)
+        self._numbers, self._numbers_before = StepBuffer(self.device), StepBuffer(self.device)
+        return cache
+
+    @torch.inference_mode()
+    def compute(self, step: RankStep) -> None:
+        """Raises `RuntimeError` if another rank is gone."""
+        self._numbers, self._numbers_before = self._numbers_before, self._numbers
+        self._numbers.write_bytes(step.numbers)
+        self._slots.num_slots = step.num_slots
+        inputs = StepInputs(
+            self._numbers,
+            step.lengths,
+            0,
+            step.num_decodes,
+            step.query_lens,
+            step.ends,
+            step.longest,
+        )
+        batch, _ = self._batching.batch(inputs)
+        if step.scored:
+            forward_ranges(self._decoder, batch, self._kv_cache.pages, step.scored)
+        else:
+            self._decoder.forward(batch, self._kv_cache.pages)

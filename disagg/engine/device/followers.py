@@ -1,0 +1,46 @@
+"""The ranks of a worker but the first, as the first one sees them: they follow its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from disagg.engine.device.batching import StepInputs
+from disagg.engine.device.prompt_scores import ScoredRows, scored_ranges
+from disagg.models.communicator import Communicator
+from disagg.rank_messages import RankStep
+
+
+class Followers(Protocol):
+    """Each method raises `StartupError`, or any error after the start, if a rank is gone."""
+
+    def meet(self, device_type: str) -> Communicator:
+        """Wait until all ranks are up, and connect them. device_type: "cpu" or "cuda"."""
+        ...
+
+    def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
+        """Wait until all have loaded. Returns the least memory that any has for KV."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Wait until all have so many KV blocks and can compute steps."""
+        ...
+
+    def compute(self, step: RankStep) -> None:
+        """Have all ranks compute a step, which begins now."""
+        ...
+
+
+def rank_step(step: StepInputs, num_slots: int, scored: SequenceOf[ScoredRows]) -> RankStep:
+    """The message of a step whose tokens the host knows."""
+    assert not step.num_unread, "steps of several ranks are not launched ahead"
+    return RankStep(
+        numbers=step.numbers.written(sum(step.lengths)),
+        lengths=step.lengths,
+        num_decodes=step.num_decodes,
+        query_lens=step.query_lens,
+        ends=list(step.ends),
+        longest=step.longest,
+        num_slots=num_slots,
+        scored=scored_ranges(scored),
+    )

@@ -1,0 +1,138 @@
+"""The transport of a worker with several ranks, each of which moves its part of every block.
+
+Rank i pulls from rank i of the source. The first rank issues and checks tickets, whose stamps hold
+for all ranks: a worker has one table of them, in memory that its ranks share. A pull has succeeded
+when it has on all ranks, and the source is told when it has ended on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from disagg.errors import TransferFailed
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
+
+
+class QuietTransport(Transport, Protocol):
+    """A transport that can leave it to others to tell the source that a pull has ended."""
+
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int: ...
+
+
+class RankTransport(Protocol):
+    """The transport of another rank; no method blocks."""
+
+    @property
+    def peer(self) -> Peer:
+        """The record by which other workers reach that rank's slab."""
+        ...
+
+    def add_peer(self, peer: Peer) -> None: ...
+
+    def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
+        """As `Transport.pull`, but refusals are reported by `poll`; the source is not told."""
+        ...
+
+    def poll(self) -> list[tuple[int, PullDone]]:
+        """The pulls that ended since the last call, by number."""
+        ...
+
+
+class _Parts:
+    """A pull that runs on all ranks."""
+
+    def __init__(self, ticket: KVTicket, num_ranks: int) -> None:
+        self.ticket = ticket
+        self.num_running = num_ranks
+        self.ended: list[PullDone] = []
+
+    def total(self) -> PullDone:
+        """Bytes of all ranks, in the time of the slowest; the first error."""
+        first = self.ended[0]
+        error = next((each.error for each in self.ended if each.error is not None), None)
+        return replace(
+            first,
+            error=error,
+            nbytes=sum(each.nbytes for each in self.ended),
+            seconds=max(each.seconds for each in self.ended),
+            is_torn=any(each.is_torn for each in self.ended),
+        )
+
+
+class RankedTransport:
+    """Implements `Transport`; a pull has the id of the first rank's part.
+
+    Args:
+        own: of the first rank.
+        others: of the other ranks, in order.
+    """
+
+    def __init__(self, own: QuietTransport, others: Sequence[RankTransport]) -> None:
+        self._own = own
+        self._others = others
+        self._peer = replace(own.peer, ranks=tuple(each.peer for each in others))
+        self._peers: dict[str, Peer] = {}
+        self._pulls: dict[int, _Parts] = {}
+
+    @property
+    def peer(self) -> Peer:
+        return self._peer
+
+    def add_peer(self, peer: Peer) -> None:
+        if peer.worker_id == self._peer.worker_id:
+            return
+        if len(peer.ranks) != len(self._others):
+            raise TransferFailed(
+                f"worker {peer.worker_id} has {len(peer.ranks) + 1} ranks, this worker has"
+                f" {len(self._others) + 1}; KV moves between workers of the same"
+                " tensor_parallel_size"
+            )
+        self._own.add_peer(replace(peer, ranks=()))
+        self._peers[peer.worker_id] = peer
+        for rank, its_peer in zip(self._others, peer.ranks, strict=True):
+            rank.add_peer(its_peer)
+
+    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+        peer = self._peers.get(ticket.source_id)
+        number = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong
+        assert peer is not None
+        self._pulls[number] = _Parts(ticket, 1 + len(self._others))
+        for rank, its_peer in zip(self._others, peer.ranks, strict=True):
+            its = replace(ticket, source_id=its_peer.worker_id, layout=its_peer.layout)
+            rank.pull(number, its, first_block, into)
+        return number
+
+    def release(self, ticket: KVTicket) -> None:
+        self._own.release(ticket)
+
+    def poll(self) -> list[PullDone | TicketReleased]:
+        events: list[PullDone | TicketReleased] = []
+        for event in self._own.poll():
+            if isinstance(event, PullDone):
+                events += self._ended(event.pull_id, event)
+            else:
+                events.append(event)
+        if self._pulls:
+            for rank in self._others:
+                for number, done in rank.poll():
+                    events += self._ended(number, replace(done, pull_id=number))
+        return events
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _ended(self, number: int, done: PullDone) -> list[PullDone]:
+        """What is to be reported once a rank's part of a pull has ended."""
+        parts = self._pulls[number]
+        parts.ended.append(done)
+        parts.num_running -= 1
+        if parts.num_running:
+            return []
+        del self._pulls[number]
+        self._own.release(parts.ticket)
+        return [parts.total()]

@@ -1,0 +1,129 @@
+"""The messages between the first rank of a worker and its other ranks, over pipes of their own.
+
+    first -> other   RankStart, RankCache, then ConnectPeer | PullBlocks; on a second pipe RankStep
+    other -> first   RankUp, RankLoaded, RankReady, or RankFailed; then RankPulled
+
+An end of a pipe is the end of the other process.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from disagg.config import ServeConfig, TierConfig
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone
+
+
+class RankStart(msgspec.Struct, frozen=True, tag="start"):
+    """Load the part of `rank`, one of `num_ranks`.
+
+    tier: with the settings of the worker's role.
+    meeting_place: a file by which the ranks find each other.
+    num_threads: of torch, on a CPU.
+    worker_id: of this rank, as the KV transport calls it.
+    """
+
+    config: ServeConfig
+    tier: TierConfig
+    rank: int
+    num_ranks: int
+    meeting_place: str
+    num_threads: int
+    worker_id: str
+    epoch: int
+
+
+class RankCache(msgspec.Struct, frozen=True, tag="cache"):
+    """Allocate so many KV blocks. Their stamps are in the memory that all ranks share."""
+
+    num_blocks: int
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, tag="peer"):
+    """A rank of another worker, whose KV this rank may pull."""
+
+    peer: Peer
+
+
+class PullBlocks(msgspec.Struct, frozen=True, tag="pull"):
+    """Pull `ticket.block_ids[first_block:]` into the blocks `into`. The answer is `RankPulled`."""
+
+    number: int
+    ticket: KVTicket
+    first_block: int
+    into: list[int]
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """The numbers of a step; see `engine.device.batching.StepInputs`, whose fields these are.
+
+    numbers: int64.
+    num_slots: for which the tables need room.
+    scored: first and end of the token rows that are projected to logits beside the last ones.
+    """
+
+    numbers: bytes
+    lengths: list[int]
+    num_decodes: int
+    query_lens: tuple[int, ...]
+    ends: list[int]
+    longest: int
+    num_slots: int
+    scored: list[tuple[int, int]]
+
+
+class RankUp(msgspec.Struct, frozen=True, tag="up"):
+    """The rank has a device, and is about to meet the others."""
+
+
+class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Its weights are loaded. room_nbytes: for KV, on a GPU."""
+
+    room_nbytes: int | None
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    """It computes steps. peer: how other workers reach its slab."""
+
+    peer: Peer
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """It could not start: a sentence."""
+
+    message: str
+
+
+class RankPulled(msgspec.Struct, frozen=True, tag="pulled"):
+    """The pull of that number has ended."""
+
+    number: int
+    done: PullDone
+
+
+ToRank: TypeAlias = RankStart | RankCache | ConnectPeer | PullBlocks
+FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankPulled
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_step = msgspec.msgpack.Decoder(RankStep)
+
+
+def encode(message: ToRank | FromRank | RankStep) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_rank(frame: bytes) -> ToRank:
+    return _to_rank.decode(frame)
+
+
+def decode_from_rank(frame: bytes) -> FromRank:
+    return _from_rank.decode(frame)
+
+
+def decode_step(frame: bytes) -> RankStep:
+    return _step.decode(frame)

@@ -1,0 +1,190 @@
+"""The process of a rank that is not its worker's first: `python -m disagg.worker.rank FD FD FD`.
+
+The main thread computes steps. Another one reads what else the first rank says, and ends the
+process when that one is gone; a third moves KV. Started by `ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+from disagg import logs
+from disagg.engine.device.choices import choose_device
+from disagg.errors import DisaggError, TransferFailed
+from disagg.kvtransfer.ranked_transport import QuietTransport
+from disagg.kvtransfer.slab import HOST
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.transport import PullDone
+from disagg.models.description import describe_model
+from disagg.models.share import Share
+from disagg.rank_messages import (
+    ConnectPeer,
+    FromRank,
+    PullBlocks,
+    RankCache,
+    RankFailed,
+    RankLoaded,
+    RankPulled,
+    RankReady,
+    RankStart,
+    RankUp,
+    decode_step,
+    decode_to_rank,
+    encode,
+)
+from disagg.worker.check import largest_step
+from disagg.worker.parts import new_transport, slab_of
+
+if TYPE_CHECKING:  # needs torch
+    from disagg.engine.device.follower import Follower
+
+RUNNING_LOOK_S = 0.001  # between two checks of running pulls
+CLOSE_TIMEOUT_S = 3.0
+Job: TypeAlias = ConnectPeer | PullBlocks | None  # None: the first rank is gone
+
+log = logging.getLogger(__name__)
+
+
+class _Pipes:
+    """What connects this rank with the first one, and the threads of this process.
+
+    jobs: for the thread that moves KV; None until there is one.
+    """
+
+    def __init__(self, control_fd: int, steps_fd: int, stamps_fd: int) -> None:
+        self.control, self.steps = Connection(control_fd), Connection(steps_fd)
+        self.stamps_fd = stamps_fd
+        self.caches: SimpleQueue[RankCache] = SimpleQueue()
+        self.jobs: SimpleQueue[Job] | None = None
+
+    def tell(self, message: FromRank) -> None:
+        self.control.send_bytes(encode(message))
+
+    def listen(self) -> None:
+        """Pass on what the first rank says, and end the process after it."""
+        while True:
+            try:
+                message = decode_to_rank(self.control.recv_bytes())
+            except (EOFError, OSError):
+                break
+            if isinstance(message, RankCache):
+                self.caches.put(message)
+            elif isinstance(message, ConnectPeer | PullBlocks) and self.jobs is not None:
+                self.jobs.put(message)
+        if self.jobs is not None:
+            self.jobs.put(None)
+            time.sleep(CLOSE_TIMEOUT_S)
+        _end(0)
+
+
+def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the whole server
+    pipes = _Pipes(control_fd, steps_fd, stamps_fd)
+    start = decode_to_rank(pipes.control.recv_bytes())
+    assert isinstance(start, RankStart)
+    logs.setup(start.worker_id)
+    threading.Thread(target=pipes.listen, name="listen", daemon=True).start()
+    try:
+        follower = _started(start, pipes)
+    except Exception as error:
+        log.exception("Rank %d of %d could not start.", start.rank, start.num_ranks)
+        pipes.tell(RankFailed(error.message if isinstance(error, DisaggError) else repr(error)))
+        _end(1)
+    try:
+        while True:
+            follower.compute(decode_step(pipes.steps.recv_bytes()))
+    except EOFError:  # the worker closes; `listen` ends the process
+        time.sleep(2 * CLOSE_TIMEOUT_S)
+    except Exception:
+        log.exception("Rank %d of %d ends.", start.rank, start.num_ranks)
+    _end(1)
+
+
+def _started(start: RankStart, pipes: _Pipes) -> Follower:
+    """Load this rank's part, meet the others, and begin to move KV."""
+    # Here, since torch takes seconds, in which the first rank may end.
+    from disagg.engine.device.follower import Follower
+    from disagg.kernels.dispatch import device_name
+
+    engine, model = start.tier.engine, describe_model(start.tier.directory)
+    gpu_name = device_name(HOST if choose_device(engine) == "cpu" else start.rank)
+    follower = Follower(
+        engine,
+        model,
+        Share(start.rank, start.num_ranks),
+        largest_step(engine, model, gpu_name),
+        start.num_threads,
+    )
+    pipes.tell(RankUp())
+    pipes.tell(RankLoaded(follower.load(start.meeting_place)))
+    num_blocks = pipes.caches.get().num_blocks
+    kv_cache = follower.allocate(num_blocks)
+    transport = new_transport(
+        start.config,
+        start.worker_id,
+        start.epoch,
+        slab_of(kv_cache),
+        Stamps.in_shared_memory(pipes.stamps_fd, num_blocks),
+        None,
+        kv_cache.begin_thread,
+    )
+    jobs: SimpleQueue[Job] = SimpleQueue()
+    pipes.jobs = jobs
+    threading.Thread(target=_move, args=(transport, jobs, pipes.tell), daemon=True).start()
+    pipes.tell(RankReady(transport.peer))
+    return follower
+
+
+def _move(
+    transport: QuietTransport, jobs: SimpleQueue[Job], tell: Callable[[FromRank], None]
+) -> None:
+    """Pull this rank's part of blocks; in a thread of its own, which alone uses the transport."""
+    running: dict[int, int] = {}  # number of the first rank, by the pull's id here
+    while True:
+        with contextlib.suppress(queue.Empty):
+            job = jobs.get(timeout=RUNNING_LOOK_S if running else None)
+            if job is None:
+                transport.close()
+                _end(0)
+            _begin(transport, job, running, tell)
+        for event in transport.poll() if running else ():
+            if isinstance(event, PullDone):
+                tell(RankPulled(running.pop(event.pull_id), event))
+
+
+def _begin(
+    transport: QuietTransport,
+    job: ConnectPeer | PullBlocks,
+    running: dict[int, int],
+    tell: Callable[[FromRank], None],
+) -> None:
+    try:
+        if isinstance(job, ConnectPeer):
+            transport.add_peer(job.peer)
+            return
+        pull_id = transport.pull(job.ticket, job.first_block, job.into, releases=False)
+        running[pull_id] = job.number
+    except TransferFailed as error:
+        log.warning("%s", error)
+        if isinstance(job, PullBlocks):  # the prompt is computed instead
+            tell(RankPulled(job.number, PullDone(0, error.message, 0, 0, 0.0)))
+
+
+def _end(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)  # threads may be in the middle of anything
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

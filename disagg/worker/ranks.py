@@ -1,0 +1,235 @@
+"""The ranks of a worker but the first: child processes of it, and the pipes to them.
+
+They live and die with the worker. They are not actors of their own, because Ray then counts,
+places and ends the whole worker as one: a replica with as many GPUs as ranks, all of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import TYPE_CHECKING, TypeVar
+
+import disagg
+from disagg.config import ServeConfig, TierConfig
+from disagg.errors import StartupError
+from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone
+from disagg.models.share import Share
+from disagg.rank_messages import (
+    ConnectPeer,
+    FromRank,
+    PullBlocks,
+    RankCache,
+    RankFailed,
+    RankLoaded,
+    RankPulled,
+    RankReady,
+    RankStart,
+    RankStep,
+    RankUp,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+
+if TYPE_CHECKING:  # needs torch
+    from disagg.models.communicator import Communicator
+
+STOP_TIMEOUT_S = 5.0
+Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
+
+
+class Rank:
+    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`."""
+
+    def __init__(self, start: RankStart, stamps_fd: int) -> None:
+        self._name = f"rank {start.rank} of {start.num_ranks}"
+        own_control, its_control = socketpair()
+        own_steps, its_steps = socketpair()
+        fds = its_control.fileno(), its_steps.fileno(), stamps_fd
+        here = str(Path(disagg.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "disagg.worker.rank", *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": str(start.num_threads),
+            },
+        )
+        its_control.close()
+        its_steps.close()
+        self._control = Connection(own_control.detach())
+        self._steps = Connection(own_steps.detach())
+        self._peer: Peer | None = None
+        with contextlib.suppress(OSError):  # it has ended already, which `answer` reports
+            self._tell(start)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def answer(self, kind: type[Answer]) -> Answer:
+        """Wait for a message of the start.
+
+        Raises:
+            StartupError: it failed, or ended; the message names the rank.
+        """
+        try:
+            message = decode_from_rank(self._control.recv_bytes())
+        except (EOFError, OSError):
+            status = self.process.wait()
+            raise StartupError(
+                f"{self._name} ended while the worker started, with exit status {status}; its log"
+                " has the reason."
+            ) from None
+        if isinstance(message, kind):
+            return message
+        why = message.message if isinstance(message, RankFailed) else repr(message)
+        raise StartupError(f"{self._name} could not start: {why}")
+
+    def allocate(self, num_blocks: int) -> None:
+        with contextlib.suppress(OSError):
+            self._tell(RankCache(num_blocks))
+
+    def wait_ready(self) -> None:
+        self._peer = self.answer(RankReady).peer
+
+    def compute(self, frame: bytes) -> None:
+        self._steps.send_bytes(frame)
+
+    @property
+    def peer(self) -> Peer:
+        assert self._peer is not None, "it is not ready"
+        return self._peer
+
+    def add_peer(self, peer: Peer) -> None:
+        self._tell(ConnectPeer(peer))
+
+    def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
+        self._tell(PullBlocks(number, ticket, first_block, into))
+
+    def poll(self) -> list[tuple[int, PullDone]]:
+        ended = []
+        while self._control.poll():
+            message: FromRank = decode_from_rank(self._control.recv_bytes())
+            if isinstance(message, RankPulled):
+                ended.append((message.number, message.done))
+        return ended
+
+    def close(self) -> None:
+        """It ends when its pipes do."""
+        self._control.close()
+        self._steps.close()
+
+    def _tell(self, message: ToRank) -> None:
+        self._control.send_bytes(encode(message))
+
+
+class Ranks:
+    """Implements `engine.device.followers.Followers`. Starts the processes at once.
+
+    Args:
+        tier: with the settings of the worker's role.
+
+    Attributes:
+        num_threads: of torch in each rank, on a CPU.
+        may_hang: a step waits for a rank that is gone, as NCCL does; gloo raises.
+    """
+
+    def __init__(self, config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> None:
+        num_ranks = tier.engine.tensor_parallel_size
+        self._share = Share(0, num_ranks)
+        self._epoch, self._worker_id = epoch, worker_id
+        num_threads = tier.engine.num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = max(1, num_threads // num_ranks)
+        self._place = Path(tempfile.mkdtemp(prefix="disagg-ranks-"))
+        self._stamps_fd = os.memfd_create("disagg-stamps")
+        self.may_hang = False
+        self._is_closing = False
+        starts = [
+            RankStart(
+                config=config,
+                tier=tier,
+                rank=rank,
+                num_ranks=num_ranks,
+                meeting_place=str(self._place / "meeting"),
+                num_threads=self.num_threads,
+                worker_id=f"{worker_id}.{rank}",
+                epoch=epoch,
+            )
+            for rank in range(1, num_ranks)
+        ]
+        self.others = [Rank(start, self._stamps_fd) for start in starts]
+
+    def stamps(self, num_blocks: int) -> Stamps:
+        """The table of all ranks. To be called before `allocate`."""
+        return Stamps.share(self._stamps_fd, num_blocks, self._worker_id, self._epoch)
+
+    def meet(self, device_type: str) -> Communicator:
+        from disagg.engine.device.communicator import TorchCommunicator
+
+        self.may_hang = device_type == "cuda"
+        for rank in self.others:
+            rank.answer(RankUp)
+        return TorchCommunicator(self._share, device_type, str(self._place / "meeting"))
+
+    def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
+        rooms = [own_nbytes, *(rank.answer(RankLoaded).room_nbytes for rank in self.others)]
+        if not self.may_hang:  # gloo has met; NCCL may look there again
+            shutil.rmtree(self._place, ignore_errors=True)
+        return min((room for room in rooms if room is not None), default=None)
+
+    def allocate(self, num_blocks: int) -> None:
+        for rank in self.others:
+            rank.allocate(num_blocks)
+        for rank in self.others:
+            rank.wait_ready()
+
+    def compute(self, step: RankStep) -> None:
+        frame = encode(step)
+        for rank in self.others:
+            rank.compute(frame)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call `lost` with a sentence, in a thread of its own, if a rank ends before `close`."""
+
+        def wait(rank: Rank) -> None:
+            status = rank.process.wait()
+            if not self._is_closing:
+                lost(f"{rank.name} ended with exit status {status}")
+
+        for rank in self.others:
+            name = f"watch {rank.name}"
+            threading.Thread(target=wait, args=(rank,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """End all other ranks."""
+        self._is_closing = True
+        for rank in self.others:
+            rank.close()
+        _wait([rank.process for rank in self.others])
+        os.close(self._stamps_fd)
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,192 @@
+"""Workers of two ranks, in one cluster without Ray: their text is one engine's text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from disagg import local
+from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.config_checks import parse_config
+from disagg.errors import EngineFailed, StartupError
+from disagg.local import LocalCluster
+from disagg.worker.check import check_tier
+from disagg.worker.parts import build_parts
+from disagg.worker.worker import Worker
+from tests.e2e.single_engine import SingleEngine
+from tests.links.fakes import until
+from tests.test_local import ENGINE, LONG, body, chat, has_stepped, text, until_empty
+from tests.tiny_model import tiny_parts, write_tiny_model
+
+TWO = msgspec.structs.replace(ENGINE, tensor_parallel_size=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def config(model: Path) -> ServeConfig:
+    tier = TierConfig(
+        model=str(model),
+        engine=TWO,
+        prefill=PoolConfig(num_replicas=1),
+        decode=PoolConfig(num_replicas=1),
+    )
+    return ServeConfig(tiers=(tier,), transport="nixl", cluster_key="key")
+
+
+@asynccontextmanager
+async def cluster(model: Path) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
+    async with local.running(config(model), tiny_parts()) as running:
+        app = httpx.ASGITransport(running.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+            yield running, client
+
+
+def processes(worker: Worker) -> list[subprocess.Popen[bytes]]:
+    assert worker._ranks is not None
+    return [rank.process for rank in worker._ranks.others]
+
+
+async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path) -> None:
+    reference = SingleEngine(model, ENGINE)
+    async with cluster(model) as (running, client):
+        prefill, decode = running.workers
+        wanted = [
+            (content, temperature, seed)
+            for content in ("short", LONG, "another one: " + LONG)
+            for temperature, seed in ((0.0, 0), (1.0, 7))
+        ]
+        answers = await asyncio.gather(
+            *(chat(client, content, temperature=t, seed=s) for content, t, s in wanted)
+        )
+        for answer, (content, temperature, seed) in zip(answers, wanted, strict=True):
+            assert text(answer) == reference.chat(content, 24, temperature=temperature, seed=seed)
+        pulls = decode._core.status().pulls
+        assert sum(each.num_ok for each in pulls), "nothing was pulled"
+        assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
+        for worker in running.workers:
+            await until_empty(worker)
+
+        scored = await chat(client, "scored: " + LONG, prompt_logprobs=1)
+        assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
+        assert text(scored) == reference.chat("scored: " + LONG, 24)
+
+        num_steps = decode._thread.num_turns
+        asked = body("last: " + LONG, 100, ignore_eos=True)
+        moving = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
+        await until(lambda: has_stepped(decode) and decode._thread.num_turns > num_steps + 5)
+        (lost,), (other,) = processes(decode), processes(prefill)
+        lost.kill()
+        moved = await moving
+        assert moved.status_code == 200, moved.text
+        assert text(moved.json()) == reference.chat("last: " + LONG, 100, ignore_eos=True)
+        await until(lambda: decode._thread.failed is not None)
+        with pytest.raises(EngineFailed):
+            decode.check_health()
+        prefill.check_health()
+        assert other.poll() is None
+    assert other.wait(10) == 0
+
+
+async def test_a_worker_without_work_ends_with_a_rank(model: Path) -> None:
+    worker = await Worker.start(
+        config(model),
+        config(model).tiers[0],
+        "decode",
+        worker_id="lonely",
+        epoch=1,
+        host="127.0.0.1",
+    )
+    with contextlib.ExitStack() as stack:
+        (lost,) = processes(worker)
+        stack.callback(lost.kill)
+        worker.check_health()
+        lost.send_signal(signal.SIGTERM)
+        await until(lambda: worker._thread.failed is not None)
+        with pytest.raises(EngineFailed, match=r"rank 1 of 2 ended with exit status -15"):
+            worker.check_health()
+        await worker.close()
+
+
+def test_a_start_that_fails_on_a_rank_names_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(StartupError, match=r"^rank 1 of 2 ended .* exit status 1;"):
+        build_parts(config(model), config(model).tiers[0], "failing", 1)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.test_local_ranks import config
+from disagg.worker.parts import build_parts
+
+parts = build_parts(config(Path(sys.argv[1])), config(Path(sys.argv[1])).tiers[0], "worker", 1)
+print(parts.ranks.others[0].process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_worker(model: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        assert worker.stdout is not None
+        rank = os.pidfd_open(int(worker.stdout.readline()))
+        worker.kill()
+        worker.wait()
+    with os.fdopen(rank) as opened:
+        asyncio.run(_readable(opened.fileno()))
+
+
+async def _readable(fd: int) -> None:
+    """A file of a process can be read once it has ended."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(fd, ended.set)
+    await asyncio.wait_for(ended.wait(), 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 3}, r"size = 3 does not divide .* 4 \(heads\) / 3 = 1\.33"),
+        ({"tensor_parallel_size": 4}, "4 ranks on a CPU needs a core for each, .* has 3"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size and tensor_parallel_size = 2 are not"),
+        ({"quantization": "int8"}, "quantization and tensor_parallel_size = 2 are not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    model: Path, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    engine = msgspec.structs.replace(TWO, **changes)
+    with pytest.raises(StartupError, match=words):
+        check_tier(msgspec.structs.replace(config(model).tiers[0], engine=engine))
+
+
+def test_transport_local_is_refused(model: Path) -> None:
+    raw = {
+        "tiers": [{"model": str(model), "engine": {"tensor_parallel_size": 2}}],
+        "transport": "local",
+        "cluster_key": "key",
+    }
+    with pytest.raises(StartupError, match="workers of 2 ranks, which are processes"):
+        parse_config(raw)
