@@ -16,7 +16,7 @@ QUANTILE = 0.95  # what an SLO is about, in the planner and in the autoscaler
 MAX_WORKERS = 1 << 20
 
 
-def wait_s(num_servers: int, offered: float, service_s: float, variability: float) -> float:
+def wait_s(num_servers: float, offered: float, service_s: float, variability: float) -> float:
     """The `QUANTILE` of the wait in one queue before `num_servers`, first come, first served.
 
     A router that sends each request where its wait is shortest makes one such queue of many

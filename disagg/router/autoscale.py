@@ -1,10 +1,10 @@
 """Autoscaling: how many workers each pool should have, from recent load and step times.
 
-Replays the load of the last minutes, second by second, on pools of growing size, and picks the
-smallest size on which 95 % of those requests would have met their SLOs. So bursts count as bursts
-and not as a mean. For steady arrivals a queueing formula adds the effect of chance. Both pools are
-sized from the same requests, so their ratio follows the load: long prompts need prefill workers,
-long answers decode workers.
+Replays the load of the last minutes on pools of growing size (`replay`), and picks the smallest
+size on which 95 % of those requests would have met their SLOs. Both pools are sized from the same
+requests, so their ratio follows the load: long prompts need prefill workers, long answers decode
+workers. Where requests have a TPOT SLO, the router gives prompts to decode workers too, so what
+streams leave of these workers counts as prefill workers.
 
 Scales up at once. Scales down only to the largest size that was needed within `down_after_s`, and
 never below what runs now. Knows neither Ray nor a clock; `app/autoscaling.py` measures and starts
@@ -21,22 +21,20 @@ import msgspec
 
 from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.messages import Role
-from disagg.queueing import QUANTILE, smallest, under_way, wait_s
+from disagg.queueing import smallest
 from disagg.router.demand import RequestTotals
 from disagg.router.pool_state import PoolState
+from disagg.router.replay import (
+    Slice,
+    decode_tpot_s,
+    own_prefill_s,
+    prefill_ttft_s,
+    quantile,
+    seconds_of_step,
+    seconds_queued,
+)
 from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
-
-# A queue of prompts of unlike lengths: variance of their seconds over the squared mean.
-VARIABILITY = 1.0
-
-
-class Slice(msgspec.Struct, frozen=True):
-    """The requests of a tier in the `seconds` that ended at `ends_s`."""
-
-    ends_s: float
-    seconds: float
-    asked: RequestTotals
 
 
 class PoolTarget(msgspec.Struct, frozen=True):
@@ -51,60 +49,6 @@ class PoolTarget(msgspec.Struct, frozen=True):
     predicted_s: float
     slo_s: float
     lacks: str = ""
-
-
-def prefill_ttft_s(slices: Sequence[Slice], times: StepTimeModel, num_workers: int) -> float:
-    """The 95 % quantile of seconds to the first token, had `num_workers` served `slices`."""
-    if num_workers < 1:
-        return math.inf if any(each.asked.num_requests for each in slices) else 0.0
-    backlog_s = work_s = lasted_s = num_requests = 0.0
-    seen: list[tuple[float, float]] = []
-    own: list[tuple[float, float]] = []
-    for each in slices:
-        number = each.asked.num_requests
-        own_s = _own_prefill_s(each.asked, times)
-        before_s, room_s = backlog_s, num_workers * each.seconds
-        backlog_s = max(0.0, before_s + number * own_s - room_s)
-        if number > 0.0:
-            waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
-            seen.append((waited_s + own_s, number))
-            own.append((own_s, number))
-        work_s += number * own_s
-        num_requests += number
-        lasted_s += each.seconds
-    if not num_requests:
-        return 0.0
-    mean_s = work_s / num_requests
-    by_chance_s = wait_s(num_workers, work_s / lasted_s, mean_s, VARIABILITY)
-    return max(_quantile(seen), by_chance_s + _quantile(own))
-
-
-def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: int) -> float:
-    """The 95 % quantile of seconds from token to token, had `num_workers` served `slices`.
-
-    Little's law, with time to settle: answers of L tokens at a step of s seconds stay for L s, and
-    the batch that they make decides how long a step takes. Infinite where they have no room.
-    """
-    times = state.times or StepTimeModel()
-    if num_workers < 1:
-        return math.inf if any(each.asked.num_requests for each in slices) else 0.0
-    running = 0.0  # on one worker
-    seen: list[tuple[float, float]] = []
-    for each in slices:
-        number = each.asked.num_requests
-        if not number:
-            stays_s = times.decode_step_s(1.0, 0.0)  # short answers; the rest is gone soon
-            running *= math.exp(-each.seconds / max(stays_s, 1e-9))
-            continue
-        length = max(1.0, each.asked.num_output_tokens / number)
-        reads = each.asked.num_prompt_tokens / number + 0.5 * length
-        stays_s = length * times.decode_step_s(max(1.0, running), running * reads)
-        settled = number / each.seconds / num_workers * stays_s
-        peak = max(running, settled)
-        running = settled + (running - settled) * math.exp(-each.seconds / max(stays_s, 1e-9))
-        batch = max(1.0, under_way(peak * num_workers) / num_workers)
-        seen.append((_step_s(state, times, batch, batch * reads), number))
-    return _quantile(seen)
 
 
 class Autoscaler:
@@ -132,11 +76,15 @@ class Autoscaler:
         wanted: dict[Pool, int] = {}
         least: dict[Pool, int] = {}
         for tier in self._tiers:
-            for role, pool in pools(tier):
+            num_helping = 0.0
+            for role, pool in reversed(pools(tier)):  # decode first
                 name: Pool = (tier.name, role)
                 if name in states:
                     least[name] = _limits(pool).min_replicas
-                    goals[name], wanted[name] = self._want(now, tier, role, pool, states[name])
+                    goal, number = self._want(now, tier, role, pool, states[name], num_helping)
+                    goals[name], wanted[name] = goal, number
+                    if role == "decode" and _shares_work(tier):
+                        num_helping = max(0.0, number - goal.num_busy(number))
         granted = _within(wanted, least, self._max_num_workers)
         return {
             name: PoolTarget(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)
@@ -144,8 +92,15 @@ class Autoscaler:
         }
 
     def _want(
-        self, now: float, tier: TierConfig, role: Role, pool: PoolConfig, state: PoolState
+        self,
+        now: float,
+        tier: TierConfig,
+        role: Role,
+        pool: PoolConfig,
+        state: PoolState,
+        num_helping: float,
     ) -> tuple[_Goal, int]:
+        """`num_helping`: what the tier's decode workers leave over for prompts, in workers."""
         if state.times is not None:
             self._times[tier.name, role] = state.times
         elif (tier.name, role) in self._times:
@@ -153,7 +108,7 @@ class Autoscaler:
         limits = _limits(pool)
         slices = self._recent(tier.name, now, limits.look_back_s)
         alone = role == "decode" and not _has_workers(tier.prefill)
-        goal = _goal(tier, role, slices, state, alone, limits.slo_fraction)
+        goal = _goal(tier, role, slices, state, alone, limits.slo_fraction, num_helping)
         need = max(goal.need(limits.max_replicas), goal.at_least(limits))
         # Workers that exist when the autoscaler starts count as needed.
         begun = deque([(now, state.num_workers)])
@@ -183,9 +138,9 @@ class _Goal(msgspec.Struct, frozen=True):
 
     state: PoolState
     slo_s: float
-    predict: Callable[[int], float]
+    predict: Callable[[float], float]
     is_asked: bool
-    busy_s: float  # of queued prompts, on one worker
+    queued_s: float  # of queued prompts, on one worker
     fits: Callable[[int], bool]  # what runs now
     lacks: str = ""
 
@@ -204,10 +159,25 @@ class _Goal(msgspec.Struct, frozen=True):
         adds workers if the queue would not be finished before these have started."""
         present = self.state.num_workers
         kept = smallest(0, lambda number: number >= present or self.fits(number)) or 0
-        late_s = self.busy_s - present * limits.start_s
+        # By the time that a worker started now serves. Those that are starting are `present`, so
+        # the queue that grows meanwhile does not start others in each second.
+        late_s = self.queued_s - present * limits.start_s
         if late_s <= 0.0:
             return kept
-        return max(kept, min(limits.max_replicas, present + math.ceil(late_s / self.slo_s)))
+        num_more = math.ceil(late_s / max(self.slo_s, limits.start_s))
+        return max(kept, min(limits.max_replicas, present + num_more))
+
+    def num_busy(self, number: int) -> float:
+        """How many of `number` workers the recent load would have kept busy, to a quarter."""
+        if not self.is_asked:
+            return 0.0
+        return _parts(number, lambda few: self.predict(few) <= self.slo_s)
+
+
+def _parts(number: float, suffices: Callable[[float], bool]) -> float:
+    """The smallest part of `number` workers that suffices, in quarters; all if none does."""
+    found = smallest(0, lambda part: part >= 4 * number or suffices(0.25 * part))
+    return number if found is None else min(number, 0.25 * found)
 
 
 def _goal(
@@ -217,15 +187,16 @@ def _goal(
     state: PoolState,
     alone: bool,
     slo_fraction: float,
+    num_helping: float,
 ) -> _Goal:
     ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_slo_s, slo_fraction * tier.tpot_goal_s
     is_asked = any(each.asked.num_requests for each in slices)
     is_asked |= state.num_queued_tokens + state.num_decoding > 0
     times = state.times or StepTimeModel()
-    queued_s = times.prefill_s(state.num_queued_tokens)
+    queued_s = seconds_queued(slices, state, times)
 
     def keeps_up(number: int) -> bool:
-        return queued_s <= number * ttft_slo_s
+        return queued_s <= (number + num_helping) * ttft_slo_s
 
     def has_room(number: int) -> bool:
         if not state.num_decoding:
@@ -233,7 +204,7 @@ def _goal(
         if not number:
             return False
         batch = state.num_decoding / number
-        step_s = _step_s(state, times, batch, state.num_context_tokens / number)
+        step_s = seconds_of_step(state, times, batch, state.num_context_tokens / number)
         return step_s <= tpot_slo_s
 
     if state.times is None:  # step times unknown: one worker will show them
@@ -242,22 +213,19 @@ def _goal(
         return _Goal(
             state,
             ttft_slo_s,
-            lambda number: prefill_ttft_s(slices, times, number),
+            lambda number: prefill_ttft_s(slices, times, number + num_helping),
             is_asked,
             queued_s,
             keeps_up,
             _lacks_ttft(tier, slices, times, ttft_slo_s),
         )
 
-    def tpot_s(number: int) -> float:
+    def tpot_s(number: float) -> float:
         """Where decode workers prefill too, those busy with prompts do not decode."""
         if not alone:
             return decode_tpot_s(slices, state, number)
-        prompts = smallest(
-            1,
-            lambda few: few >= number or prefill_ttft_s(slices, times, few) <= ttft_slo_s,
-        )
-        return decode_tpot_s(slices, state, number - (prompts or number))
+        prompts = _parts(number, lambda few: prefill_ttft_s(slices, times, few) <= ttft_slo_s)
+        return decode_tpot_s(slices, state, number - prompts)
 
     return _Goal(
         state,
@@ -274,8 +242,8 @@ def _lacks_ttft(
     tier: TierConfig, slices: Sequence[Slice], times: StepTimeModel, goal_s: float
 ) -> str:
     """Why no number of workers gives 95 % of `slices` their first token in time."""
-    own = [(_own_prefill_s(each.asked, times), each.asked.num_requests) for each in slices]
-    alone_s = _quantile([each for each in own if each[1]])
+    own = [(own_prefill_s(each.asked, times), each.asked.num_requests) for each in slices]
+    alone_s = quantile([each for each in own if each[1]])
     if alone_s <= goal_s:
         return ""
     return (
@@ -320,6 +288,12 @@ def _most(pool: PoolConfig) -> int:
     return _limits(pool).max_replicas if pool.autoscaling else pool.num_replicas + pool.num_standby
 
 
+def _shares_work(tier: TierConfig) -> bool:
+    """Whether decode workers take prompts as soon as their streams leave room, as the router lets
+    them where requests have a TPOT SLO."""
+    return tier.tpot_slo_s is not None and tier.tpot_slo_s != math.inf
+
+
 def _has_workers(pool: PoolConfig) -> bool:
     return pool.autoscaling is not None or pool.num_replicas > 0
 
@@ -337,29 +311,3 @@ def _within(
         poorest = min(lacking, key=lambda pool: granted[pool] / wanted[pool])
         granted[poorest] += 1
     return granted
-
-
-def _own_prefill_s(asked: RequestTotals, times: StepTimeModel) -> float:
-    if not asked.num_requests:
-        return 0.0
-    cached = min(asked.num_cached_tokens, asked.num_prompt_tokens) / asked.num_requests
-    return times.prefill_s(asked.num_prompt_tokens / asked.num_requests - cached, cached)
-
-
-def _step_s(state: PoolState, times: StepTimeModel, batch: float, num_context: float) -> float:
-    """Of a worker with so many sequences; infinite where they have no room."""
-    if state.max_num_seqs and batch > max(1, state.max_num_seqs):
-        return math.inf
-    if state.num_kv_tokens and num_context > state.num_kv_tokens and batch > 1.0:
-        return math.inf
-    return times.decode_step_s(batch, num_context)
-
-
-def _quantile(seen: list[tuple[float, float]]) -> float:
-    """The value that `QUANTILE` of the weights are not above, of (value, weight)."""
-    left = (1.0 - QUANTILE) * sum(weight for _, weight in seen)
-    for value, weight in sorted(seen, reverse=True):
-        left -= weight
-        if left < 0.0:
-            return value
-    return 0.0

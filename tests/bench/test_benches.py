@@ -93,9 +93,10 @@ def test_named_benches_run_one_after_another() -> None:
     cascade = results["cascade"]
     assert [row["tasks"] for row in cascade["rows"]] == ["hard", "easy", "recall", "all"]
     assert all(row["cost %"] >= row["small alone cost %"] > 0 for row in cascade["rows"])
-    scaled = results["autoscale"]
-    assert scaled["smallest"]["in time %"] >= 95.0
-    assert all(row["worker hours"] > 0 == row["failed"] for row in scaled["rows"])
+    scaled = results["autoscale"]["rows"]
+    assert [row["load"] for row in scaled] == ["flash crowd", "diurnal", "from zero"]
+    for row in scaled:
+        assert row["in time %"] > 0 < row["worker hours"] and row["cost, of it"] > 0
     assert [row["same tokens"] for row in results["hand_over"]["rows"]] == ["1/1"]
     lent = {row["KV from"]: row["cached tokens, least"] for row in results["tiers"]["rows"]}
     assert lent["another worker"] == 64, "all blocks of 80 tokens but the last"

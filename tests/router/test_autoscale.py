@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
-from disagg.router.autoscale import (
-    Autoscaler,
-    Slice,
-    decode_tpot_s,
-    may_be_empty,
-    prefill_ttft_s,
-)
+from disagg.router.autoscale import Autoscaler, may_be_empty
 from disagg.router.demand import RequestTotals
 from disagg.router.pool_state import PoolState
+from disagg.router.replay import Slice, decode_tpot_s, prefill_ttft_s
 from disagg.time_model import StepTimeModel
 
 TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8))
@@ -149,6 +145,45 @@ def test_the_ratio_follows_the_load() -> None:
     assert answers[DECODE] > answers[PREFILL]
 
 
+@pytest.mark.parametrize("tpot_slo_s", [None, 0.03])
+def test_what_streams_leave_of_decode_workers_serves_prompts(tpot_slo_s: float | None) -> None:
+    """Only where requests have a TPOT SLO: without one, routing keeps to the roles."""
+    played = Played(msgspec.structs.replace(tier(), tpot_slo_s=tpot_slo_s))
+    for _ in range(60):
+        sizes = played.second(asked(10.0, prompt=2000.0, answer=10.0))
+    load, times = slices([10.0] * 60, prompt=2000.0, answer=10.0), TIMES
+    needed = next(n for n in range(1, 16) if prefill_ttft_s(load, times, float(n)) <= 0.5)
+    assert sizes[DECODE] == 1
+    assert sizes[PREFILL] == (needed if tpot_slo_s is None else needed - 1)
+
+
+def test_decode_workers_that_are_busy_do_not_help() -> None:
+    played = Played(tier(tpot_slo_s=0.015))
+    for _ in range(60):
+        sizes = played.second(asked(20.0, prompt=500.0, answer=300.0))
+    load = slices([20.0] * 60, prompt=500.0, answer=300.0)
+    state = PoolState(1, TIMES)
+    assert sizes[DECODE] > 1 and decode_tpot_s(load, state, sizes[DECODE] - 1) > 0.015
+    needed = next(n for n in range(1, 16) if prefill_ttft_s(load, TIMES, float(n)) <= 0.5)
+    assert needed - 1 <= sizes[PREFILL] <= needed
+
+
+def test_a_queue_that_grows_while_workers_start_starts_no_others() -> None:
+    config = tier(limits(1, 64), limits(1, 64))
+    scaler = Autoscaler([config])
+    scaler.observe("tier", 0.0, 1.0, asked(1.0))
+    queued = 1000.0 * 200.0 / TIMES.prefill_s(1000.0)  # prompts that take one worker 200 s
+    num_present, numbers = 2, []
+    for second in range(10):  # none of the new ones serves yet
+        state = PoolState(num_present, TIMES, queued + 10_000.0 * second)
+        states = {PREFILL: state, DECODE: PoolState(1, TIMES)}
+        decided = scaler.decide(float(second), states)  # type: ignore[arg-type]
+        num_present = decided[PREFILL].num_workers  # type: ignore[index]
+        numbers.append(num_present)
+    # Within the 10 s of a start 2 workers finish a tenth of it. 18 more finish the rest in 10 s.
+    assert numbers[0] == 20 and max(numbers) <= 21
+
+
 def test_what_runs_is_never_left_without_room() -> None:
     """Nobody asks any more, but long answers are under way."""
     played = Played(tier())
@@ -202,8 +237,11 @@ def test_the_prediction_is_of_the_number_that_is_granted() -> None:
     assert free_wish.predicted_s <= config.ttft_slo_s < bound_wish.predicted_s
 
 
-@pytest.mark.parametrize("num_prompt", [100.0, 3000.0])
-def test_decode_workers_without_prefill_workers_are_sized_for_both(num_prompt: float) -> None:
+@pytest.mark.parametrize(("num_prompt", "num_saved"), [(100.0, 1), (3000.0, 0)])
+def test_decode_workers_without_prefill_workers_are_sized_for_both(
+    num_prompt: float, num_saved: int
+) -> None:
+    """With the same number, unless less than one worker of either role is busy."""
     both = TierConfig(
         model="tier",
         prefill=PoolConfig(num_replicas=0),
@@ -221,7 +259,7 @@ def test_decode_workers_without_prefill_workers_are_sized_for_both(num_prompt: f
         {PREFILL: PoolState(1, TIMES), DECODE: PoolState(1, TIMES)},  # type: ignore[dict-item]
     )
     total = sum(each.num_workers for each in separate.values())
-    assert together[DECODE].num_workers == total  # type: ignore[index]
+    assert together[DECODE].num_workers == total - num_saved  # type: ignore[index]
 
 
 def test_a_budget_is_shared_by_what_each_pool_wants() -> None:
