@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_int32, c_void_p
 
 
-class Matrix(Structure):
+class CpuMatrix(Structure):
     """`Matrix` of csrc/product.h, which says what each is."""
 
     _fields_ = (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu_library import STEP, find_library
-from disagg.kernels.cpu_matrix import Matrix
+from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.huge_pages import use_huge_pages
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
@@ -76,11 +76,11 @@ class _LayerPointers(Structure):
         ("input_norm", c_void_p),
         ("qk_norm", c_void_p),
         ("post_norm", c_void_p),
-        ("qkv", Matrix),
-        ("output", Matrix),
-        ("gate", Matrix),
-        ("up", Matrix),
-        ("down", Matrix),
+        ("qkv", CpuMatrix),
+        ("output", CpuMatrix),
+        ("gate", CpuMatrix),
+        ("up", CpuMatrix),
+        ("down", CpuMatrix),
         ("window", c_int32),
     )
 
@@ -98,8 +98,8 @@ class _Model(Structure):
         ("embedding", c_void_p),
         ("rope", c_void_p),
         ("norm", c_void_p),
-        ("head", Matrix),
-        ("table", Matrix),
+        ("head", CpuMatrix),
+        ("table", CpuMatrix),
         ("layers", POINTER(_LayerPointers)),
     )
 
@@ -160,7 +160,7 @@ class CpuStep:
             rope=model.rope.data_ptr(),
             norm=model.norm.data_ptr(),
             head=_matrix(model.head),
-            table=Matrix() if isinstance(table, Tensor) else _matrix(table),
+            table=CpuMatrix() if isinstance(table, Tensor) else _matrix(table),
             layers=layers,
         )
         self._step = library.disagg_step_new(byref(described))
@@ -297,14 +297,16 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
     )
 
 
-def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> Matrix:
+def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
     if isinstance(linear, Int4Linear):
         return linear.described()
     bias = None if linear.bias is None else linear.bias.data_ptr()
     sizes = linear.num_out, linear.num_in
     if isinstance(linear, PackedLinear):
-        return Matrix(linear.panels, bias, None, None, None, *sizes, 0)
-    return Matrix(None, bias, linear.numbers.data_ptr(), None, linear.scales.data_ptr(), *sizes, 0)
+        return CpuMatrix(linear.panels, bias, None, None, None, *sizes, 0)
+    return CpuMatrix(
+        None, bias, linear.numbers.data_ptr(), None, linear.scales.data_ptr(), *sizes, 0
+    )
 
 
 def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:

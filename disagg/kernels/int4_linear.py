@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_matrix import Matrix
+from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.int4_groups import group_size, num_groups
 from disagg.kernels.linear import PANEL, PlainLinear
 
@@ -87,13 +87,13 @@ class Int4Linear(PlainLinear):
         self.numbers, self.scales = panels.view(torch.uint8).flatten(3), scales
         self._rows = library.disagg_step_int4_rows
 
-    def described(self) -> Matrix:
+    def described(self) -> CpuMatrix:
         """For compiled code."""
         assert self._is_in_panels
         bias = None if self.bias is None else self.bias.data_ptr()
         numbers, scales = self.numbers.data_ptr(), self.scales.data_ptr()
         sizes = self.num_out, self.num_in, self.group_size
-        return Matrix(None, bias, None, numbers, scales, *sizes)
+        return CpuMatrix(None, bias, None, numbers, scales, *sizes)
 
     def widened(self) -> Tensor:
         """W: [num_out, num_in]."""
