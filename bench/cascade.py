@@ -15,6 +15,12 @@ of drafts. Prefix caching is off, or the last to be asked would find what the ot
 
 The measures of the curve are predicted from the answers of both models alone
 (`router/calibration.py`); accuracy and cost of `auto` are what was served.
+
+TTFT is measured apart, one request at a time, the three models in turns: from the call of the HTTP
+application to its first bytes of text. The last table plays other ways to choose a model on the
+same answers: the prompt judge alone, which is RouteLLM's way (Ong et al., 2024), at the cost of
+`auto`; and a judge of whole answers, which is FrugalGPT's (Chen et al., 2023), at the quality of
+`auto` if it reaches it. Their own judges are language models; here all have the same signals.
 """
 
 from __future__ import annotations
@@ -22,27 +28,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import json
+import math
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from bench.report import finish, print_table
 from disagg import local
-from disagg.cli.cascade import SHARES, Question, ScoredAnswer, asker, compared
+from disagg.cli.cascade import CHAT, Question, ScoredAnswer, asker, compared
+from disagg.cli.cascade_report import SHARES
+from disagg.cli.serve_config import bundled_cascade
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
 from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
-from disagg.router.calibration import Compared, curve
+from disagg.router.calibration import Compared, CascadeOutcome, curve, played
+from disagg.router.prompt_judge import log_odds
 from disagg.worker.parts import Parts, build_parts
 from scripts.demo_evaluate import all_levels
 
 SMALL, LARGE = TIERS = ("demo-small", "demo-large")
 HARD = ("add-3", "add-4", "add-5", "subtract-3", "subtract-4", "multiply-2", "multiply-3")
 GOAL = {"quality": 0.95, "cost": 0.60}  # of the large model's; at least, at most
+TTFT_GOAL = 1.3  # times the large model's, at p50 on every task; at most
+CONFIG = msgspec.convert(bundled_cascade(), CascadeConfig)
 MAX_TOKENS = 256
 NUM_PARALLEL = 16
 QUIET_S = 0.2
@@ -87,7 +103,7 @@ async def measure(
     ask, places = asker(cluster), asyncio.Semaphore(NUM_PARALLEL)
     fields = {"model": model, "temperature": 0, "max_tokens": MAX_TOKENS}
     if model != AUTO:  # for the curve; scores are no tokens
-        fields |= {"logprobs": True, "top_logprobs": 2}
+        fields |= {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
 
     async def one(asked: Question) -> ScoredAnswer:
         async with places:
@@ -128,8 +144,7 @@ def _is_right(answer: ScoredAnswer, asked: Question) -> bool:
 
 
 def new_curve(group: str, answers: Sequence[Compared], parameters: Sequence[int]) -> Any:
-    config = CascadeConfig()
-    found = curve(answers, config.signal, config.num_judged_tokens, *parameters)
+    found = curve(answers, CONFIG.signal, CONFIG.num_judged_tokens, *parameters)
     row: dict[str, Any] = {"tasks": group, "signal": found.signal, "APGR": found.area}
     for share in SHARES:
         point = found.at_recovered(share)
@@ -139,12 +154,94 @@ def new_curve(group: str, answers: Sequence[Compared], parameters: Sequence[int]
     return row
 
 
-async def run(num_per_level: int) -> tuple[list[Any], list[Any]]:
+async def first_text_s(cluster: local.LocalCluster, model: str, asked: Question) -> float:
+    """Seconds from a streamed request to its first text."""
+    body = {"model": model, "messages": asked.messages, "temperature": 0, "stream": True}
+    waiting = [{"type": "http.request", "body": msgspec.json.encode(body)}]
+    found: list[float] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not waiting:
+            await asyncio.Event().wait()  # this client does not go away
+        return waiting.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if not found and has_text(message.get("body", b"")):
+            found.append(time.perf_counter() - began_s)
+
+    headers = [(b"host", b"local"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers}
+    began_s = time.perf_counter()
+    await cluster.ingress.app(scope, receive, send)
+    return found[0] if found else time.perf_counter() - began_s
+
+
+def has_text(body: bytes) -> bool:
+    """Whether server-sent events have some of the answer in them."""
+    lines = (line.removeprefix(b"data: ") for line in body.splitlines() if b"data: {" in line)
+    chunks = (json.loads(line) for line in lines)
+    return any(choice["delta"].get("content") for each in chunks for choice in each["choices"])
+
+
+async def measure_ttft(cluster: local.LocalCluster, num_per_level: int) -> list[dict[str, Any]]:
+    """A row for each task, in milliseconds; prompts are others than those of the other tables."""
+    tokenizer = Tokenizer.from_file(str(TierConfig(model=SMALL).directory / "tokenizer.json"))
+    rows = []
+    for level in all_levels():
+        rng = random.Random(f"ttft {level.name}")
+        times: dict[str, list[float]] = defaultdict(list)
+        for number in range(num_per_level + 1):
+            content = level.make(rng, tokenizer).question
+            asked = Question([{"role": "user", "content": content}], "")
+            for model in (SMALL, LARGE, AUTO):
+                seconds = await first_text_s(cluster, model, asked)
+                if number:  # the first warms up
+                    times[model].append(1e3 * seconds)
+        medians = {model: statistics.median(its) for model, its in times.items()}
+        row: dict[str, Any] = {"task": level.name}
+        row |= {f"{model} ms": medians[model] for model in medians}
+        rows.append(row | {"auto / large": medians[AUTO] / medians[LARGE]})
+    return rows
+
+
+def other_ways(answers: Sequence[Compared], parameters: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows: what each way to choose a model makes of the same answers."""
+    large_accuracy = sum(each.large_is_right for each in answers) / len(answers)
+    rows = []
+
+    def add(way: str, outcome: CascadeOutcome) -> CascadeOutcome:
+        row: dict[str, Any] = {"way": way, "quality %": 100 * outcome.accuracy / large_accuracy}
+        row |= {"cost %": 100 * outcome.cost, "start large %": 100 * outcome.started}
+        rows.append(row | {"escalated %": 100 * outcome.escalated, "held": outcome.num_held})
+        return outcome
+
+    auto = add("auto", played(answers, CONFIG, *parameters))
+    slow = replace(CONFIG, leads=(), prompt_judges=())
+    add("all judged tokens", played(answers, slow, *parameters))
+    never = replace(CONFIG, thresholds=(-math.inf,), leads=(0.0,))
+    (judge,) = CONFIG.prompt_judges
+    weights = dict(judge.weights)
+    bars = sorted({log_odds(judge.bias, weights, each.prompt_token_ids) for each in answers})
+    routed = [
+        replace(never, prompt_judges=(replace(judge, start_above=bar),))
+        for bar in bars[:: max(1, len(bars) // 100)]
+    ]
+    outcomes = [played(answers, each, *parameters) for each in routed]
+    affordable = [each for each in outcomes if each.cost <= auto.cost] or outcomes[-1:]
+    add("prompt judge alone", max(affordable, key=lambda each: each.accuracy))
+    whole = curve(answers, "mean", MAX_TOKENS, *parameters)
+    chosen = whole.cheapest(min(1.0, auto.accuracy / whole.large_accuracy))
+    frugal = CascadeConfig(
+        signal="mean", num_judged_tokens=MAX_TOKENS, thresholds=(chosen.threshold,)
+    )
+    add("judge of whole answers", played(answers, frugal, *parameters))
+    return rows
+
+
+async def run(num_per_level: int, num_timed: int) -> tuple[list[Any], list[Any], list[Any]]:
     engine = EngineConfig(num_threads=1, enable_prefix_caching=False)
     tiers = tuple(TierConfig(model=model, engine=engine) for model in TIERS)
-    config = ServeConfig(
-        tiers=tiers, transport="local", cluster_key="bench", cascade=CascadeConfig()
-    )
+    config = ServeConfig(tiers=tiers, transport="local", cluster_key="bench", cascade=CONFIG)
     counts: Counter[str] = Counter()
     groups = new_prompts(num_per_level)
     prompts: list[Question] = []
@@ -152,6 +249,7 @@ async def run(num_per_level: int) -> tuple[list[Any], list[Any]]:
     costs: Counter[str] = Counter()
     rows = []
     async with local.running(config, counted(counts)) as cluster:
+        timed = await measure_ttft(cluster, num_timed)
         parameters = [cluster.ingress.service.models[model].num_parameters for model in TIERS]
         for group, asked in groups.items():
             found = {m: await measure(cluster, counts, m, asked) for m in (*TIERS, AUTO)}
@@ -168,20 +266,27 @@ async def run(num_per_level: int) -> tuple[list[Any], list[Any]]:
         for small, large, asked in zip(answers[SMALL], answers[LARGE], prompts, strict=True)
     ]
     hard = both[: len(groups["hard"])]
-    curves = [new_curve("hard", hard, parameters), new_curve("all", both, parameters)]
-    return rows, curves
+    print_table(rows)
+    print_table([new_curve("hard", hard, parameters), new_curve("all", both, parameters)])
+    print_table(timed)
+    ways = [{"tasks": "hard"} | row for row in other_ways(hard, parameters)]
+    ways += [{"tasks": "all"} | row for row in other_ways(both, parameters)]
+    print_table(ways)
+    return rows, timed, ways
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-per-level", type=int, default=60)
+    parser.add_argument("--num-timed", type=int, default=25, help="of each level, for TTFT")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     arguments = parser.parse_args()
-    rows, curves = asyncio.run(run(2 if arguments.tiny else arguments.num_per_level))
-    print_table(rows)
-    print_table(curves)
+    if arguments.tiny:
+        arguments.num_per_level, arguments.num_timed = 2, 1
+    rows, timed, ways = asyncio.run(run(arguments.num_per_level, arguments.num_timed))
     goal = {f"goal_{name}": value for name, value in GOAL.items()}
-    finish("cascade", rows, curves=curves, config=msgspec.to_builtins(CascadeConfig()), **goal)
+    worst = max(row["auto / large"] for row in timed)
+    finish("cascade", rows, ttft=timed, worst_ttft=worst, goal_ttft=TTFT_GOAL, ways=ways, **goal)
 
 
 if __name__ == "__main__":

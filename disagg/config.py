@@ -248,25 +248,44 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return any(limit is not None for limit in limits)
 
 
+class PromptJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Predicts from a prompt's tokens how likely a model is unsure (`router/prompt_judge.py`).
+
+    Attributes:
+        bias, weights: of a logistic regression; a weight for each token id.
+        start_above: log-odds above which a request starts on the next tier. None: none does.
+    """
+
+    bias: float
+    weights: tuple[tuple[int, float], ...] = ()
+    start_above: float | None = None
+
+
 class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Small model first: how `model: "auto"` is answered (docs/cascade.md).
 
     An answer begins on the first tier. Its first `num_judged_tokens` tokens are held back and
     judged by their log-probabilities: if the signal is at the tier's threshold or above, the answer
     stays there; otherwise the request goes to the next tier. `disagg cascade calibrate` finds
-    thresholds.
+    thresholds, and when fewer tokens, or none, are enough.
 
     Attributes:
         signal: the least or the mean log-probability of a token, or the least margin between it
             and the likeliest other token.
         thresholds: one for each tier but the last, in nats. The default is that of the two
             bundled models.
+        leads: one for each tier but the last, in nats of log-odds. An answer is released after k
+            tokens if its signal is above the threshold by a k-th of it; empty: never before
+            all judged tokens.
+        prompt_judges: one for each tier but the last; empty: every answer begins on the first.
         max_shift: the most by which load moves a threshold, up or down; 0: not at all.
     """
 
     signal: Signal = "minimum"
     num_judged_tokens: Positive = 16
     thresholds: tuple[float, ...] = (-0.1,)
+    leads: tuple[Annotated[float, Meta(ge=0.0)], ...] = ()
+    prompt_judges: tuple[PromptJudge, ...] = ()
     max_shift: Annotated[float, Meta(ge=0.0)] = 0.0
 
 

@@ -222,3 +222,10 @@ def _check_cascade(cascade: CascadeConfig, names: list[str]) -> None:
             f" {len(cascade.thresholds)} are given.",
             param="cascade",
         )
+    for name, given in (("leads", cascade.leads), ("prompt_judges", cascade.prompt_judges)):
+        if given and len(given) != len(names) - 1:
+            raise StartupError(
+                f"{len(names)} models need {len(names) - 1} {name}, one for each but the last, or"
+                f" none; {len(given)} are given.",
+                param="cascade",
+            )

@@ -47,6 +47,10 @@ PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
         (PAIR, {"num_judged_tokens": 0}, "num_judged_tokens"),
         (PAIR, {"max_shift": -1}, "max_shift"),
         (PAIR, {"treshold": 1}, "unknown field `treshold`"),
+        (PAIR, {"leads": [1, 2]}, "2 models need 1 leads, .* or none; 2 are given"),
+        (PAIR, {"leads": [-1]}, "leads"),
+        (PAIR, {"prompt_judges": [{"bias": 0}] * 2}, "need 1 prompt_judges, .* 2 are given"),
+        (PAIR, {"prompt_judges": [{"weights": []}]}, "missing required field `bias`"),
     ],
 )
 def test_a_cascade_that_cannot_be(

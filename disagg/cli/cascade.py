@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from msgspec.structs import replace
 
 from disagg import local
+from disagg.cli.cascade_report import as_yaml, console, report_curves, report_quickened
 from disagg.cli.chat import Server
-from disagg.config import CascadeConfig, EngineConfig, ServeConfig, Signal, TierConfig
+from disagg.config import (
+    CascadeConfig,
+    EngineConfig,
+    PromptJudge,
+    ServeConfig,
+    Signal,
+    TierConfig,
+)
 from disagg.errors import DisaggError, RequestError, StartupError
 from disagg.messages import TokenLogprobs
-from disagg.router.calibration import Compared, Curve, Point, curve
+from disagg.router.calibration import (
+    Compared,
+    Curve,
+    Point,
+    certified_lead,
+    curve,
+    fitted_judge,
+    point,
+)
 
 DEFAULTS = CascadeConfig()
-SHARES = (0.5, 0.8, 0.95)  # of the gap recovered, at which costs are reported
-NUM_ROWS = 12
 CHAT = "/v1/chat/completions"
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # a chat request to its answer
-
-console = Console(highlight=False, soft_wrap=True)
 
 
 class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +90,7 @@ class ScoredAnswer(msgspec.Struct):
     model: str
     choices: list[_ScoredChoice]
     usage: _TokenCounts
+    prompt_token_ids: list[int] = []
 
     def is_right(self, label: str) -> bool:
         return self.choices[0].message.content.strip() == label.strip()
@@ -109,7 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", help="a server that serves both (default: both are loaded here)")
     add("--api-key", default=os.environ.get("DISAGG_API_KEY"))
     add("--quality", type=float, default=0.95, help="share of the large model's accuracy to keep")
+    add(
+        "--risk",
+        type=float,
+        default=0.005,
+        help="share of prompts that may lose a right answer because small answers are released"
+        " before all judged tokens have come; 0: none are",
+    )
     add("--signal", choices=get_args(Signal), help="default: the one with the lowest cost")
+    add("--threshold", type=float, help="keep this one instead; with --signal")
     add("--num-judged-tokens", type=int, default=DEFAULTS.num_judged_tokens)
     add("--max-tokens", type=int, default=256, help="largest length of an answer")
     add("--parallel", type=int, default=16, help="number of prompts sent at once")
@@ -120,6 +141,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises `DisaggError` for prompts or models that nothing can be learned from."""
     if not 0.0 < arguments.quality <= 1.0:
         raise RequestError("A quality is a fraction above 0 and at most 1.", param="quality")
+    if not 0.0 <= arguments.risk < 1.0:
+        raise RequestError("A risk is a fraction from 0 to below 1.", param="risk")
+    if arguments.threshold is not None and arguments.signal is None:
+        raise RequestError("A threshold is one of a --signal; give both.", param="threshold")
     if arguments.num_judged_tokens < 1:
         raise RequestError("At least one token must be judged.", param="num_judged_tokens")
     prompts = read_prompts(arguments.prompts)
@@ -131,8 +156,12 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     best = min(curves, key=lambda each: each.cheapest(arguments.quality).cost)
     chosen = best.cheapest(arguments.quality)
-    _report(arguments, curves, best, chosen, parameters)
-    written = as_yaml(best, chosen)
+    if arguments.threshold is not None:
+        chosen = point(answers, best, arguments.threshold, *parameters)
+    report_curves(arguments, curves, best, chosen, parameters)
+    config = quickened(answers, best, chosen, arguments.risk, parameters)
+    report_quickened(arguments, answers, config, parameters)
+    written = as_yaml(config)
     if arguments.write is None:
         console.print(f"\n{written}", end="", markup=False)
     else:
@@ -240,6 +269,7 @@ async def compare(
             "max_tokens": max_tokens,
             "logprobs": True,
             "top_logprobs": 2,
+            "return_token_ids": True,
         }
         async with places:
             return msgspec.json.decode(await ask(body), type=ScoredAnswer)
@@ -258,57 +288,41 @@ def compared(small: ScoredAnswer, large: ScoredAnswer, label: str) -> Compared:
         large.usage.completion_tokens,
         small.is_right(label),
         large.is_right(label),
+        tuple(small.prompt_token_ids),
     )
 
 
-def as_yaml(best: Curve, chosen: Point) -> str:
-    """The `cascade` section of a deployment."""
-    return (
-        "cascade:\n"
-        f"  signal: {best.signal}\n"
-        f"  num_judged_tokens: {best.num_judged_tokens}\n"
-        f"  thresholds: [{chosen.threshold:.6g}]\n"
-    )
-
-
-def _report(
-    arguments: argparse.Namespace,
-    curves: Sequence[Curve],
+def quickened(
+    answers: Sequence[Compared],
     best: Curve,
     chosen: Point,
+    risk: float,
     parameters: Sequence[int],
-) -> None:
-    small, large = arguments.models
-    console.print(
-        f"{small}: {best.small_accuracy:.1%} right with {parameters[0]:,} parameters;"
-        f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
+) -> CascadeConfig:
+    """The chosen threshold, and what lets requests wait for fewer judged tokens, or none."""
+    config = CascadeConfig(
+        signal=best.signal,
+        num_judged_tokens=best.num_judged_tokens,
+        thresholds=(float(f"{chosen.threshold:.6g}"),),
     )
-    table = Table(title=f"{best.signal}, quality against cost", title_justify="left")
-    for column in ("threshold", "escalated", "accuracy", "gap recovered", "cost"):
-        table.add_column(column, justify="right")
-    step = max(1, len(best.points) // NUM_ROWS)
-    rows = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
-    for point in rows:
-        cells = (
-            f"{point.threshold:.4g}",
-            *map("{:.1%}".format, msgspec.structs.astuple(point)[1:]),
+    if risk:
+        lead = certified_lead(
+            answers, config.signal, config.num_judged_tokens, config.thresholds[0], risk
         )
-        table.add_row(*cells, style="bold" if point == chosen else "")
-    console.print(table)
-    table = Table(
-        title="escalated (cost) where so much of the gap is recovered", title_justify="left"
-    )
-    shares = (f"{share:.0%}" for share in SHARES)
-    for column in ("signal", *shares, "APGR", f"cost at quality {arguments.quality:g}"):
-        table.add_column(column, justify="left" if column == "signal" else "right")
-    for each in curves:
-        points = [each.at_recovered(share) for share in SHARES]
-        cells = tuple(f"{point.escalated:.1%} ({point.cost:.1%})" for point in points)
-        cost = each.cheapest(arguments.quality).cost
-        table.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
-    console.print(table)
-    console.print(
-        f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"
-        f" tokens: {chosen.accuracy:.1%} right ({chosen.accuracy / best.large_accuracy:.1%} of"
-        f" {large}'s) at {chosen.cost:.1%} of its cost; {chosen.escalated:.1%} escalate"
+        if lead != math.inf:
+            config = replace(config, leads=(lead,))
+    judge = fitted_judge(answers, config, *parameters)
+    if judge is None:
+        return config
+    return replace(config, prompt_judges=(rounded(judge),))
+
+
+def rounded(judge: PromptJudge) -> PromptJudge:
+    """To figures that people can read; tokens that hardly count are left out."""
+    weights = ((token, round(weight, 2)) for token, weight in judge.weights)
+    assert judge.start_above is not None
+    return PromptJudge(
+        round(judge.bias, 3),
+        tuple((token, weight) for token, weight in weights if weight),
+        round(judge.start_above, 3),
     )

@@ -138,7 +138,8 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         const="",
         metavar="FILE",
         help='answer requests for the model "auto" with the smallest model that is sure. FILE has'
-        " the thresholds of `disagg cascade calibrate` (default: those of the bundled models)",
+        " what `disagg cascade calibrate` found (default: of the bundled models what it found,"
+        " of others a threshold that suits many)",
     )
     group.add_argument(
         "--chat-template", help="path of a Jinja template (default: the model's own)"

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import EngineConfig, ServeConfig
+from disagg.config import ASSETS, EngineConfig, ServeConfig
 from disagg.config_checks import parse_config
 from disagg.doctor.findings import DoctorReport
 from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
 
+BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # of the memory that is free goes to the embedded store
 LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
 
@@ -115,7 +116,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "tiers": tiers,
         "tenants": tenants,
-        "cascade": _cascade_section(arguments.cascade),
+        "cascade": _cascade_section(arguments.cascade, models),
         "http": {
             "host": arguments.host,
             "port": arguments.port,
@@ -182,10 +183,18 @@ def _tenants(file: str | None) -> tuple[Any, Any]:
     return raw["api_keys"], raw.get("tenants") or {}
 
 
-def _cascade_section(file: str | None) -> Any:
-    """None: no cascade; "": that of the bundled models; else a file with a `cascade` section."""
+def bundled_cascade() -> Any:
+    """The `cascade` section of the two bundled models, as `disagg cascade calibrate` wrote it."""
+    return _read_config_file(ASSETS / "cascade.yaml")["cascade"]
+
+
+def _cascade_section(file: str | None, models: list[str]) -> Any:
+    """None: no cascade; "": without a file; else a file with a `cascade` section."""
+    if file is None:
+        return None
     if not file:
-        return None if file is None else {}
+        # What a prompt judge has learned holds for no other models.
+        return bundled_cascade() if models == list(BUNDLED) else {}
     raw = _read_config_file(Path(file))
     if set(raw) != {"cascade"}:
         raise StartupError(

@@ -8,10 +8,14 @@ tokens are held back until they are judged (`router/cascade.py`):
 - unsure: the answer is cancelled, and its tokens go to the next tier as a draft;
 - the tier refuses or loses the request before anything was released: as unsure;
 - unsure, but no larger tier can take the request: the small answer goes on.
+
+A tier that would probably be unsure of the prompt is passed over (`router/prompt_judge.py`). If no
+larger tier can take the request, it answers after all, and is not judged.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,11 +32,12 @@ from disagg.router.cascade import (
     NUM_TOP,
     Attempt,
     CascadeDecision,
-    judge,
+    first_verdict,
     moved_threshold,
-    waits_as_fractions,
+    wait_as_fraction,
 )
 from disagg.router.fleet import FleetView
+from disagg.router.prompt_judge import log_odds
 
 Deltas: TypeAlias = AsyncGenerator[TokenDelta, None]
 
@@ -48,6 +53,7 @@ class _EscalationState:
     attempts: list[Attempt] = field(default_factory=list)
     held: list[TokenDelta] = field(default_factory=list)  # of the last answer that was judged
     judged: Attempt | None = None  # and what was found
+    passed_over: str | None = None  # the largest model that was
     is_released: bool = False
 
     @property
@@ -81,6 +87,7 @@ class Escalation:
         self._config = config
         self._ttft_slo_s = ttft_slo_s
         self._models = tuple(ttft_slo_s)
+        self._weights = tuple(dict(each.weights) for each in config.prompt_judges)
         self._generate = generate
         self._rename = rename
         self._fleet = fleet
@@ -98,7 +105,11 @@ class Escalation:
         Raises the error of the last tier that was tried.
         """
         state = _EscalationState(request, self._now())
-        for number in range(len(self._models) - 1):
+        for number, model in enumerate(self._models[:-1]):
+            if self._is_poor(state, number):
+                state.attempts.append(Attempt(model, "poor"))
+                state.passed_over = model
+                continue
             async with aclosing(self._generate(self._judged_request(state, number))) as deltas:
                 if await self._is_sure(state, number, deltas):
                     for delta in self._release(state):
@@ -115,25 +126,41 @@ class Escalation:
                     yield delta
                 return
         except DisaggError as error:
-            if state.is_released or state.judged is None or not error.retryable:
+            can_keep = state.judged is not None or state.passed_over is not None
+            if state.is_released or not can_keep or not error.retryable:
                 raise
             state.attempts.append(Attempt(self._models[-1], error.code))
-        async with aclosing(self._keep(state, state.judged)) as deltas:
+        async with aclosing(self._keep(state)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    def _is_poor(self, state: _EscalationState, number: int) -> bool:
+        """Whether tier `number` would probably be unsure, and the next one is not the busier."""
+        if not self._config.prompt_judges:
+            return False
+        its = self._config.prompt_judges[number]
+        if its.start_above is None or self._threshold(number) < self._config.thresholds[number]:
+            return False
+        odds = log_odds(its.bias, self._weights[number], state.request.token_ids)
+        return odds > its.start_above
 
     async def _is_sure(self, state: _EscalationState, number: int, deltas: Deltas) -> bool:
         """Hold back the deltas of tier `number` until they can be judged; record the verdict."""
         model, threshold = self._models[number], None
+        needed_lead = self._config.leads[number] if self._config.leads else math.inf
         held: list[TokenDelta] = []
         scores: list[TokenLogprobs] = []
         try:
             async for delta in deltas:
                 held.append(delta)
+                num_seen = len(scores)
                 scores += delta.logprobs or ()
                 if threshold is None:
                     threshold = self._threshold(number)
-                verdict = judge(self._config, threshold, scores, delta.finish_reason is not None)
+                is_end = delta.finish_reason is not None
+                verdict = first_verdict(
+                    self._config, threshold, scores, num_seen, is_end, needed_lead
+                )
                 if verdict is not None:
                     reason = "sure" if verdict.is_sure else "unsure"
                     state.judged = Attempt(model, reason, verdict, threshold)
@@ -147,13 +174,17 @@ class Escalation:
             state.attempts.append(Attempt(model, error.code))
             return False
 
-    async def _keep(self, state: _EscalationState, judged: Attempt) -> Deltas:
-        """Continue the small answer from where it was cancelled.
+    async def _keep(self, state: _EscalationState) -> Deltas:
+        """Continue the small answer from where it was cancelled, or begin the one passed over.
 
         Nothing is released before the tier has accepted it, so a refusal keeps its HTTP status.
         """
+        judged = state.judged
+        if judged is None:
+            assert state.passed_over is not None
+            judged = Attempt(state.passed_over, "poor")
         state.attempts.append(replace(judged, reason="kept"))
-        if state.held[-1].finish_reason is not None:
+        if state.held and state.held[-1].finish_reason is not None:
             for delta in self._release(state):
                 yield delta
             return
@@ -170,8 +201,11 @@ class Escalation:
         threshold = self._config.thresholds[number]
         if not self._config.max_shift:
             return threshold
-        waits = waits_as_fractions(self._fleet(), self._ttft_slo_s)
-        here, above = (waits[self._models[number + step]] for step in (0, 1))
+        fleet = self._fleet()
+        here, above = (
+            wait_as_fraction(fleet, model, self._ttft_slo_s[model])
+            for model in self._models[number : number + 2]
+        )
         return moved_threshold(threshold, self._config.max_shift, here, above)
 
     # Requests

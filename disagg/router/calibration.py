@@ -4,6 +4,12 @@ Two models answered the same prompts. Known are which answers are right, and the
 of the small model's tokens. The measures are RouteLLM's (Ong et al., 2024): the gap is the large
 model's accuracy minus the small one's, and recovered is the part of it that the cascade keeps.
 
+Two more figures make the judge quicker. `certified_lead` bounds how often an early release loses a
+right answer, by risk-controlling prediction sets (Bates et al., 2021, arXiv:2101.02703): the loss
+can only fall as the lead grows, so the least lead of which a confidence bound of the loss stays
+within the risk, there and at all greater ones, keeps it in new prompts of the same kind with that
+confidence. `fitted_judge` finds the prompts for which the small model is not worth asking.
+
 A model's cost for an answer is its parameters times the tokens that went through it: the whole
 prompt, as if none of it were cached, and every token of the answer but the last, which is not read
 again. A small answer that is given up counts as far as it was judged.
@@ -17,13 +23,20 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+from msgspec.structs import replace
 
-from disagg.config import Signal
+from disagg.config import CascadeConfig, PromptJudge, Signal
 from disagg.errors import RequestError
 from disagg.messages import TokenLogprobs
-from disagg.router.cascade import measure
+from disagg.router.cascade import lead, measure
+from disagg.router.prompt_judge import fit, log_odds
 
 MAX_NUM_THRESHOLDS = 400
+CONFIDENCE = 0.9  # that the risk of early releases holds
+NUM_FOLDS = 5
+# At a lower chance of being unsure, most of those that started on the large model would have had
+# a good answer from the small one.
+MIN_CHANCE_TO_START = 1 / 3
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -34,6 +47,7 @@ class Compared(msgspec.Struct, frozen=True):
     num_large_tokens: int  # of the large answer
     small_is_right: bool
     large_is_right: bool
+    prompt_token_ids: tuple[int, ...] = ()  # for the prompt judge
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -94,30 +108,180 @@ def curve(
             " prompts, or serve the small model alone."
         )
     judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
-    large_cost = large_parameters * sum(each.num_large_positions for each in judged)
-    points = []
-    for threshold in _thresholds([each.values[-1] for each in judged]):
-        num_right = num_escalated = cost = 0
-        for each in judged:
-            num_small, is_sure = each.at(threshold)
-            cost += small_parameters * num_small
-            if is_sure:
-                num_right += each.answer.small_is_right
-            else:
-                num_right += each.answer.large_is_right
-                num_escalated += 1
-                cost += large_parameters * each.num_large_positions
-        accuracy = num_right / num_answers
-        points.append(
-            Point(
-                threshold,
-                num_escalated / num_answers,
-                accuracy,
-                (accuracy - small_accuracy) / gap,
-                cost / large_cost,
-            )
-        )
-    return Curve(signal, num_judged_tokens, small_accuracy, large_accuracy, tuple(points))
+    blank = Curve(signal, num_judged_tokens, small_accuracy, large_accuracy, ())
+    points = [
+        _point(judged, blank, threshold, small_parameters, large_parameters)
+        for threshold in _thresholds([each.values[-1] for each in judged])
+    ]
+    return replace(blank, points=tuple(points))
+
+
+def point(
+    answers: Sequence[Compared],
+    its: Curve,
+    threshold: float,
+    small_parameters: int,
+    large_parameters: int,
+) -> Point:
+    """Of any threshold, for the signal of a curve of the same answers."""
+    judged = [_Judged(each, its.signal, its.num_judged_tokens) for each in answers]
+    return _point(judged, its, threshold, small_parameters, large_parameters)
+
+
+def _point(
+    judged: Sequence[_Judged],
+    its: Curve,
+    threshold: float,
+    small_parameters: int,
+    large_parameters: int,
+) -> Point:
+    outcome = _played(judged, threshold, small_parameters, large_parameters)
+    recovered = (outcome.accuracy - its.small_accuracy) / (its.large_accuracy - its.small_accuracy)
+    return Point(threshold, outcome.escalated, outcome.accuracy, recovered, outcome.cost)
+
+
+class CascadeOutcome(msgspec.Struct, frozen=True):
+    """What a whole cascade makes of the prompts.
+
+    Attributes:
+        escalated: share of the prompts that the small model was unsure of.
+        started: share that started on the large model.
+        cost: as a fraction of the large model's alone.
+        num_held: mean number of tokens of the small answer until it was judged.
+    """
+
+    accuracy: float
+    escalated: float
+    started: float
+    cost: float
+    num_held: float
+
+
+def played(
+    answers: Sequence[Compared],
+    config: CascadeConfig,
+    small_parameters: int,
+    large_parameters: int,
+) -> CascadeOutcome:
+    """What `config` makes of the answers. Of its tiers, the first counts."""
+    judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
+    needed_lead = config.leads[0] if config.leads else math.inf
+    started = [False] * len(answers)
+    for its in config.prompt_judges[:1]:
+        weights = dict(its.weights)
+        bar = math.inf if its.start_above is None else its.start_above
+        started = [log_odds(its.bias, weights, each.prompt_token_ids) > bar for each in answers]
+    return _played(
+        judged, config.thresholds[0], small_parameters, large_parameters, needed_lead, started
+    )
+
+
+def certified_lead(
+    answers: Sequence[Compared],
+    signal: Signal,
+    num_judged_tokens: int,
+    threshold: float,
+    risk: float,
+) -> float:
+    """The least lead with which early releases lose at most `risk` of all prompts.
+
+    Lost is a prompt that all judged tokens would have sent to the large model, which was right
+    where the small one was wrong. Infinite where the answers are too few to tell.
+    """
+    judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
+    lost = [each.reach(threshold) for each in judged if each.is_lost(threshold)]
+    reaches = sorted(reach for reach in lost if reach >= 0.0)
+    num_allowed = -1
+    while num_allowed < len(answers) and upper_bound(num_allowed + 1, len(answers)) <= risk:
+        num_allowed += 1
+    if num_allowed < 0:
+        return math.inf
+    if num_allowed >= len(reaches):
+        return 0.0
+    least = reaches[-1 - num_allowed]
+    return least if least == math.inf else (math.floor(1000 * least) + 1) / 1000
+
+
+def min_num_prompts(risk: float) -> int:
+    """How many prompts it takes to certify a risk, if early releases lose none of them."""
+    return math.ceil(math.log(1.0 - CONFIDENCE) / math.log1p(-risk))
+
+
+def upper_bound(num_lost: int, num_prompts: int) -> float:
+    """Of a share, seen `num_lost` times: with `CONFIDENCE` it is not above (Clopper, Pearson 1934).
+
+    It is the share of which so few or fewer are seen with a probability of 1 - `CONFIDENCE`.
+    """
+    if num_lost >= num_prompts:
+        return 1.0
+    low, high = num_lost / num_prompts, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        if _at_most(num_lost, num_prompts, middle) > 1.0 - CONFIDENCE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _at_most(number: int, of: int, share: float) -> float:
+    """The probability that a binomial variable is at most `number`."""
+    logs = (
+        math.lgamma(of + 1)
+        - math.lgamma(each + 1)
+        - math.lgamma(of - each + 1)
+        + each * math.log(share)
+        + (of - each) * math.log1p(-share)
+        for each in range(number + 1)
+    )
+    return math.fsum(map(math.exp, logs))
+
+
+def fitted_judge(
+    answers: Sequence[Compared],
+    config: CascadeConfig,
+    small_parameters: int,
+    large_parameters: int,
+) -> PromptJudge | None:
+    """A judge that starts prompts on the large model where the small one is probably unsure.
+
+    It starts as many as cost no more than if all tokens of all answers were judged: what early
+    releases save. Chances are those that a judge gives which has not seen the prompt, by
+    cross-validation. None: it would start none.
+    """
+    judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
+    threshold, needed_lead = config.thresholds[0], config.leads[0] if config.leads else math.inf
+    prompts = [each.prompt_token_ids for each in answers]
+    unsure = [not each.at(threshold, needed_lead)[1] for each in judged]
+    odds = _odds_unseen(prompts, unsure)
+    parameters = (small_parameters, large_parameters)
+    costs = [each.cost(*each.at(threshold, needed_lead), *parameters) for each in judged]
+    budget = sum(each.cost(*each.at(threshold), *parameters) for each in judged) - sum(costs)
+    start_above, least = None, math.log(MIN_CHANCE_TO_START / (1.0 - MIN_CHANCE_TO_START))
+    order = sorted(range(len(answers)), key=lambda number: -odds[number])
+    for number, following in pairwise([*order, None]):
+        assert number is not None
+        if odds[number] <= least:
+            break
+        budget += costs[number] - large_parameters * judged[number].num_large_positions
+        if budget >= 0:
+            after = least if following is None else max(least, odds[following])
+            start_above = (odds[number] + after) / 2
+    if start_above is None:
+        return None
+    return replace(fit(prompts, unsure), start_above=start_above)
+
+
+def _odds_unseen(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> list[float]:
+    """Log-odds of each prompt by a judge that was fitted on other prompts."""
+    odds = [0.0] * len(prompts)
+    for fold in range(NUM_FOLDS):
+        seen = [number for number in range(len(prompts)) if number % NUM_FOLDS != fold]
+        its = fit([prompts[each] for each in seen], [unsure[each] for each in seen])
+        weights = dict(its.weights)
+        for number in range(fold, len(prompts), NUM_FOLDS):
+            odds[number] = log_odds(its.bias, weights, prompts[number])
+    return odds
 
 
 class _Judged:
@@ -128,19 +292,78 @@ class _Judged:
         self.answer = answer
         self.values = [measure(signal, scores[: end + 1]) for end in range(len(scores))]
         self.values = self.values or [-math.inf]
+        self._signal = signal
         self._may_rise = signal == "mean"
         self.num_large_positions = answer.num_prompt_tokens + answer.num_large_tokens - 1
 
-    def at(self, threshold: float) -> tuple[int, bool]:
-        """How many tokens the small model computes, and whether its answer is kept."""
-        before = self.answer.num_prompt_tokens - 1
+    def at(self, threshold: float, needed_lead: float = math.inf) -> tuple[int, bool]:
+        """After how many tokens it is judged, and whether it is kept."""
+        if needed_lead != math.inf:
+            for number, value in enumerate(self.values[:-1], 1):
+                if value < threshold:
+                    if not self._may_rise:
+                        break
+                elif number * lead(self._signal, value, threshold) >= needed_lead:
+                    return number, True
         if self.values[-1] >= threshold:
-            return before + len(self.answer.scores), True
+            return len(self.values), True
         if self._may_rise:
-            return before + len(self.values), False
+            return len(self.values), False
         # They fall: the first below the threshold ends it.
-        first = bisect_right(self.values, -threshold, key=lambda value: -value)
-        return before + first + 1, False
+        return bisect_right(self.values, -threshold, key=lambda value: -value) + 1, False
+
+    def cost(
+        self, num_judged: int, is_sure: bool, small_parameters: int, large_parameters: int
+    ) -> int:
+        """Of an answer that was judged after so many tokens."""
+        num_small = len(self.answer.scores) if is_sure else num_judged
+        cost = small_parameters * (self.answer.num_prompt_tokens + num_small - 1)
+        return cost if is_sure else cost + large_parameters * self.num_large_positions
+
+    def is_lost(self, threshold: float) -> bool:
+        """Whether a release loses a right answer that all judged tokens would have led to."""
+        is_worse = self.answer.large_is_right and not self.answer.small_is_right
+        return is_worse and self.values[-1] < threshold
+
+    def reach(self, threshold: float) -> float:
+        """The greatest needed lead at which it is released early; -inf: none."""
+        most = -math.inf
+        for number, value in enumerate(self.values[:-1], 1):
+            if value >= threshold:
+                most = max(most, number * lead(self._signal, value, threshold))
+            elif not self._may_rise:
+                break
+        return most
+
+
+def _played(
+    judged: Sequence[_Judged],
+    threshold: float,
+    small_parameters: int,
+    large_parameters: int,
+    needed_lead: float = math.inf,
+    started: Sequence[bool] = (),
+) -> CascadeOutcome:
+    num_right = num_escalated = num_held = cost = 0
+    for each, starts in zip(judged, started or [False] * len(judged), strict=True):
+        if starts:
+            num_right += each.answer.large_is_right
+            cost += large_parameters * each.num_large_positions
+            continue
+        num_judged, is_sure = each.at(threshold, needed_lead)
+        num_right += each.answer.small_is_right if is_sure else each.answer.large_is_right
+        num_escalated += not is_sure
+        num_held += num_judged
+        cost += each.cost(num_judged, is_sure, small_parameters, large_parameters)
+    num_started = sum(started)
+    alone = large_parameters * sum(each.num_large_positions for each in judged)
+    return CascadeOutcome(
+        num_right / len(judged),
+        num_escalated / len(judged),
+        num_started / len(judged),
+        cost / alone,
+        num_held / max(1, len(judged) - num_started),
+    )
 
 
 def _thresholds(values: Sequence[float]) -> list[float]:

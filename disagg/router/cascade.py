@@ -7,7 +7,7 @@ extra. Pure functions; `ingress/escalation.py` runs the models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,7 +15,6 @@ from disagg.config import CascadeConfig, Signal
 from disagg.messages import TokenLogprobs
 from disagg.router.costs import decode_cost, prefill_cost
 from disagg.router.fleet import FleetView
-from disagg.router.worker_view import WorkerView
 
 # What each signal needs beside the chosen token's own log-probability.
 NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}
@@ -45,6 +44,22 @@ def _margin(score: TokenLogprobs) -> float:
     return score.logprob - max(others) if others else math.inf
 
 
+def lead(signal: Signal, value: float, threshold: float) -> float:
+    """By how much a signal is above a threshold, in nats of log-odds; negative: below it.
+
+    Near certainty a log-probability hardly moves: -0.001 is a hundred times surer than -0.1. As
+    log-odds the two are as far apart as such margins, which are differences of log-odds already.
+    """
+    if signal == "margin" or value < threshold:
+        return value - threshold
+    return math.inf if value >= 0.0 else _log_odds(value) - _log_odds(threshold)
+
+
+def _log_odds(logprob: float) -> float:
+    """Of a log-probability below 0."""
+    return logprob - math.log(-math.expm1(logprob))
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """The signal of an answer's first tokens beside the threshold."""
 
@@ -54,19 +69,53 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge(
-    config: CascadeConfig, threshold: float, scores: Sequence[TokenLogprobs], is_end: bool
+    config: CascadeConfig,
+    threshold: float,
+    scores: Sequence[TokenLogprobs],
+    is_end: bool,
+    needed_lead: float = math.inf,
 ) -> Verdict | None:
     """Whether an answer that begins with `scores` may stay; None: more tokens are needed.
 
-    Decides on the first `num_judged_tokens`, on fewer where the answer ends before (`is_end`), and
-    as soon as no further token can lift the signal to the threshold.
+    Decides on the first `num_judged_tokens`, on fewer where the answer ends before (`is_end`), as
+    soon as no further token can lift the signal to the threshold, and as soon as the signal of k
+    tokens leads the threshold by `needed_lead` / k: a sequential test, with a bound that falls as
+    evidence comes in. Only the last may decide otherwise than all judged tokens would; how often
+    is what `calibration.certified_lead` bounds.
     """
     judged = scores[: config.num_judged_tokens]
     value = measure(config.signal, judged)
     is_sure = value >= threshold
     is_complete = is_end or len(judged) == config.num_judged_tokens
     is_lost = bool(judged) and not is_sure and config.signal != "mean"  # a least can only fall
-    return Verdict(is_sure, value, len(judged)) if is_complete or is_lost else None
+    is_early = (
+        is_sure
+        and needed_lead != math.inf
+        and len(judged) * lead(config.signal, value, threshold) >= needed_lead
+    )
+    if is_complete or is_lost or is_early:
+        return Verdict(is_sure, value, len(judged))
+    return None
+
+
+def first_verdict(
+    config: CascadeConfig,
+    threshold: float,
+    scores: Sequence[TokenLogprobs],
+    num_seen: int,
+    is_end: bool,
+    needed_lead: float = math.inf,
+) -> Verdict | None:
+    """The verdict as if tokens came one by one; `num_seen` of them were judged before.
+
+    So the decision on an answer does not depend on how many tokens came at once.
+    """
+    for number in range(min(num_seen + 1, len(scores)), len(scores) + 1):
+        its_end = is_end and number == len(scores)
+        verdict = judge(config, threshold, scores[:number], its_end, needed_lead)
+        if verdict is not None:
+            return verdict
+    return None
 
 
 def moved_threshold(
@@ -82,36 +131,29 @@ def moved_threshold(
     return threshold - max_shift * pressure
 
 
-def waits_as_fractions(fleet: FleetView, ttft_slo_s: Mapping[str, float]) -> dict[str, float]:
-    """For each model, the least predicted wait for a first token and a place, over its SLO.
+def wait_as_fraction(fleet: FleetView, model: str, ttft_slo_s: float) -> float:
+    """The least predicted wait for a first token and a place on a model, over its SLO.
 
-    Infinite where no worker takes requests.
+    Of a large pool only the workers are compared where a usual request is cheapest. Infinite where
+    no worker takes requests.
     """
-    workers: dict[str, list[WorkerView]] = {model: [] for model in ttft_slo_s}
-    for worker in fleet.workers.values():
-        if worker.accepting and worker.record.model in workers:
-            workers[worker.record.model].append(worker)
-    return {
-        model: _least_wait_s(workers[model], fleet.answers.usual(model)) / slo_s
-        for model, slo_s in ttft_slo_s.items()
-    }
-
-
-def _least_wait_s(workers: Sequence[WorkerView], usual_output_tokens: float) -> float:
-    """Any worker can prefill; decode workers decode, unless there are none."""
-    if not workers:
+    pools = fleet.pools.get(model)
+    if pools is None or not pools.num_workers:
         return math.inf
-    decodes = [each for each in workers if each.record.role == "decode"] or workers
-    queue_s = min(prefill_cost(worker, 1, 0).queue_s for worker in workers)
-    place_s = min(decode_cost(each, 1, 0, 1, usual_output_tokens).place_s for each in decodes)
-    return max(queue_s, place_s)
+    usual_tokens = fleet.answers.usual(model)
+    queues, places = pools.likely_soonest()
+    # Any worker can prefill; decode workers decode, unless there are none.
+    queue_s = min(prefill_cost(each, 1, 0).queue_s for each in queues)
+    place_s = min(decode_cost(each, 1, 0, 1, usual_tokens).place_s for each in places)
+    return max(queue_s, place_s) / ttft_slo_s
 
 
 class Attempt(msgspec.Struct, frozen=True):
     """The outcome of a request on one tier. `verdict` is None if nothing was judged there.
 
-    `reason`: "sure", "unsure", "largest" (not judged), the code of the tier's error, or "kept" (an
-    unsure answer that no larger tier could replace).
+    `reason`: "sure", "unsure", "largest" (not judged), "poor" (passed over, because it would
+    probably be unsure of this prompt), the code of the tier's error, or "kept" (an unsure answer,
+    or one of a tier that was passed over, because no larger tier could answer).
     """
 
     model: str

@@ -18,6 +18,7 @@ from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 
 NUM_ALL_LOOKED_AT = 32  # workers of a model up to which decisions compare all of them
+NUM_SOONEST = 6  # workers of a large pool that predictions of a wait look at
 BUCKETS_PER_OCTAVE = 8
 LEAST_S, MOST_S = 2.0**-20, 2.0**20
 
@@ -61,8 +62,8 @@ class Ranking:
         if not bucket:
             self._filled ^= 1 << number
 
-    def cheapest(self, number: int, rng: random.Random) -> list[str]:
-        """Up to `number` of the cheapest names; random ones among equal costs."""
+    def cheapest(self, number: int, rng: random.Random | None = None) -> list[str]:
+        """Up to `number` of the cheapest names; among equal costs random ones, or the first."""
         found: list[str] = []
         filled = self._filled
         while filled and len(found) < number:
@@ -73,7 +74,7 @@ class Ranking:
             if len(bucket) <= room:
                 found += bucket
             else:
-                start = int(rng.random() * len(bucket))
+                start = int(rng.random() * len(bucket)) if rng is not None else 0
                 found += bucket[start : start + room]
                 found += bucket[: number - len(found)]
         return found
@@ -243,6 +244,21 @@ class ModelPools:
         if self.is_large:
             for worker in workers:
                 self._of(worker).rank(worker, spares_decodes=self._has_both)
+
+    def likely_soonest(self) -> tuple[list[WorkerView], list[WorkerView]]:
+        """Workers among which one computes a prompt soonest, and workers for places to decode.
+
+        All of them in small pools, the cheapest few in large ones. Not empty if any worker is.
+        """
+        if not self.is_large:
+            decodes = [self._workers[name] for name in self.decode.names]
+            workers = list(self._workers.values())
+            return workers, decodes or workers
+        pools = (self.prefill, self.decode)
+        prompts = {name for pool in pools for name in pool.by_prefill.cheapest(NUM_SOONEST)}
+        places = self.decode.by_decode.cheapest(NUM_SOONEST)
+        places = places or self.prefill.by_decode.cheapest(NUM_SOONEST)
+        return [self._workers[name] for name in prompts], [self._workers[name] for name in places]
 
     def _of(self, worker: WorkerView) -> WorkerPool:
         return self.decode if worker.record.role == "decode" else self.prefill

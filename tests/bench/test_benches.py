@@ -93,6 +93,10 @@ def test_named_benches_run_one_after_another() -> None:
     cascade = results["cascade"]
     assert [row["tasks"] for row in cascade["rows"]] == ["hard", "easy", "recall", "all"]
     assert all(row["cost %"] >= row["small alone cost %"] > 0 for row in cascade["rows"])
+    assert len(cascade["ttft"]) == 30 and all(row["auto ms"] > 0 for row in cascade["ttft"])
+    ways = {row["way"]: row for row in cascade["ways"] if row["tasks"] == "all"}
+    assert len(ways) == 4
+    assert ways["auto"]["held"] < ways["all judged tokens"]["held"]
     scaled = results["autoscale"]["rows"]
     assert [row["load"] for row in scaled] == ["flash crowd", "diurnal", "from zero"]
     for row in scaled:

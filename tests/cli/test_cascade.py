@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from disagg.cli.cascade_report import as_yaml
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
+from disagg.config import CascadeConfig, PromptJudge
 
 GOOD = '{"prompt": "What is 2 + 3?", "label": "5"}'
 PROMPTS = [
@@ -51,6 +54,8 @@ def test_a_set_that_nothing_can_be_learned_from_is_refused(
     [
         (["--quality", "1.5"], "at most 1. (--quality)"),
         (["--quality", "0"], "above 0"),
+        (["--risk", "1"], "from 0 to below 1. (--risk)"),
+        (["--threshold", "-0.1"], "one of a --signal; give both. (--threshold)"),
         (["--num-judged-tokens", "0"], "At least one token"),
         (["--url", "http://127.0.0.1:9"], "cannot be reached"),
     ],
@@ -70,8 +75,6 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
-
     file, written = tmp_path / "prompts.jsonl", tmp_path / "cascade.yaml"
     lines = [json.dumps({"prompt": prompt, "label": label}) for prompt, label in PROMPTS]
     messages = [{"role": "user", "content": "Which city is the capital of Italy?"}]
@@ -83,9 +86,43 @@ def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "demo-small: 60.0% right with 918,912 parameters" in said
     assert "demo-large: 100.0% with 7,770,880" in said
     assert "40.0% escalate" in said
+    assert "with 5 prompts nobody can tell that this loses at most 0.50% of them" in said
+    assert "It takes 460 prompts at least" in said
+    cascade = read_again(written.read_text(), tmp_path)
+    assert cascade is not None and cascade.signal == "minimum"
+    assert -0.3 < cascade.thresholds[0] < -0.001
+
+
+def test_all_that_was_found_is_read_again(tmp_path: Path) -> None:
+    weights = tuple((token, token / 8 - 2) for token in range(30))
+    found = CascadeConfig(
+        signal="margin",
+        num_judged_tokens=9,
+        thresholds=(1.5,),
+        leads=(6.25,),
+        prompt_judges=(PromptJudge(-1.25, weights, -0.5),),
+    )
+    assert read_again(as_yaml(found), tmp_path) == found
+
+
+def test_a_file_of_an_earlier_version_is_read_and_judges_all_tokens(tmp_path: Path) -> None:
+    text = "cascade:\n  signal: minimum\n  num_judged_tokens: 16\n  thresholds: [-0.25]\n"
+    assert read_again(text, tmp_path) == CascadeConfig(thresholds=(-0.25,))
+
+
+def read_again(text: str, folder: Path) -> CascadeConfig | None:
+    written = folder / "cascade.yaml"
+    written.write_text(text)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["demo-small", "demo-large", "--cascade", str(written)]
-    cascade = config_from_arguments(parser.parse_args(words)).cascade
-    assert cascade is not None and cascade.signal == "minimum"
-    assert -0.3 < cascade.thresholds[0] < -0.001
+    return config_from_arguments(parser.parse_args(words)).cascade
+
+
+def test_a_threshold_that_is_given_is_kept(tmp_path: Path) -> None:
+    file, written = tmp_path / "prompts.jsonl", tmp_path / "cascade.yaml"
+    lines = [json.dumps({"prompt": prompt, "label": label}) for prompt, label in PROMPTS]
+    file.write_text("\n".join(lines))
+    flags = ["--signal", "mean", "--threshold", "-0.3", "--write", str(written)]
+    assert calibrate(file, *flags) == 0
+    assert "thresholds: [-0.3]" in written.read_text()

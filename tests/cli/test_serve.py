@@ -41,7 +41,11 @@ def test_a_file_need_not_name_a_cluster_key(tmp_path: Path, line: str, is_drawn:
 def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
     models = ("demo-small", "demo-large")
     assert config_of(*models).cascade is None
-    assert config_of(*models, "--cascade").cascade == CascadeConfig()
+    bundled = config_of(*models, "--cascade").cascade
+    assert bundled is not None and bundled.leads and bundled.prompt_judges
+    assert bundled.thresholds == CascadeConfig().thresholds
+    others = config_of("demo-small", "/some/model", "--cascade").cascade
+    assert others == CascadeConfig(), "what was learned of the bundled models is for them alone"
     file = tmp_path / "cascade.yaml"
     file.write_text("cascade: {signal: mean, num_judged_tokens: 4, thresholds: [-0.2]}\n")
     asked = config_of(*models, "--cascade", str(file)).cascade

@@ -23,11 +23,10 @@ SMALL, LARGE = "demo-small", "demo-large"
 EASY = {
     "What is the capital of France?": "Paris",
     "What is 2 + 3?": "5",
-    "The code of Anna is 4821. The code of Peter is 1937. What is the code of Anna?": (
-        "The code of Anna is 4821."
-    ),
+    "The code of Anna is 4821. What is the code of Anna?": "The code of Anna is 4821.",
 }
-HARD = {"Calculate 937 times 8.": "7496", "What is 86517 + 97768?": "184285"}
+# The small model is unsure of the first; the second starts on the large one.
+HARD = {"What is 737 times 7?": "5159", "What is 86517 + 97768?": "184285"}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +72,8 @@ def test_header_debug_page_span_and_metrics_say_why(
     assert why.startswith("demo-small unsure (minimum -") and why.endswith("demo-large largest")
     debug = plain_http.get(f"{server.url}/debug/requests/{given.json()['id']}").json()
     small, large = debug["cascade"]["attempts"]
+    poor = plain_http.post(url, json=body(list(HARD)[1]), timeout=60)
+    assert poor.headers["x-disagg-cascade"] == "demo-small poor, demo-large largest"
     assert (small["model"], small["reason"], large["model"]) == (SMALL, "unsure", LARGE)
     assert small["verdict"]["value"] < small["threshold"] == -0.1
     collector.wait_for(
@@ -83,7 +84,9 @@ def test_header_debug_page_span_and_metrics_say_why(
     assert span.attributes["disagg.cascade.why"] == why
     metrics = plain_http.get(f"{server.url}/metrics").text
     assert 'disagg_cascade_answers_total{model_name="demo-large"}' in metrics
-    assert 'disagg_cascade_escalations_total{model_name="demo-small",reason="unsure"}' in metrics
+    for reason in ("unsure", "poor"):
+        name = f'disagg_cascade_escalations_total{{model_name="demo-small",reason="{reason}"}}'
+        assert name in metrics
 
 
 def test_errors_and_probes_pass_serves_own_proxy(server: Served) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.config import CascadeConfig
+from disagg.config import CascadeConfig, PromptJudge
 from disagg.errors import (
     DeadlineExceeded,
     DisaggError,
@@ -314,12 +314,112 @@ async def test_load_on_the_large_tier_lowers_the_threshold() -> None:
         assert rig.decided[0].model == expected
 
 
+@pytest.mark.parametrize(("needed_lead", "num_held"), [(0.0, 1), (2.7, 1), (2.8, 2), (9.0, 4)])
+async def test_a_lead_releases_an_answer_before_all_judged_tokens(
+    needed_lead: float, num_held: int
+) -> None:
+    """SURE leads THRESHOLD by 2.79 nats of log-odds."""
+    tier = small(*[SURE] * 20)
+    rig = Rig(tier, large(), leads=(needed_lead,), thresholds=(-1.0,))
+    async with aclosing(rig.escalation.generate(make_request(10, model="auto"))) as deltas:
+        await anext(deltas)
+        assert tier.num_said == num_held
+        assert len([delta async for delta in deltas]) == 19
+    (attempt,) = rig.decided[0].attempts
+    assert attempt.verdict is not None and attempt.verdict.num_tokens == num_held
+
+
+@pytest.mark.parametrize("per_delta", [1, 2, 50])
+async def test_what_is_released_stays_though_a_later_token_is_unsure(per_delta: int) -> None:
+    """Also if both come at once: the decision is the same at any load."""
+    tier = small(SURE, UNSURE, SURE, per_delta=per_delta)
+    rig = Rig(tier, large(), leads=(0.0,))
+    assert tokens_of(await rig.ask()) == tier.tokens
+    assert rig.reasons == ["tier-0 sure"]
+
+
+POOR = PromptJudge(3.0, start_above=1.0)  # whatever the prompt
+FAIR = PromptJudge(-3.0, start_above=1.0)
+
+
+async def test_a_prompt_that_the_small_model_is_poor_at_starts_on_the_large_one() -> None:
+    rig = Rig(small(*[SURE] * 9), large(), prompt_judges=(POOR,))
+    deltas = await rig.ask()
+    assert tokens_of(deltas) == rig.tiers["tier-1"].tokens
+    assert rig.reasons == ["tier-0 poor", "tier-1 largest"]
+    assert rig.decided[0].in_words() == "tier-0 poor, tier-1 largest"
+    assert not rig.tiers["tier-0"].requests
+    (asked,) = rig.tiers["tier-1"].requests
+    assert asked.draft_token_ids == () and asked.sampling == SamplingParams(max_tokens=64)
+    check_ends(rig, deltas)
+
+
+async def test_the_tokens_of_the_prompt_decide_where_it_starts() -> None:
+    (token, *_) = make_request(10).token_ids
+    for weight, expected in ((5.0, "tier-1"), (0.0, "tier-0")):
+        judge = PromptJudge(-1.0, ((token, weight),), start_above=1.0)
+        rig = Rig(small(*[SURE] * 9), large(), prompt_judges=(judge,))
+        await rig.ask()
+        assert rig.decided[0].model == expected
+
+
+@pytest.mark.parametrize("judge", [FAIR, PromptJudge(3.0)])
+async def test_other_prompts_start_on_the_small_one(judge: PromptJudge) -> None:
+    rig = Rig(small(*[SURE] * 9), large(), prompt_judges=(judge,))
+    await rig.ask()
+    assert rig.reasons == ["tier-0 sure"]
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), Overloaded("full")])
+async def test_a_model_that_was_passed_over_answers_where_no_other_can(error: DisaggError) -> None:
+    first = small(UNSURE, *[SURE] * 8)
+    rig = Rig(first, large(error=error), prompt_judges=(POOR,))
+    deltas = await rig.ask(logprobs=1)
+    assert tokens_of(deltas) == first.tokens
+    assert rig.reasons == ["tier-0 poor", f"tier-1 {error.code}", "tier-0 kept"]
+    assert all(delta.logprobs is not None for delta in deltas)
+    check_ends(rig, deltas)
+
+
+async def test_a_passed_over_model_does_not_go_on_with_an_answer_of_the_large_one() -> None:
+    rig = Rig(small(SURE, SURE), large(error=Unavailable("gone"), after=2), prompt_judges=(POOR,))
+    with pytest.raises(Unavailable):
+        await rig.ask()
+    assert not rig.tiers["tier-0"].requests
+
+
+async def test_each_tier_is_passed_over_by_a_judge_of_its_own() -> None:
+    middle = FakeTier(150, [UNSURE])
+    rig = Rig(small(SURE), middle, large(), prompt_judges=(POOR, FAIR))
+    await rig.ask()
+    assert rig.reasons == ["tier-0 poor", "tier-1 unsure", "tier-2 largest"]
+    rig = Rig(
+        small(UNSURE, SURE),
+        FakeTier(150, [SURE]),
+        large(error=Overloaded("full")),
+        prompt_judges=(FAIR, POOR),
+    )
+    assert tokens_of(await rig.ask()) == [100, 101]
+    assert rig.reasons == ["tier-0 unsure", "tier-1 poor", "tier-2 overloaded", "tier-0 kept"]
+
+
+async def test_under_load_of_the_large_tier_all_prompts_start_on_the_small_one() -> None:
+    fleet = make_fleet(*(make_record(f"d{i}", model=f"tier-{i}") for i in range(2)))
+    busy = make_status(num_waiting=9, num_uncomputed_tokens=200_000)
+    fleet.worker_stepped("d1", (), busy)
+    rig = Rig(small(*[SURE] * 9), large(), fleet=fleet, max_shift=1.0, prompt_judges=(POOR,))
+    await rig.ask()
+    assert rig.reasons == ["tier-0 sure"]
+
+
 @given(
     st.lists(st.sampled_from((SURE, UNSURE)), min_size=1, max_size=10),
     st.integers(1, 4),
     st.sampled_from((None, Unavailable("away"), Overloaded("full"))),
     st.integers(0, 5),
     st.sampled_from((None, Unavailable("away"), EngineFailed("broken"))),
+    st.sampled_from(((), (0.0,), (6.0,))),
+    st.sampled_from(((), (POOR,), (FAIR,))),
 )
 async def test_one_whole_answer_or_one_error(
     scores: list[float],
@@ -327,9 +427,11 @@ async def test_one_whole_answer_or_one_error(
     small_error: DisaggError | None,
     after: int,
     large_error: DisaggError | None,
+    leads: tuple[float, ...],
+    judges: tuple[PromptJudge, ...],
 ) -> None:
     first = small(*scores, per_delta=per_delta, error=small_error, after=after)
-    rig = Rig(first, large(error=large_error))
+    rig = Rig(first, large(error=large_error), leads=leads, prompt_judges=judges)
     try:
         deltas = await rig.ask()
     except DisaggError:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from disagg.config import CascadeConfig, Signal
 from disagg.errors import RequestError
 from disagg.messages import TokenLogprobs
-from disagg.router.calibration import Compared, Curve, curve
+from disagg.router.calibration import (
+    CONFIDENCE,
+    Compared,
+    Curve,
+    certified_lead,
+    curve,
+    fitted_judge,
+    min_num_prompts,
+    played,
+    upper_bound,
+)
 from disagg.router.cascade import judge
 
 SMALL, LARGE = 10, 100  # parameters
@@ -36,13 +48,15 @@ ANSWERS = st.lists(
 )
 
 
-def played(answer: Compared, config: CascadeConfig, threshold: float) -> tuple[int, bool]:
-    """Tokens of the small answer until it is judged, and whether it stays."""
+def judged_one_by_one(
+    answer: Compared, config: CascadeConfig, threshold: float, needed_lead: float = math.inf
+) -> tuple[int, bool]:
+    """After how many tokens the small answer is judged, and whether it stays."""
     for num_tokens in range(1, len(answer.scores) + 1):
         is_end = num_tokens == len(answer.scores)
-        verdict = judge(config, threshold, answer.scores[:num_tokens], is_end)
+        verdict = judge(config, threshold, answer.scores[:num_tokens], is_end, needed_lead)
         if verdict is not None:
-            return (len(answer.scores) if verdict.is_sure else num_tokens), verdict.is_sure
+            return num_tokens, verdict.is_sure
     raise AssertionError
 
 
@@ -57,7 +71,8 @@ def test_each_point_is_what_the_judge_does(
     for point in found.points:
         cost = right = escalated = 0
         for each in answers:
-            num_small, is_sure = played(each, config, point.threshold)
+            num_judged_here, is_sure = judged_one_by_one(each, config, point.threshold)
+            num_small = len(each.scores) if is_sure else num_judged_here
             cost += SMALL * (each.num_prompt_tokens + num_small - 1)
             if not is_sure:
                 cost += LARGE * (each.num_prompt_tokens + each.num_large_tokens - 1)
@@ -123,3 +138,128 @@ def test_without_a_gap_there_is_nothing_to_calibrate(large_is_right: bool) -> No
     answers = [Compared(5, scores_of([-0.1]), 3, True, large_is_right)] * 4
     with pytest.raises(RequestError, match=r"no gap.* of 4 prompts .* 100.0% right"):
         curve(answers, "minimum", 4, SMALL, LARGE)
+
+
+THRESHOLDS = st.floats(-4.0, -0.01)
+
+
+@given(ANSWERS, st.sampled_from(SIGNALS), st.integers(1, 6), THRESHOLDS, st.floats(0.0, 10.0))
+def test_a_lead_plays_as_the_judge_does(
+    answers: list[Compared],
+    signal: Signal,
+    num_judged: int,
+    threshold: float,
+    needed_lead: float,
+) -> None:
+    config = CascadeConfig(
+        signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,), leads=(needed_lead,)
+    )
+    outcome = played(answers, config, SMALL, LARGE)
+    judged = [judged_one_by_one(each, config, threshold, needed_lead) for each in answers]
+    assert outcome.num_held == pytest.approx(sum(held for held, _ in judged) / len(answers))
+    assert outcome.escalated == pytest.approx(sum(not sure for _, sure in judged) / len(answers))
+    right = sum(
+        each.small_is_right if is_sure else each.large_is_right
+        for each, (_, is_sure) in zip(answers, judged, strict=True)
+    )
+    assert outcome.accuracy == pytest.approx(right / len(answers))
+
+
+def num_lost(answers: list[Compared], config: CascadeConfig, needed_lead: float) -> int:
+    """Right answers that are lost because of the lead, by the judge itself."""
+    (threshold,) = config.thresholds
+    return sum(
+        judged_one_by_one(each, config, threshold, needed_lead)[1]
+        and not judged_one_by_one(each, config, threshold)[1]
+        and each.large_is_right
+        and not each.small_is_right
+        for each in answers
+    )
+
+
+@given(ANSWERS, st.sampled_from(SIGNALS), st.integers(2, 6), THRESHOLDS, st.floats(0.15, 0.9))
+def test_the_lead_is_the_least_whose_bound_is_within_the_risk(
+    answers: list[Compared], signal: Signal, num_judged: int, threshold: float, risk: float
+) -> None:
+    config = CascadeConfig(signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,))
+    found = certified_lead(answers, signal, num_judged, threshold, risk)
+
+    def bound(needed_lead: float) -> float:
+        return upper_bound(num_lost(answers, config, needed_lead), len(answers))
+
+    if found == math.inf:
+        assert bound(math.inf) > risk or bound(1e6) > risk
+        return
+    for needed_lead in (found, found + 0.5, found + 5.0):
+        assert bound(needed_lead) <= risk
+    assert found == 0.0 or bound(found - 0.002) > risk
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 40])
+def test_the_bound_of_a_share_is_clopper_and_pearsons(number: int) -> None:
+    of = 50
+    share = upper_bound(number, of)
+    seen = sum(math.comb(of, i) * share**i * (1 - share) ** (of - i) for i in range(number + 1))
+    assert seen == pytest.approx(1.0 - CONFIDENCE, abs=1e-6)
+    assert upper_bound(of, of) == 1.0
+
+
+@pytest.mark.parametrize("risk", [0.5, 0.1, 0.005])
+def test_so_many_prompts_are_the_fewest_that_certify_a_risk(risk: float) -> None:
+    least = min_num_prompts(risk)
+    assert upper_bound(0, least) <= risk < upper_bound(0, least - 1)
+    answers = [Compared(5, scores_of([-0.001] * 3), 3, True, True)] * least
+    assert certified_lead(answers, "minimum", 16, -0.1, risk) == 0.0
+    assert certified_lead(answers[1:], "minimum", 16, -0.1, risk) == math.inf
+
+
+def drawn(rng: random.Random) -> Compared:
+    """The surer the first token, the rarer is a doubtful one later, where the model is wrong."""
+    first = 10.0 ** rng.uniform(-6.0, -1.0)
+    is_wrong = rng.random() < 10.0 * first
+    later = -2.0 if is_wrong else -first / 2
+    return Compared(5, scores_of([-first, later]), 3, not is_wrong, True)
+
+
+def test_the_risk_holds_in_new_prompts_as_often_as_is_said() -> None:
+    rng = random.Random(7)
+    config = CascadeConfig(thresholds=(-0.1,))
+    fresh = [drawn(rng) for _ in range(10_000)]
+    risk, num_kept, num_trials = 0.02, 0, 60
+    for _ in range(num_trials):
+        found = certified_lead([drawn(rng) for _ in range(300)], "minimum", 16, -0.1, risk)
+        assert 0.0 < found < math.inf
+        num_kept += num_lost(fresh, config, found) <= risk * len(fresh)
+    assert num_kept >= CONFIDENCE * num_trials
+
+
+def told_apart(num_each: int) -> list[Compared]:
+    """Half of the prompts have the token 7, and the small model is unsure and wrong; of the others
+    a fifth is released too early."""
+    easy = Compared(5, scores_of([-0.001] * 4), 5, True, True, (1, 2, 3, 5))
+    slip = Compared(5, scores_of([-0.01, -0.01, -0.5, -0.01]), 5, True, True, (1, 2, 3, 6))
+    hard = Compared(5, scores_of([-2.0] * 4), 5, False, True, (1, 2, 3, 7))
+    return [hard, easy, hard, easy, hard, easy, hard, easy, hard, slip] * num_each
+
+
+def test_the_judge_starts_what_is_hopeless_on_the_large_model_and_costs_no_more() -> None:
+    answers = told_apart(20)
+    slow = CascadeConfig(thresholds=(-0.1,))
+    quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
+    judge = fitted_judge(answers, quick, SMALL, LARGE)
+    assert judge is not None
+    config = CascadeConfig(thresholds=(-0.1,), leads=(0.0,), prompt_judges=(judge,))
+    outcome, before = played(answers, config, SMALL, LARGE), played(answers, slow, SMALL, LARGE)
+    assert outcome.started == pytest.approx(0.5)
+    assert outcome.escalated == 0.0
+    assert outcome.cost <= before.cost
+    assert outcome.num_held == 1.0 < before.num_held
+
+
+def test_a_judge_that_cannot_tell_starts_none() -> None:
+    answers = [replace(each, prompt_token_ids=(1, 2)) for each in told_apart(20)]
+    quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
+    judge = fitted_judge(answers, quick, SMALL, LARGE)
+    if judge is not None:
+        config = CascadeConfig(thresholds=(-0.1,), prompt_judges=(judge,))
+        assert played(answers, config, SMALL, LARGE).started == 0.0

@@ -14,10 +14,12 @@ from disagg.router.cascade import (
     Attempt,
     CascadeDecision,
     Verdict,
+    first_verdict,
     judge,
+    lead,
     measure,
     moved_threshold,
-    waits_as_fractions,
+    wait_as_fraction,
 )
 from tests.router.fakes import make_fleet, make_record, make_status
 
@@ -42,12 +44,17 @@ JUDGES = st.builds(
 
 
 def verdict_of(
-    config: CascadeConfig, threshold: float, scores: list[TokenLogprobs], step: int = 1
+    config: CascadeConfig,
+    threshold: float,
+    scores: list[TokenLogprobs],
+    step: int = 1,
+    needed_lead: float = math.inf,
 ) -> Verdict:
     """As it is found while the tokens come, so many at a time."""
     for num_tokens in range(step, len(scores) + step, step):
+        some = scores[:num_tokens]
         is_end = num_tokens >= len(scores)
-        verdict = judge(config, threshold, scores[:num_tokens], is_end)
+        verdict = first_verdict(config, threshold, some, num_tokens - step, is_end, needed_lead)
         if verdict is not None:
             return verdict
     raise AssertionError("an answer that ended was not judged")
@@ -64,6 +71,61 @@ def test_it_decides_in_time_and_as_the_whole_would(
     assert verdict.is_sure == (verdict.value >= threshold)
     if verdict.is_sure:
         assert verdict.num_tokens == len(judged), "released before all that counts was seen"
+
+
+LEADS = st.floats(0.0, 20.0) | st.just(math.inf)
+
+
+@given(JUDGES, LOGPROBS, ANSWERS, st.integers(1, 5), LEADS)
+def test_a_lead_changes_nothing_but_to_release_sooner(
+    config: CascadeConfig,
+    threshold: float,
+    scores: list[TokenLogprobs],
+    step: int,
+    needed_lead: float,
+) -> None:
+    whole = verdict_of(config, threshold, scores, step)
+    verdict = verdict_of(config, threshold, scores, step, needed_lead)
+    assert verdict == verdict_of(config, threshold, scores, 1, needed_lead), "as if one by one"
+    assert verdict.num_tokens <= whole.num_tokens
+    if verdict == whole:
+        return
+    assert verdict.is_sure and verdict.value >= threshold
+    its_lead = lead(config.signal, verdict.value, threshold)
+    assert verdict.num_tokens * its_lead >= needed_lead, "released without the lead"
+
+
+@given(JUDGES, LOGPROBS, ANSWERS, LEADS, LEADS)
+def test_a_greater_lead_is_nearer_to_the_whole_judgement(
+    config: CascadeConfig, threshold: float, scores: list[TokenLogprobs], one: float, other: float
+) -> None:
+    less, more = sorted((one, other))
+    sooner = verdict_of(config, threshold, scores, needed_lead=less)
+    later = verdict_of(config, threshold, scores, needed_lead=more)
+    assert sooner.num_tokens <= later.num_tokens
+    assert sooner.is_sure or not later.is_sure
+
+
+def test_the_needed_lead_falls_with_the_tokens() -> None:
+    """-0.001 has log-odds of 6.9 and -0.1 of 2.25: a lead of 4.65."""
+    scores = [TokenLogprobs(-0.001)] * 3
+    config = CascadeConfig(num_judged_tokens=8)
+    assert lead("minimum", -0.001, -0.1) == pytest.approx(4.655, abs=0.001)
+    for needed_lead, num_tokens in ((4.6, 1), (4.7, 2), (9.3, 2), (9.4, 3)):
+        verdict = verdict_of(config, -0.1, [*scores, TokenLogprobs(-2.0)], needed_lead=needed_lead)
+        assert verdict == Verdict(True, -0.001, num_tokens)
+    assert not verdict_of(config, -0.1, [*scores, TokenLogprobs(-2.0)], needed_lead=14.0).is_sure
+
+
+@given(st.sampled_from(SIGNALS), LOGPROBS, LOGPROBS, LOGPROBS)
+def test_a_lead_grows_with_the_signal_and_is_none_at_the_threshold(
+    signal: Signal, threshold: float, one: float, other: float
+) -> None:
+    low, high = sorted((one, other))
+    assert lead(signal, low, threshold) <= lead(signal, high, threshold)
+    if threshold < 0.0:
+        assert lead(signal, threshold, threshold) == 0.0
+    assert (lead(signal, one, threshold) >= 0.0) == (one >= threshold)
 
 
 @given(JUDGES, LOGPROBS, ANSWERS)
@@ -137,13 +199,34 @@ def test_load_moves_the_threshold_within_its_bounds(
 def test_waits_are_read_from_the_fleet() -> None:
     small, large = (make_record(f"d-{name}", model=name) for name in ("small", "large"))
     fleet = make_fleet(small, large)
-    slo_s = {"small": 10.0, "large": 10.0, "gone": 10.0}
-    assert waits_as_fractions(fleet.view(), slo_s) == {"small": 0.0, "large": 0.0, "gone": math.inf}
+
+    def wait(model: str) -> float:
+        return wait_as_fraction(fleet.view(), model, 10.0)
+
+    assert (wait("small"), wait("large"), wait("gone")) == (0.0, 0.0, math.inf)
     fleet.worker_stepped("d-large", (), make_status(num_waiting=4, num_uncomputed_tokens=10_000))
-    waits = waits_as_fractions(fleet.view(), slo_s)
-    assert waits["small"] == 0.0 and waits["large"] > 0.1  # 10,000 tokens at 0.1 ms, 10 s allowed
+    assert wait("small") == 0.0 and wait("large") > 0.1  # 10,000 tokens at 0.1 ms, 10 s allowed
     fleet.worker_stepped("d-large", (), make_status(accepting=False))
-    assert waits_as_fractions(fleet.view(), slo_s)["large"] == math.inf
+    assert wait("large") == math.inf
+
+
+@pytest.mark.parametrize("num_workers", [4, 100])
+@pytest.mark.parametrize("num_decode", [0, 2])
+def test_the_least_wait_of_a_pool_is_found(num_workers: int, num_decode: int) -> None:
+    """Without a look at every worker of a large one."""
+    records = [make_record(f"p{i}", role="prefill", model="large") for i in range(num_workers)]
+    decodes = [make_record(f"d{i}", role="decode", model="large") for i in range(num_decode)]
+    fleet = make_fleet(*records, *decodes)
+    for record in (*records, *decodes):
+        busy = make_status(num_waiting=4, num_uncomputed_tokens=10_000)
+        fleet.worker_stepped(record.worker_id, (), busy)
+    assert wait_as_fraction(fleet.view(), "large", 10.0) > 0.1
+    fleet.worker_stepped(records[-1].worker_id, (), make_status())
+    assert wait_as_fraction(fleet.view(), "large", 10.0) == 0.0
+    queues, places = fleet.view().pools["large"].likely_soonest()
+    assert len(queues) <= max(12, num_workers if num_workers < 32 else 0)
+    assert {each.record.role for each in places} == {"decode" if num_decode else "prefill"}
+    assert len(places) <= max(6, num_workers if num_workers < 32 else 0)
 
 
 def test_a_decision_says_who_answered_and_why() -> None:

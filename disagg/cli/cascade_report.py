@@ -1,0 +1,113 @@
+"""What `disagg cascade calibrate` prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from disagg.config import CascadeConfig
+from disagg.router.calibration import Compared, Curve, Point, min_num_prompts, played
+
+SHARES = (0.5, 0.8, 0.95)  # of the gap recovered, at which costs are reported
+NUM_ROWS = 12
+WEIGHTS_PER_LINE = 8
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def as_yaml(config: CascadeConfig) -> str:
+    """The `cascade` section of a deployment."""
+    lines = [
+        "cascade:",
+        f"  signal: {config.signal}",
+        f"  num_judged_tokens: {config.num_judged_tokens}",
+        f"  thresholds: [{config.thresholds[0]:.6g}]",
+    ]
+    if config.leads:
+        lines.append(f"  leads: [{config.leads[0]:.3f}]")
+    for judge in config.prompt_judges:
+        weights = [f"[{token}, {weight:g}]" for token, weight in judge.weights]
+        lines += [
+            "  prompt_judges:",
+            f"    - bias: {judge.bias:g}",
+            f"      start_above: {judge.start_above:g}",
+            "      weights: # of token ids",
+        ]
+        for start in range(0, len(weights), WEIGHTS_PER_LINE):
+            lines.append(f"        {'[' if not start else ' '}")
+            lines[-1] += ", ".join(weights[start : start + WEIGHTS_PER_LINE]) + ","
+        lines[-1] = lines[-1].removesuffix(",") + "]"
+    return "\n".join(lines) + "\n"
+
+
+def report_curves(
+    arguments: argparse.Namespace,
+    curves: Sequence[Curve],
+    best: Curve,
+    chosen: Point,
+    parameters: Sequence[int],
+) -> None:
+    small, large = arguments.models
+    console.print(
+        f"{small}: {best.small_accuracy:.1%} right with {parameters[0]:,} parameters;"
+        f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
+    )
+    table = Table(title=f"{best.signal}, quality against cost", title_justify="left")
+    for column in ("threshold", "escalated", "accuracy", "gap recovered", "cost"):
+        table.add_column(column, justify="right")
+    step = max(1, len(best.points) // NUM_ROWS)
+    rows = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
+    for point in rows:
+        cells = (
+            f"{point.threshold:.4g}",
+            *map("{:.1%}".format, msgspec.structs.astuple(point)[1:]),
+        )
+        table.add_row(*cells, style="bold" if point == chosen else "")
+    console.print(table)
+    table = Table(
+        title="escalated (cost) where so much of the gap is recovered", title_justify="left"
+    )
+    shares = (f"{share:.0%}" for share in SHARES)
+    for column in ("signal", *shares, "APGR", f"cost at quality {arguments.quality:g}"):
+        table.add_column(column, justify="left" if column == "signal" else "right")
+    for each in curves:
+        points = [each.at_recovered(share) for share in SHARES]
+        cells = tuple(f"{point.escalated:.1%} ({point.cost:.1%})" for point in points)
+        cost = each.cheapest(arguments.quality).cost
+        table.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
+    console.print(table)
+    console.print(
+        f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"
+        f" tokens: {chosen.accuracy:.1%} right ({chosen.accuracy / best.large_accuracy:.1%} of"
+        f" {large}'s) at {chosen.cost:.1%} of its cost; {chosen.escalated:.1%} escalate"
+    )
+
+
+def report_quickened(
+    arguments: argparse.Namespace,
+    answers: Sequence[Compared],
+    config: CascadeConfig,
+    parameters: Sequence[int],
+) -> None:
+    """What early releases and the prompt judge change."""
+    if arguments.risk and not config.leads:
+        least = min_num_prompts(arguments.risk)
+        console.print(
+            f"No answer is released before {config.num_judged_tokens} tokens: with {len(answers)}"
+            f" prompts nobody can tell that this loses at most {arguments.risk:.2%} of them. It"
+            f" takes {least} prompts at least, more where some are lost (or a higher --risk)."
+        )
+    slow = replace(config, leads=(), prompt_judges=())
+    table = Table(title="until the first token", title_justify="left")
+    for column in ("", "tokens judged", "start large", "escalated", "accuracy", "cost"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, each in (("all tokens judged", slow), ("chosen", config)):
+        found = played(answers, each, *parameters)
+        shares = (found.started, found.escalated, found.accuracy, found.cost)
+        table.add_row(name, f"{found.num_held:.1f}", *map("{:.1%}".format, shares))
+    console.print(table)

@@ -1,0 +1,75 @@
+"""Judges a prompt before any model runs: how likely a small model will be unsure of its answer.
+
+A logistic regression on the tokens at the prompt's end, fitted by `disagg cascade calibrate` on
+prompts that the small model has answered. It is a router of the prompt alone, as RouteLLM's are
+(Ong et al., 2024, arXiv:2406.18665), without a model of its own: a request that starts on the
+larger model has then waited for nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from disagg.config import PromptJudge
+
+NUM_TOKENS_READ = 256  # at the prompt's end; so a long prompt costs as little as a short one
+MIN_NUM_PROMPTS = 3  # with a token, for a weight of its own
+PENALTY = 1.0  # of squared weights, as if of a normal prior with variance 1
+NUM_SWEEPS = 40
+
+
+def features(token_ids: Sequence[int]) -> dict[int, float]:
+    """By token, the logarithm of one more than how often it occurs at the prompt's end."""
+    counts = Counter(token_ids[-NUM_TOKENS_READ:])
+    return {token: math.log1p(count) for token, count in counts.items()}
+
+
+def log_odds(bias: float, weights: Mapping[int, float], token_ids: Sequence[int]) -> float:
+    """Of being unsure, as a fitted judge predicts it; 0 is a chance of one half."""
+    found = features(token_ids)
+    return bias + math.fsum(weights.get(token, 0.0) * value for token, value in found.items())
+
+
+def fit(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> PromptJudge:
+    """The judge of least penalised loss. It starts nothing on the larger model yet.
+
+    Coordinate descent: each weight in turn takes a Newton step with the largest curvature that the
+    logistic loss can have, so the loss falls at every step.
+
+    Args:
+        prompts: token ids; `unsure`: for each, whether the small model was unsure.
+    """
+    found = [features(prompt) for prompt in prompts]
+    column: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for row, values in enumerate(found):
+        for token, value in values.items():
+            column[token].append((row, value))
+    columns = {token: its for token, its in column.items() if len(its) >= MIN_NUM_PROMPTS}
+    weights = dict.fromkeys(columns, 0.0)
+    curvature = {
+        token: PENALTY + sum(value * value for _, value in its) / 4
+        for token, its in columns.items()
+    }
+    share = (sum(unsure) + 1) / (len(unsure) + 2)
+    bias = math.log(share / (1.0 - share))
+    odds = [bias] * len(prompts)
+    for _ in range(NUM_SWEEPS):
+        step = 4 * sum(map(_error, odds, unsure)) / max(1, len(odds))
+        bias -= step
+        odds = [each - step for each in odds]
+        for token, its in columns.items():
+            slope = PENALTY * weights[token]
+            slope += sum(value * _error(odds[row], unsure[row]) for row, value in its)
+            step = slope / curvature[token]
+            weights[token] -= step
+            for row, value in its:
+                odds[row] -= step * value
+    return PromptJudge(bias, tuple(sorted(weights.items())))
+
+
+def _error(odds: float, is_unsure: bool) -> float:
+    """Predicted chance minus the truth: the slope of the logistic loss."""
+    chance = 1.0 / (1.0 + math.exp(-odds)) if odds > -700.0 else 0.0
+    return chance - is_unsure
