@@ -49,7 +49,7 @@ from disagg.cli.serve_config import bundled_cascade
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
 from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
-from disagg.router.calibration import Compared, CascadeOutcome, curve, played
+from disagg.router.calibration import CascadeOutcome, Compared, curve, played
 from disagg.router.prompt_judge import log_odds
 from disagg.worker.parts import Parts, build_parts
 from scripts.demo_evaluate import all_levels
