@@ -36,7 +36,7 @@ CONFIDENCE = 0.9  # that the risk of early releases holds
 NUM_FOLDS = 5
 # At a lower chance of being unsure, most of those that started on the large model would have had
 # a good answer from the small one.
-MIN_CHANCE_TO_START = 1 / 3
+MIN_CHANCE_TO_START = 0.3
 
 
 class Compared(msgspec.Struct, frozen=True):

@@ -254,11 +254,13 @@ class ModelPools:
             decodes = [self._workers[name] for name in self.decode.names]
             workers = list(self._workers.values())
             return workers, decodes or workers
-        pools = (self.prefill, self.decode)
-        prompts = {name for pool in pools for name in pool.by_prefill.cheapest(NUM_SOONEST)}
-        places = self.decode.by_decode.cheapest(NUM_SOONEST)
-        places = places or self.prefill.by_decode.cheapest(NUM_SOONEST)
-        return [self._workers[name] for name in prompts], [self._workers[name] for name in places]
+        prefills, decodes = self._cheapest(self.prefill), self._cheapest(self.decode)
+        return [*prefills, *decodes], decodes or prefills
+
+    def _cheapest(self, pool: WorkerPool) -> list[WorkerView]:
+        """Of a ranked pool, those where some part of a request costs least."""
+        names = {n for each in pool.rankings.values() for n in each.cheapest(NUM_SOONEST)}
+        return [self._workers[name] for name in names]
 
     def _of(self, worker: WorkerView) -> WorkerPool:
         return self.decode if worker.record.role == "decode" else self.prefill

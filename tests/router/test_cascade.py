@@ -224,9 +224,9 @@ def test_the_least_wait_of_a_pool_is_found(num_workers: int, num_decode: int) ->
     fleet.worker_stepped(records[-1].worker_id, (), make_status())
     assert wait_as_fraction(fleet.view(), "large", 10.0) == 0.0
     queues, places = fleet.view().pools["large"].likely_soonest()
-    assert len(queues) <= max(12, num_workers if num_workers < 32 else 0)
+    assert len(queues) <= (24 if num_workers == 100 else num_workers + num_decode)
     assert {each.record.role for each in places} == {"decode" if num_decode else "prefill"}
-    assert len(places) <= max(6, num_workers if num_workers < 32 else 0)
+    assert len(places) <= (24 if num_workers == 100 else num_workers)
 
 
 def test_a_decision_says_who_answered_and_why() -> None:
