@@ -24,16 +24,25 @@ MAX_LENGTH = 2048
 # Words take their leading space along; a digit never does, so "7" is the same token everywhere.
 WORD_PATTERN = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+# The models learned nothing about tools. It shows them so that calls can be forced (`tool_choice`).
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- for tool in tools -%}{{- tool['function'] | tojson -}}{{- '\\n' -}}{%- endfor -%}
+{{- 'Call: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
 {%- else -%}
-{%- for part in message['content'] -%}
+{%- for part in message['content'] or [] -%}
 {%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>' -}}{{- call['function'] | tojson -}}{{- '</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

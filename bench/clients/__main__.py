@@ -48,10 +48,8 @@ def main() -> int:
 @contextmanager
 def _served() -> Iterator[str]:
     port = free_port()
-    template = str(HERE / "tools.jinja")  # the model's own shows no tools
     command = [sys.executable, "-m", "disagg.cli.main", "serve", MODEL]
-    options = ["--chat-template", template, "--port", str(port)]
-    process = subprocess.Popen([*command, *options], stdout=sys.stderr)
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
     try:
         _wait(process, f"http://127.0.0.1:{port}")
         yield f"http://127.0.0.1:{port}"

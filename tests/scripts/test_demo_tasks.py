@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import sys
@@ -134,6 +135,32 @@ def test_training_reads_what_the_chat_template_renders(tokenizer: Tokenizer) -> 
     whole = template.render(messages=messages, add_generation_prompt=False)
     assert row.ids == tokenizer.encode(whole).ids
     assert [label for label in row.labels if label != IGNORE] == tokenizer.encode(answer).ids
+
+
+def test_the_chat_template_shows_tools_and_their_calls() -> None:
+    function = {"name": "add", "parameters": {"type": "object"}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    template = jinja2.Environment(autoescape=True).from_string(
+        "{% autoescape false %}" + CHAT_TEMPLATE + "{% endautoescape %}"
+    )
+    shown = template.render(messages=messages, tools=[{"type": "function", "function": function}])
+    system, _, asked = shown.partition("<|im_end|>\n")
+    assert json.loads(system.splitlines()[1]) == function
+    said = asked.split("<|im_end|>\n")
+    assert said[1].startswith("<|im_start|>assistant\n<tool_call>")
+    assert json.loads(said[1].partition("<tool_call>")[2].removesuffix("</tool_call>"))
+    assert said[2] == "<|im_start|>tool\n3"
+
+
+def test_the_models_that_ship_have_this_chat_template() -> None:
+    for name in MODELS:
+        settings = json.loads((ASSETS / name / "tokenizer_config.json").read_text())
+        assert settings["chat_template"] == CHAT_TEMPLATE
 
 
 def test_labels_are_the_next_tokens_of_answers_only(tokenizer: Tokenizer) -> None:
