@@ -29,6 +29,8 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
     Raises:
         StartupError: the GPU is too old, or too small for this model's heads in this dtype.
     """
+    if torch.version.hip is not None:
+        return  # AMD: Triton's limits are others, and nobody has tried
     found: Any = torch.cuda.get_device_properties(device)  # its type knows not all of them
     capability = found.major, found.minor
     if capability < LEAST_CAPABILITY:

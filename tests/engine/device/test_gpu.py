@@ -158,6 +158,14 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused_first(
     assert name in refused.value.message and words in refused.value.message
 
 
+def test_an_amd_gpu_is_not_measured_by_what_nvidia_s_have(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    gpu.properties = SimpleNamespace(name="AMD Instinct MI300X", major=9, minor=4)
+    check_gpu(CUDA, LLAMA_3_8B, torch.bfloat16)
+
+
 def test_an_engine_is_not_begun_on_a_gpu_that_cannot_run_the_kernels(
     gpu: Gpu, tmp_path: Path
 ) -> None:
