@@ -21,8 +21,11 @@ def check_model(tier: TierConfig) -> list[Finding]:
     gpu_nbytes, gpu_name = (gpus[0].total_nbytes, gpus[0].name) if gpus else (None, "")
     try:
         model = describe_model(tier.directory)
-        sizes = step_sizes(shape_of(model), gpu_name, tier.engine.kv_cache_dtype)
-        plan = check_engine(tier.engine, model, gpu_nbytes=gpu_nbytes, largest_step=sizes)
+        engine = tier.engine
+        sizes = step_sizes(
+            shape_of(model), gpu_name, engine.kv_cache_dtype, engine.tensor_parallel_size
+        )
+        plan = check_engine(engine, model, gpu_nbytes=gpu_nbytes, largest_step=sizes)
     except NotEnoughMemory as error:
         return [Finding(f"KV of {tier.name}", error.message, "wrong", _flag(error))]
     except DisaggError as error:
