@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 
 from disagg.app import replica_port, request_heads
+from tests.links.fakes import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
 
 
+HELD: list[asyncio.Event] = []
+
+
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the request's body, when all of it is there; `/slow`: later; `/hold`: never."""
+    """Answers with the request's body, when all of it is there.
+
+    `/slow`: when its event of `HELD` is set; `/hold`: never.
+    """
     body, more = b"", True
     while more:
         message = await receive()
@@ -26,7 +33,8 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     while scope["path"] == "/hold" and message["type"] != "http.disconnect":
         message = await receive()
     if scope["path"] == "/slow":
-        await asyncio.sleep(0.6)
+        HELD.append(asyncio.Event())
+        await HELD[-1].wait()
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": body})
@@ -77,10 +85,10 @@ async def test_a_head_that_does_not_end_is_given_up(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, before: bytes, head: bytes
 ) -> None:
     """The first of a connection, and one after an answer. A body may take longer."""
-    monkeypatch.setattr(request_heads, "HEAD_S", 0.2)
+    monkeypatch.setattr(request_heads, "HEAD_S", 0.5)
     answer = await talk(address, *([before] if before else []), head)
     assert answer.count(b"HTTP/1.1 200") == bool(before)
-    slow = await talk(address, HEAD + b"Connection: close\r\n\r\n", b"bo", *[b""] * 8, b"dy")
+    slow = await talk(address, HEAD + b"Connection: close\r\n\r\n", b"bo", *[b""] * 12, b"dy")
     assert slow.endswith(b"\r\n\r\nbody")
 
 
@@ -111,9 +119,15 @@ async def test_a_line_end_behind_a_body_is_no_head(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_heads, "HEAD_S", 0.2)
-    first = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody\r\n"
-    last = HEAD + b"Connection: close\r\n\r\nbody"
-    answers = await talk(address, first, *[b""] * 8, last)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody\r\n")
+    await until(lambda: HELD)
+    await asyncio.sleep(0.5)  # longer than a head may take
+    writer.write(HEAD + b"Connection: close\r\n\r\nbody")
+    HELD.pop().set()
+    async with asyncio.timeout(60):
+        answers = await reader.read()
+    writer.close()
     assert answers.count(b"HTTP/1.1 200") == 2
 
 

@@ -129,7 +129,7 @@ class System:
             with suppress(psutil.Error, httpx.HTTPError):
                 for port in _listening(process):
                     url = f"http://127.0.0.1:{port}"
-                    plain_http.get(f"{url}/live", timeout=5)
+                    plain_http.get(f"{url}/live", timeout=20)
                     urls[process] = url
         return urls
 
