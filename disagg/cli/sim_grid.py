@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -18,6 +19,11 @@ from disagg.sim import grid
 from disagg.sim.config import SimConfig
 from disagg.sim.trace import TraceRequest
 
+UNLIKE_TITLE = (
+    "The same of 2 x H100 beside 4 x L40S, with a model of 8 billion parameters: the H100s are the"
+    " prefill workers, or the decode workers. fixed: the better of both whose workers keep to their"
+    " roles. Simulated."
+)
 TITLE = (
     "Requests within both SLOs, in percent, by split into prefill + decode workers. fixed: the best"
     " split whose workers keep to their roles; collocated: 6 of which each prefills and decodes"
@@ -61,16 +67,27 @@ def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceReques
         config = msgspec.structs.replace(config, ttft_slo_s=ttft_slo_s)
     tpot_slos_s = [each / 1e3 for each in args.grid_tpot_slo_ms]
     cells = list(grid.cells(tpot_slos_s, args.grid_load))
+    num_alike = len(cells)
+    cells += grid.unlike_cells(tpot_slos_s, args.grid_load)
     play = partial(grid.play, config=config, window=window)
     if args.processes > 1:
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             percents = pool.map(play, cells, chunksize=1)
     else:
         percents = list(map(play, cells))
-    rows = grid.rows(config, window, list(zip(cells, percents, strict=True)))
+    played = list(zip(cells, percents, strict=True))
+    rows = grid.rows(config, window, played[:num_alike])
+    unlike = grid.unlike_rows(config, window, played[num_alike:])
     _print(rows, config.ttft_slo_s)
-    line = {"simulated": True, "num_requests": len(window), "ttft_slo_s": config.ttft_slo_s}
-    print(json.dumps(line | {"splits": grid.SPLITS, "rows": msgspec.to_builtins(rows)}))
+    _print_unlike(unlike)
+    line: dict[str, Any] = {
+        "simulated": True,
+        "num_requests": len(window),
+        "ttft_slo_s": config.ttft_slo_s,
+    }
+    line |= {"splits": grid.SPLITS, "rows": msgspec.to_builtins(rows)}
+    line |= {"unlike_splits": grid.UNLIKE_SPLITS, "unlike": msgspec.to_builtins(unlike)}
+    print(json.dumps(line))
     return 0
 
 
@@ -87,6 +104,20 @@ def _print(rows: Sequence[grid.Row], ttft_slo_s: float) -> None:
             f"{row.requests_per_s:.1f}",
             *(f"{percent:.1f}" for percent in percents),
             f"{row.worst_share:.3f}",
+        )
+    Console(width=160).print(table)
+
+
+def _print_unlike(rows: Sequence[grid.UnlikeRow]) -> None:
+    table = Table(title=UNLIKE_TITLE, title_justify="left")
+    for column in ("TPOT ms", "load", "req/s", "H100 prefill", "H100 decode", "fixed"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{1e3 * row.tpot_slo_s:g}",
+            f"{row.load:g}",
+            f"{row.requests_per_s:.1f}",
+            *(f"{percent:.1f}" for percent in (*row.by_split, row.fixed)),
         )
     Console(width=160).print(table)
 

@@ -122,12 +122,16 @@ class PoolTimes:
     """Step times of workers; for workers without any step yet, those of their pool.
 
     Otherwise a new worker whose prior is too slow would get no requests, and so would never
-    correct it.
+    correct it. Where priors differ, because the pool has unlike GPUs, its times are scaled by them.
     """
 
     def __init__(self) -> None:
         self._untried: dict[str, Pool] = {}
-        self._by_pool: dict[Pool, StepCosts] = {}
+        self._priors: dict[
+            str, StepCosts
+        ] = {}  # of workers that were heard before their first step
+        # Of each pool, the figures of one worker, and what its prior was; None: not known.
+        self._by_pool: dict[Pool, tuple[StepCosts, StepCosts | None]] = {}
 
     def heard(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
         """Returns the workers without steps whose figures have changed.
@@ -135,25 +139,35 @@ class PoolTimes:
         They change only when the number of known steps of their pool has doubled: these workers
         need figures of the right size, and not new ones at each step of a neighbour.
         """
+        worker_id = record.worker_id
         pool = (record.model, record.role)
         if costs is None or not costs.num_observed:
-            self._untried[record.worker_id] = pool
+            self._untried[worker_id] = pool
+            if costs is not None:
+                self._priors[worker_id] = costs
             return ()
-        self._untried.pop(record.worker_id, None)
-        known = self._by_pool.get(pool)
+        self._untried.pop(worker_id, None)
+        known, _ = self._by_pool.get(pool, (None, None))
         if known is not None and costs.num_observed < 2 * known.num_observed:
             return ()
-        self._by_pool[pool] = costs
-        return [worker_id for worker_id, its in self._untried.items() if its == pool]
+        self._by_pool[pool] = costs, self._priors.get(worker_id)
+        return [each for each, its in self._untried.items() if its == pool]
 
     def of(self, record: WorkerRecord, costs: StepCosts | None) -> StepTimeModel:
         pool = self._untried.get(record.worker_id)
-        if pool is not None:
-            costs = self._by_pool.get(pool, costs)
-        return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+        if pool is None or pool not in self._by_pool:
+            return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+        known, prior = self._by_pool[pool]
+        if costs is None or prior is None:
+            return StepTimeModel.of(known)
+        each = zip(known.coefficients, costs.coefficients, prior.coefficients, strict=True)
+        return StepTimeModel(
+            tuple(seconds * own / its if its > 0.0 else seconds for seconds, own, its in each)
+        )
 
     def drop(self, worker_id: str) -> None:
         self._untried.pop(worker_id, None)
+        self._priors.pop(worker_id, None)
 
 
 _DEFAULT_TIMES = StepTimeModel()

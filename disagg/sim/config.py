@@ -23,6 +23,8 @@ LARGEST = "largest"  # the name of the model that is described without one
 # 4,096 FLOP for each earlier token it attends to; a decoding sequence's own arithmetic; and 128 KiB
 # of KV for each token of context.
 H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8))
+# The same on one L40S: half of 362 TFLOP/s, and 70 % of 864 GB/s.
+L40S_8B = StepTimeModel((2.65e-2, 8.8e-5, 2.9e-9, 8.8e-5, 2.17e-7))
 H100_8B_KV_NBYTES = 128 << 10  # of one token
 
 
@@ -56,6 +58,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_decode: 0 lets each prefill worker decode what it prefilled.
     num_blocks: of each worker; each holds `block_size` tokens.
+    times: step times of one worker.
+    decode_times: of decode workers, where their GPUs are others; None: `times`.
     speed: how much faster than in the trace requests come.
     bytes_per_s, latency_s: of a transfer between two workers.
     fair_queue: whether the ingress has its admission queue, as in production; without it, policies
@@ -75,6 +79,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     times: StepTimeModel = H100_8B
+    decode_times: StepTimeModel | None = None
     kv_nbytes: int = H100_8B_KV_NBYTES
     bytes_per_s: float = 25e9
     latency_s: float = 1e-3
@@ -122,7 +127,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_cascade()
         for tier in self.tiers:
             if tier.prefill.autoscaling is not None or tier.decode.autoscaling is not None:
-                check_slos(tier, self.times_of(tier.name))
+                check_slos(
+                    tier, self.times_of(tier.name, "prefill"), self.times_of(tier.name, "decode")
+                )
 
     def _check_cascade(self) -> None:
         names = [LARGEST, *(each.name for each in self.smaller)]
@@ -192,9 +199,10 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_shift=self.max_shift,
         )
 
-    def times_of(self, model: str) -> StepTimeModel:
+    def times_of(self, model: str, role: Role) -> StepTimeModel:
         size = self.sizes[model]
-        return StepTimeModel(tuple(size * seconds for seconds in self.times.coefficients))
+        times = (self.decode_times if role == "decode" else None) or self.times
+        return StepTimeModel(tuple(size * seconds for seconds in times.coefficients))
 
     def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
         """The `number`th of a pool."""
@@ -210,5 +218,5 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
-            times=self.times_of(model),
+            times=self.times_of(model, role),
         )

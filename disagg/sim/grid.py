@@ -2,7 +2,8 @@
 
 A row is one load and one TPOT SLO. Its columns are the splits of the same workers into prefill and
 decode workers, with the current policy, and `collocated`: each worker prefills and decodes its own
-requests, and prompts do not consider the streams that decode there.
+requests, and prompts do not consider the streams that decode there. Rows of unlike GPUs have a
+column for each pool that the faster ones are.
 
 Arrivals are a Poisson process, so that the load is steady; lengths and shared prefixes come from a
 window of a trace. Saturation is the rate at which all workers would compute all the time, if no
@@ -18,7 +19,7 @@ from itertools import product
 import msgspec
 
 from disagg.router.baselines import FIXED_ROLES, OURS
-from disagg.sim.config import SimConfig
+from disagg.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
@@ -26,17 +27,22 @@ NUM_WORKERS = 6
 SPLITS = ((1, 5), (2, 4), (3, 3), (4, 2), (5, 1), (6, 0))
 TPOT_SLOS_S = (0.01, 0.0125, 0.015, 0.02, 0.03, 0.05)
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
+UNLIKE_SPLITS = ((2, 4), (4, 2))  # 2 x H100 are the prefill workers, then the decode workers
 NUM_REQUESTS = 600  # of a window
 TTFT_PER_PREFILL = 10.0  # the TTFT SLO, in times that a mean prompt takes by itself
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One simulation: a split of the workers under one load and one TPOT SLO."""
+    """One simulation: a split of the workers under one load and one TPOT SLO.
+
+    is_unlike: the pool of two workers has H100s, that of four L40S.
+    """
 
     split: tuple[int, int]
     policy: str
     tpot_slo_s: float
     load: float  # as a fraction of saturation
+    is_unlike: bool = False
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -64,11 +70,32 @@ class Row(msgspec.Struct, frozen=True):
         return min(self.by_split) / most if most else 1.0
 
 
+class UnlikeRow(msgspec.Struct, frozen=True):
+    """The goodput, in percent, of 2 x H100 beside 4 x L40S under one load and TPOT SLO.
+
+    by_split: in the order of `UNLIKE_SPLITS`. fixed: the better of these whose workers keep to
+        their roles.
+    """
+
+    tpot_slo_s: float
+    load: float
+    requests_per_s: float
+    by_split: tuple[float, ...]
+    fixed: float
+
+
 def cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterator[Cell]:
     """All simulations of a grid, row by row."""
     for tpot_slo_s, load in product(tpot_slos_s, loads):
         for policy, split in product((OURS, FIXED_ROLES), SPLITS):
             yield Cell(split, policy, tpot_slo_s, load)
+
+
+def unlike_cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterator[Cell]:
+    """All simulations of unlike GPUs, row by row."""
+    for tpot_slo_s, load in product(tpot_slos_s, loads):
+        for policy, split in product((OURS, FIXED_ROLES), UNLIKE_SPLITS):
+            yield Cell(split, policy, tpot_slo_s, load, is_unlike=True)
 
 
 def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float:
@@ -83,6 +110,10 @@ def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float
         fair_queue=True,
     )
     rate = cell.load * saturation(config, window)
+    if cell.is_unlike:
+        rate = cell.load * unlike_saturation(config, window)
+        times = (H100_8B, L40S_8B) if num_prefill == 2 else (L40S_8B, H100_8B)
+        config = msgspec.structs.replace(config, times=times[0], decode_times=times[1])
     return simulate(config, at_rate(window, rate, config.seed)).in_time_percent
 
 
@@ -108,6 +139,21 @@ def rows(
                 next(percent for each, percent in fixed if not each.split[1]),
             )
         )
+    return found
+
+
+def unlike_rows(
+    config: SimConfig, window: Sequence[TraceRequest], played: Sequence[tuple[Cell, float]]
+) -> list[UnlikeRow]:
+    """`played`: all of `unlike_cells` with their goodput, in that order."""
+    found = []
+    num_splits = len(UNLIKE_SPLITS)
+    for begin in range(0, len(played), 2 * num_splits):
+        cell = played[begin][0]
+        percents = [percent for _, percent in played[begin : begin + 2 * num_splits]]
+        rate = cell.load * unlike_saturation(config, window)
+        ours, fixed = tuple(percents[:num_splits]), max(percents[num_splits:])
+        found.append(UnlikeRow(cell.tpot_slo_s, cell.load, rate, ours, fixed))
     return found
 
 
@@ -137,6 +183,15 @@ def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
         share_s = per_step_s / config.max_num_seqs
         work_s += num_steps * (share_s + per_sequence_s + per_context_s * num_context)
     return NUM_WORKERS * len(window) / work_s
+
+
+def unlike_saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
+    """The same of 2 x H100 and 4 x L40S."""
+    each = [
+        saturation(msgspec.structs.replace(config, times=times), window) / NUM_WORKERS
+        for times in (H100_8B, L40S_8B)
+    ]
+    return 2 * each[0] + 4 * each[1]
 
 
 def usual_ttft_slo_s(config: SimConfig, window: Sequence[TraceRequest]) -> float:

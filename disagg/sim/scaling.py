@@ -25,16 +25,16 @@ PERIOD_S = 1.0
 DRAIN_S = 60.0
 
 
-def check_slos(tier: TierConfig, times: StepTimeModel) -> None:
+def check_slos(tier: TierConfig, prefill: StepTimeModel, decode: StepTimeModel) -> None:
     """Raises `RequestError` where not even a short request on an idle worker holds the SLOs."""
-    first_s = times.prefill_s(1)
+    first_s = prefill.prefill_s(1)
     if first_s > tier.ttft_slo_s:
         raise RequestError(
             f"A prompt of one token takes {first_s:.4f} s, and the first token is to come after"
             f" {tier.ttft_slo_s:g} s: no number of workers is enough.",
             param="ttft_slo_s",
         )
-    lacks = lacks_tpot(tier, times)
+    lacks = lacks_tpot(tier, decode)
     if lacks:
         raise RequestError(f"{lacks}: no number of workers is enough.", param="tpot_slo_s")
 

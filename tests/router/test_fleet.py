@@ -113,6 +113,19 @@ def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
     assert "p2" not in fleet.view().workers
 
 
+def test_a_worker_on_a_slower_gpu_is_not_taken_for_a_fast_one_before_its_first_step() -> None:
+    """What a neighbour's steps say of its prior holds for the other's prior, too."""
+    fleet = Fleet()
+    for name, seconds in (("d-fast", 1e-3), ("d-slow", 3e-3)):
+        prior = StepCosts((seconds,) * 5, 0, 0.0)
+        fleet.worker_synced(make_record(name), [], make_status(step_costs=prior))
+    learned = StepCosts((2e-3, 2e-3, 1e-3, 1e-3, 1e-3), 8, 0.0)
+    fleet.worker_stepped("d-fast", (), make_status(step_costs=learned))
+    assert worker(fleet, "d-fast").times == StepTimeModel.of(learned)
+    scaled = worker(fleet, "d-slow").times.coefficients
+    assert scaled == pytest.approx((6e-3, 6e-3, 3e-3, 3e-3, 3e-3))
+
+
 def test_events_and_losses_reach_the_index() -> None:
     request = make_request(64)
     fleet = make_fleet("d0", "d1", held={"d0": list(request.block_hashes)})

@@ -49,6 +49,14 @@ def test_a_tight_slo_is_held_by_every_split_where_fixed_roles_and_collocation_mi
     assert [cell.split for cell, _ in played if cell.policy == OURS] == [*grid.SPLITS]
 
 
+def test_unlike_gpus_serve_more_than_with_fixed_roles_whichever_pool_they_are() -> None:
+    """L40S take 27 ms for a step, so no stream can meet the SLO on them."""
+    played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.unlike_cells([0.02], [0.5])]
+    (row,) = grid.unlike_rows(CONFIG, WINDOW, played)
+    assert row.requests_per_s == 0.5 * grid.unlike_saturation(CONFIG, WINDOW)
+    assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
+
+
 def test_a_grid_prints_a_row_for_each_load_and_slo(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--num-requests", "12", "--processes", "1", "--requests-per-s", "50"]
     slos_and_loads = ["--grid-tpot-slo-ms", "12.5", "50", "--grid-load", "0.5"]
@@ -58,6 +66,8 @@ def test_a_grid_prints_a_row_for_each_load_and_slo(capsys: pytest.CaptureFixture
     rows = [msgspec.convert(each, grid.Row) for each in said["rows"]]
     assert [(each.tpot_slo_s, each.load) for each in rows] == [(0.0125, 0.5), (0.05, 0.5)]
     assert {len(each.by_split) for each in rows} == {len(grid.SPLITS)}
+    unlike = [msgspec.convert(each, grid.UnlikeRow) for each in said["unlike"]]
+    assert [(each.tpot_slo_s, each.load) for each in unlike] == [(0.0125, 0.5), (0.05, 0.5)]
     assert said["simulated"] is True and said["ttft_slo_s"] > 0
 
 

@@ -83,7 +83,7 @@ def test_a_draft_is_verified_in_the_prefill_step_of_the_large_model() -> None:
         "small", sequence
     )
     assert 0 < place < num_judged, "choose another seed"
-    of_small, of_large = config.times_of("small"), config.times
+    of_small, of_large = config.times_of("small", "prefill"), config.times
     judged_s = of_small.prefill_s(num_prompt) + sum(
         of_small.decode_step_s(1, num_prompt + i) for i in range(1, place + 1)
     )
