@@ -52,8 +52,8 @@ def change_cuda(cuda: Any) -> None:
     cuda.mem_get_info = lambda device=None: (FREE_NBYTES[visible()[0]], TOTAL_NBYTES)
 
 
-def change_build(build: Any) -> None:
-    choose_device = build.choose_device
+def change_plan(plan: Any) -> None:
+    choose_device = plan.choose_device
 
     def open_device(config: Any) -> Any:
         device_type = choose_device(config)
@@ -62,19 +62,19 @@ def change_build(build: Any) -> None:
             return device_type
         from ray import serve
 
-        claim_nbytes = build.GpuMemory(config, build.torch.device("cuda")).claim_nbytes
+        claim_nbytes = plan.GpuMemory(config, plan.torch.device("cuda")).claim_nbytes
         pool = serve.get_replica_context().deployment
         opened = {"pool": pool, "gpu": visible()[0], "claim_nbytes": claim_nbytes}
         directory = Path(os.environ["DISAGG_TEST_OPENED"])
         (directory / f"{os.getpid()}.json").write_text(json.dumps(opened))
         return "cpu"
 
-    build.choose_device = open_device
+    plan.choose_device = open_device
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.cuda": change_cuda,
-    "disagg.engine.device.build": change_build,
+    "disagg.engine.device.engine_plan": change_plan,
 }
 
 
