@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from disagg.cli.chart import check_path, write_svg
+from disagg.cli.plan_play import play
 from disagg.cli.plan_plot import cost_chart, worker_charts
 from disagg.cli.plan_report import report, show
 from disagg.errors import NotEnoughMemory, StartupError
@@ -90,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[GPU=]USD",
         help=f"price of one GPU per hour (default: a list of {PRICES_AS_OF})",
     )
+    parser.add_argument(
+        "--play",
+        action="store_true",
+        help="let each planned fleet serve the load in the simulator before one is advised",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write plots of batch and cost to an SVG file"
@@ -106,10 +112,16 @@ def run(args: argparse.Namespace) -> int:
     every, left_out = _placements(args, shape, load)
     is_asked = args.requests_per_s is not None or args.trace is not None
     charts = worker_charts(load, every) if args.plot is not None else []
-    advice = None
+    advice, played = None, None
+    if args.play and not is_asked:
+        raise StartupError(
+            "Only a fleet for a load can be played: give --requests-per-s or --trace.", param="play"
+        )
     if is_asked:
         slo, prices = Slo(args.ttft, args.tpot), _prices_of(args, every)
         advice = advise(load, slo, every, link_of(args.link), prices)
+        if args.play:
+            advice, played = play(advice, load, slo, link_of(args.link))
         if args.plot is not None:
             charts += filter(None, [cost_chart(load, slo, every, link_of(args.link), prices)])
     if args.plot is not None:
@@ -123,10 +135,10 @@ def run(args: argparse.Namespace) -> int:
     if max(each.num_gpus for each in every) > 1:
         notes.append(NO_GRAPHS_YET)
     if args.json:
-        json.dump(report(shape, load, every, advice, notes), sys.stdout, indent=2)
+        json.dump(report(shape, load, every, advice, played, notes), sys.stdout, indent=2)
         print()
     else:
-        show(Console(highlight=False), shape, load, every, advice, notes)
+        show(Console(highlight=False), shape, load, every, advice, played, notes)
     return 0
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from disagg.cli.plan_play import Played
 from disagg.planner.advice import Advice
 from disagg.planner.gpus import PRICES_AS_OF, PRICES_SOURCE
 from disagg.planner.load import Workload
 from disagg.planner.roofline import DATASHEET, MEMORY_SHARE, Placement
 from disagg.planner.shapes import ModelShape
 from disagg.planner.sizing import FleetPlan, Pool
+from disagg.sim.report import SimReport
 from disagg.time_model import StepTimeModel
 
 PREDICTED = "predictions from datasheets, not measurements"
@@ -26,6 +28,7 @@ def report(
     load: Workload,
     every: Sequence[Placement],
     advice: Advice | None,
+    played: Played | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
     plan: dict[str, Any] = {
@@ -42,6 +45,15 @@ def report(
         plan["reason"] = advice.reason
         plan["apart"] = advice.apart and _fleet_report(advice.apart, load)
         plan["together"] = advice.together and _fleet_report(advice.together, load)
+        if played is not None:
+            for kind, its in (("apart", played.apart), ("together", played.together)):
+                if its is not None:
+                    plan[kind]["played"] = {
+                        "in_time_percent": its.in_time_percent,
+                        "num_requests": its.num_requests,
+                        "ttft_p95_s": its.ttft_p95_s,
+                        "tpot_p95_s": its.tpot_p95_s,
+                    }
         plan["prices_as_of"] = PRICES_AS_OF
     return plan
 
@@ -119,6 +131,7 @@ def show(
     load: Workload,
     every: Sequence[Placement],
     advice: Advice | None,
+    played: Played | None,
     notes: Sequence[str],
 ) -> None:
     first = every[0]
@@ -136,7 +149,7 @@ def show(
     console.print(_prior_table(every))
     if advice is not None:
         console.print()
-        console.print(_fleet_table(advice, load))
+        console.print(_fleet_table(advice, load, played))
         console.print()
         console.print(advice.reason, soft_wrap=True)
         console.print(f"Prices unless given: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
@@ -193,7 +206,7 @@ def _prior_table(every: Sequence[Placement]) -> Table:
     return table
 
 
-def _fleet_table(advice: Advice, load: Workload) -> Table:
+def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table:
     table = _table(
         f"Fleets for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
         f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",
@@ -219,6 +232,15 @@ def _fleet_table(advice: Advice, load: Workload) -> Table:
             f"$ a million tokens, {name}",
             lambda fleet, key=key: f"{usd_per_million(fleet, load)[key]:.3f}",
         )
+    if played is not None:
+        both = (played.apart, played.together)
+
+        def played_row(name: str, text: Callable[[SimReport], str]) -> None:
+            table.add_row(name, *("-" if each is None else text(each) for each in both))
+
+        played_row("played: in time %", lambda each: f"{each.in_time_percent:.1f}")
+        played_row("played: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}")
+        played_row("played: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}")
     return table
 
 

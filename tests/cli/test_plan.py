@@ -7,9 +7,16 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.cli.main import main
+from disagg.cli.plan_play import play
+from disagg.planner.advice import advise
+from disagg.planner.gpus import GPUS, LINKS
+from disagg.planner.load import Slo, Workload
+from disagg.planner.roofline import Placement
+from disagg.planner.shapes import SHAPES
 from disagg.time_model import StepTimeFit, StepTimeModel
 
 DEMO = str(Path(__file__).parents[2] / "disagg/assets/demo-small")
@@ -202,6 +209,42 @@ def test_bad_input_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert sentence in refused(capsys, *words)
+
+
+def test_planned_fleets_are_played(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--input-tokens", "512", "--output-tokens", "16")
+    words = ("llama-3-8b", "--requests-per-s", "20", *lengths, "--tensor-parallel-size", "1")
+    plan = report(capsys, *words, "--play")
+    for kind in ("apart", "together"):
+        played = plan[kind]["played"]
+        assert played["num_requests"] == 1000
+        assert played["in_time_percent"] >= 95.0
+        assert 0 < played["ttft_p95_s"] <= 1.0 and 0 < played["tpot_p95_s"] <= 0.05
+    assert "Played, " in plan["reason"]
+    assert "played" not in report(capsys, *words)["apart"]
+    assert row(printed(capsys, *words, "--play"), "played:", "in", "time", "%")
+    assert "give --requests-per-s or --trace" in refused(capsys, "llama-3-8b", "--play")
+    assert "Play a part of the load" in refused(
+        capsys, "llama-3-8b", "--requests-per-s", "9000", "--play"
+    )
+
+
+def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
+    worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
+    load, slo, link = Workload(150.0, [(1024, 16)]), Slo(0.3, 0.02), LINKS["400g"]
+    planned = advise(load, slo, [worker], link, lambda _: 3.0)
+    assert planned.apart is not None and planned.together is not None
+    few = [msgspec.structs.replace(pool, num_workers=1) for pool in planned.apart.pools]
+    apart = msgspec.structs.replace(planned.apart, pools=tuple(few))
+    wrong = msgspec.structs.replace(planned, disaggregate=True, apart=apart)
+    advice, played = play(wrong, load, slo, link)
+    assert played.apart is not None and played.apart.in_time_percent < 95.0
+    assert not advice.disaggregate
+    assert advice.reason.startswith("Do not disaggregate: played, the cheaper fleet serves")
+    small = msgspec.structs.replace(planned, disaggregate=True, apart=apart, together=None)
+    advice, played = play(small, load, slo, link)
+    assert advice.disaggregate and played.together is None
+    assert "less than 95 %: take a worker more" in advice.reason
 
 
 def test_a_refusal_names_only_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,116 @@
+"""`disagg plan --play`: planned fleets serve their load in the simulator before one is advised.
+
+Router, scheduler and admission are the product's; engines take the times of the planner's prior, so
+this checks queueing, batches and routing, and not the rooflines.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from disagg.errors import StartupError
+from disagg.planner.advice import Advice
+from disagg.planner.load import Slo, Workload
+from disagg.planner.sizing import TRANSFER_LATENCY_S, FleetPlan
+from disagg.queueing import QUANTILE
+from disagg.sim.config import SimConfig
+from disagg.sim.report import SimReport
+from disagg.sim.simulation import simulate
+from disagg.sim.trace import TraceRequest
+
+BLOCK_TOKENS = 64
+LEAST_REQUESTS, MOST_REQUESTS = 1000, 20_000
+NUM_ANSWER_TIMES = 5.0  # as long as so many answers take: until then a fleet is emptier than later
+
+
+class Played(msgspec.Struct, frozen=True):
+    """What each fleet of an advice did; None: there is no such fleet."""
+
+    apart: SimReport | None
+    together: SimReport | None
+
+
+def play(
+    advice: Advice, load: Workload, slo: Slo, link_bytes_per_s: float
+) -> tuple[Advice, Played]:
+    """The advice after both fleets were played, and what they did.
+
+    If the advised fleet serves less than 95 % in time and the other one serves more, the other one
+    is advised.
+
+    Raises:
+        StartupError: the load is too large to be played.
+    """
+    requests = _requests(load, slo)
+    apart, together = (
+        None if fleet is None else _play(fleet, slo, link_bytes_per_s, requests)
+        for fleet in (advice.apart, advice.together)
+    )
+    chosen, other = (apart, together) if advice.disaggregate else (together, apart)
+    assert chosen is not None
+    enough = 100.0 * QUANTILE
+    said = f"Played, {chosen.in_time_percent:.1f} % of its requests are in time"
+    if chosen.in_time_percent >= enough:
+        reason = f"{advice.reason} {said}."
+    elif other is not None and other.in_time_percent > chosen.in_time_percent:
+        kind = "Do not disaggregate" if advice.disaggregate else "Disaggregate"
+        reason = (
+            f"{kind}: played, the cheaper fleet serves {chosen.in_time_percent:.1f} % of the"
+            f" requests in time, and this one {other.in_time_percent:.1f} %."
+        )
+        advice = msgspec.structs.replace(advice, disaggregate=not advice.disaggregate)
+        chosen = other
+    else:
+        reason = f"{advice.reason} {said}."
+    if chosen.in_time_percent < enough:
+        reason += f" That is less than {enough:g} %: take a worker more, or ask for less."
+    return msgspec.structs.replace(advice, reason=reason), Played(apart, together)
+
+
+def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
+    """Poisson arrivals of the load's lengths, for several times as long as an answer takes."""
+    answer_s = load.mean_output_tokens * slo.tpot_s + slo.ttft_s
+    number = max(LEAST_REQUESTS, int(NUM_ANSWER_TIMES * answer_s * load.requests_per_s))
+    if number > MOST_REQUESTS:
+        raise StartupError(
+            f"Playing {load.requests_per_s:g} requests/s takes {number:,} requests, and more than"
+            f" {MOST_REQUESTS:,} take too long. Play a part of the load, such as"
+            f" {0.99 * load.requests_per_s * MOST_REQUESTS / number:.0f} requests/s.",
+            param="play",
+        )
+    rng = random.Random(0)
+    now = 0.0
+    requests = []
+    for _ in range(number):
+        now += rng.expovariate(load.requests_per_s)
+        requests.append(TraceRequest(now, *rng.choice(load.lengths)))
+    return requests
+
+
+def _play(
+    fleet: FleetPlan,
+    slo: Slo,
+    link_bytes_per_s: float,
+    requests: list[TraceRequest],
+) -> SimReport:
+    first, last = fleet.pools[0], fleet.pools[-1]
+    num_links = min(first.placement.num_gpus, last.placement.num_gpus)
+    num_kv_tokens = min(pool.placement.num_kv_tokens for pool in fleet.pools)
+    config = SimConfig(
+        num_prefill=first.num_workers,
+        num_decode=last.num_workers if last is not first else 0,
+        num_blocks=max(1, num_kv_tokens // BLOCK_TOKENS),
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=max(64, 2 * last.batch),
+        times=first.placement.time_model(max(1, last.batch)),
+        decode_times=last.placement.time_model(max(1, last.batch)),
+        kv_nbytes=first.placement.kv_nbytes_per_token,
+        bytes_per_s=link_bytes_per_s * num_links,
+        latency_s=TRANSFER_LATENCY_S,
+        fair_queue=True,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+    )
+    return simulate(config, requests)
