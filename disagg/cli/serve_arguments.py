@@ -208,7 +208,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--quantization",
         choices=("int8", "int4"),
         help="of weights, when they are loaded: int8 has a scale for each row of a matrix, int4 for"
-        " 128 numbers of one; dense models on CPUs (docs/models.md#quantised-weights)",
+        " 32 numbers of one; dense models on CPUs (docs/models.md#quantised-weights)",
     )
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"

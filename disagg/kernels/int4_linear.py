@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.cpu_matrix import CpuMatrix
-from disagg.kernels.int4_groups import group_size, num_groups
+from disagg.kernels.int4_groups import GROUP, num_groups
 from disagg.kernels.linear import PANEL, PlainLinear
 
 LARGEST = 15
@@ -42,7 +42,6 @@ class Int4Linear(PlainLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.num_out, self.num_in = weight.shape
-        self.group_size = group_size(self.num_in)
         self.numbers, self.scales = quantize(weight)
         self.bias = bias
         self._rows: Callable[..., None] | None = None
@@ -92,7 +91,7 @@ class Int4Linear(PlainLinear):
         assert self._is_in_panels
         bias = None if self.bias is None else self.bias.data_ptr()
         numbers, scales = self.numbers.data_ptr(), self.scales.data_ptr()
-        sizes = self.num_out, self.num_in, self.group_size
+        sizes = self.num_out, self.num_in, GROUP
         return CpuMatrix(None, bias, None, numbers, scales, *sizes)
 
     def widened(self) -> Tensor:
@@ -111,7 +110,7 @@ class Int4Linear(PlainLinear):
         else:
             numbers = _unpacked(self.numbers[which], self.num_in)
             scales, least = self.scales[which].unbind(2)
-        groups = torch.arange(self.num_in) // self.group_size
+        groups = torch.arange(self.num_in) // GROUP
         # As compiled code does: rounded once.
         wide = numbers.float() * scales.float()[:, groups] + least.float()[:, groups]
         return wide.to(self.scales.dtype)
@@ -154,14 +153,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers and scales of `Int4Linear`: of each group, the least value becomes 0 and the
     largest 15."""
     num_out, num_in = weight.shape
-    size, count = group_size(num_in), num_groups(num_in)
+    count = num_groups(num_in)
     numbers = torch.empty(num_out, -(-num_in // 2), dtype=torch.uint8)
     scales = torch.empty(num_out, count, 2, dtype=weight.dtype)
     parts = (torch.split(each, _ROWS_AT_ONCE) for each in (weight, numbers, scales))
     for some, its_numbers, its_scales in zip(*parts, strict=True):
         # The last group may be shorter; what fills it up is one of its own numbers.
-        wide = functional.pad(some.float(), (0, count * size - num_in), mode="replicate")
-        groups = wide.view(-1, count, size)
+        wide = functional.pad(some.float(), (0, count * GROUP - num_in), mode="replicate")
+        groups = wide.view(-1, count, GROUP)
         least, most = torch.aminmax(groups, dim=2)
         its_scales[:, :, 0] = (most - least) / LARGEST
         its_scales[:, :, 1] = least
