@@ -134,6 +134,13 @@ async def test_with_weights_of_8_bits_it_knows_as_much(file: Path) -> None:
         await _check_chat(client)
 
 
+@pytest.mark.timeout(600)
+async def test_with_weights_of_4_bits_it_knows_the_capital(file: Path) -> None:
+    async with _served(quantization="int4") as client:
+        answer = await _ask(client, "completions", prompt=PROMPTS[0], max_tokens=NUM_TOKENS)
+        assert answer["choices"][0]["text"].startswith(" Paris.")
+
+
 async def _check_chat(client: httpx.AsyncClient) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
     answer = await _ask(client, "chat/completions", messages=[question], max_tokens=40)
