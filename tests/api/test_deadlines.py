@@ -14,7 +14,9 @@ from disagg.api import apis, prompts
 from disagg.api.choices import Caller
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
+from disagg.api.served_model import ServedModel
 from disagg.config import HttpConfig
+from disagg.text import chat_template
 from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate, served_model
@@ -53,32 +55,52 @@ async def test_a_timeout_that_is_none_is_refused_by_name(wrong: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
 
 
-async def test_a_template_that_takes_for_ever_is_refused_and_holds_nobody_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> ServedModel:
+    """A model whose template never ends."""
+    monkeypatch.setattr(chat_template, "PROBE_LIMIT_S", 0.01)  # of what it is asked when it is made
     monkeypatch.setattr(prompts, "INLINE_S", 0.001)
+    return served_model(name="endless", template=ENDLESS)
+
+
+async def test_a_template_that_takes_for_ever_is_refused_and_holds_nobody_up(
+    endless: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of its own, which says that its time is over when another request is answered."""
+    now_s, elsewhere = 0.0, threading.Event()
+
+    def timer() -> float:
+        nonlocal now_s
+        if threading.current_thread() is threading.main_thread():
+            now_s += 0.01  # which is all that is spent on a prompt there
+        else:
+            elsewhere.set()
+        return now_s
+
+    assert endless.template is not None
+    monkeypatch.setattr(endless.template._environment, "_timer", timer)
     monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 1.0)
     generate = FakeGenerate()
-    endless = served_model(name="endless", template=ENDLESS)
     app = make_app(generate, endless, served_model())
     async with http_client(app) as client:
         slow = asyncio.create_task(client.post(URL, json=CHAT | {"model": "endless"}))
-        await asyncio.sleep(0.05)
+        await until(elsewhere.is_set)
         quick = await client.post(URL, json=CHAT | {"model": "tiny"})
         assert quick.status_code == 200
         assert not slow.done(), "it had the event loop for itself"
+        now_s += 2.0
         refused = await slow
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_prompt")
     assert "takes longer than 1 s" in refused.json()["error"]["message"]
     assert [request.model for request in generate.requests] == ["tiny"]
 
 
-async def test_a_deadline_ends_the_wait_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_ends_the_wait_for_a_prompt(
+    endless: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its thread then has a limit of its own."""
-    monkeypatch.setattr(prompts, "INLINE_S", 0.001)
     monkeypatch.setattr(prompts, "RENDER_LIMIT_S", 0.5)
-    app = make_app(None, served_model(name="endless", template=ENDLESS))
-    async with http_client(app) as client:
+    async with http_client(make_app(None, endless)) as client:
         answer = await client.post(URL, json=CHAT | {"model": "endless", "timeout": 0.05})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 

@@ -69,7 +69,7 @@ def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None
 
 
 def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
-    tier = redis_tier(own_redis, timeout_s=0.5)
+    tier = redis_tier(own_redis, timeout_s=2.0)
     offer(tier, 0)
     settle(tier)
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -89,7 +89,7 @@ def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: Embedded
 def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
     own_redis: EmbeddedRedis,
 ) -> None:
-    tier = redis_tier(own_redis, timeout_s=0.5)
+    tier = redis_tier(own_redis, timeout_s=2.0)
     offer(tier, 0)
     settle(tier)
     os.kill(own_redis.pid, signal.SIGSTOP)

@@ -26,10 +26,10 @@ LIFETIME = 900  # tokens of an answer that takes long
 
 @pytest.fixture
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is stalled after three tenths of a second, if its step should be short."""
+    """An engine is stalled after a second, if its step should be short."""
     monkeypatch.setattr(worker_module, "LOOK_S", 0.01)
     monkeypatch.setattr(liveness, "LOOK_S", 0.01)
-    monkeypatch.setattr(liveness, "TURN_S", 0.3)
+    monkeypatch.setattr(liveness, "TURN_S", 1.0)
 
 
 @pytest.mark.usefixtures("short_looks")
