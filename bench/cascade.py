@@ -43,7 +43,7 @@ from tokenizers import Tokenizer
 
 from bench.report import finish, print_table
 from disagg import local
-from disagg.cli.cascade import CHAT, Question, ScoredAnswer, asker, compared
+from disagg.cli.cascade import CHAT, PATIENCE_S, Question, ScoredAnswer, asker, compared
 from disagg.cli.cascade_report import SHARES
 from disagg.cli.serve_config import bundled_cascade
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
@@ -240,7 +240,7 @@ def other_ways(answers: Sequence[Compared], parameters: Sequence[int]) -> list[d
 
 async def run(num_per_level: int, num_timed: int) -> tuple[list[Any], list[Any], list[Any]]:
     engine = EngineConfig(num_threads=1, enable_prefix_caching=False)
-    tiers = tuple(TierConfig(model=model, engine=engine) for model in TIERS)
+    tiers = tuple(TierConfig(model=model, engine=engine, ttft_slo_s=PATIENCE_S) for model in TIERS)
     config = ServeConfig(tiers=tiers, transport="local", cluster_key="bench", cascade=CONFIG)
     counts: Counter[str] = Counter()
     groups = new_prompts(num_per_level)

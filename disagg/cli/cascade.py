@@ -38,6 +38,7 @@ from disagg.router.calibration import (
 
 DEFAULTS = CascadeConfig()
 CHAT = "/v1/chat/completions"
+PATIENCE_S = 3600.0  # of models that are loaded here: no prompt is refused because others wait
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # a chat request to its answer
 
@@ -228,7 +229,9 @@ async def _from_here(
     arguments: argparse.Namespace, prompts: Sequence[Question]
 ) -> tuple[list[Compared], list[int]]:
     engine = EngineConfig(num_threads=max(1, (os.cpu_count() or 1) // len(arguments.models)))
-    tiers = tuple(TierConfig(model=model, engine=engine) for model in arguments.models)
+    tiers = tuple(
+        TierConfig(model=model, engine=engine, ttft_slo_s=PATIENCE_S) for model in arguments.models
+    )
     config = ServeConfig(tiers=tiers, transport="local", cluster_key="calibration")
     with console.status("loading both models"):
         async with local.running(config) as cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -12,7 +13,8 @@ from disagg.cli.cascade_report import as_yaml
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
-from disagg.config import CascadeConfig, PromptJudge
+from disagg.config import CascadeConfig, PromptJudge, ServeConfig, TierConfig
+from disagg.errors import DisaggError
 
 GOOD = '{"prompt": "What is 2 + 3?", "label": "5"}'
 PROMPTS = [
@@ -117,6 +119,25 @@ def read_again(text: str, folder: Path) -> CascadeConfig | None:
     add_arguments(parser)
     words = ["demo-small", "demo-large", "--cascade", str(written)]
     return config_from_arguments(parser.parse_args(words)).cascade
+
+
+def test_no_prompt_is_refused_because_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts, all at once: on a slow machine the last ones wait for minutes."""
+    asked: list[ServeConfig] = []
+
+    def running(config: ServeConfig) -> NoReturn:
+        asked.append(config)
+        raise DisaggError("enough was seen")
+
+    monkeypatch.setattr("disagg.local.running", running)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(GOOD)
+    assert calibrate(file) != 0
+    (config,) = asked
+    slowest_s = 60.0 + TierConfig(model="demo-small").ttft_slo_s
+    assert all(tier.ttft_slo_s > 10 * slowest_s for tier in config.tiers)
 
 
 def test_a_threshold_that_is_given_is_kept(tmp_path: Path) -> None:
