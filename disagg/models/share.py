@@ -8,12 +8,12 @@ on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from disagg.errors import StartupError
 from disagg.models.model_config import ModelConfig
 
 MXFP4_GROUP = 32  # values that share a scale
+MOST_RANKS = 16  # that a refusal tries: more GPUs than one machine has
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +63,40 @@ WHOLE = Share()
 
 def check_ranks(config: ModelConfig, num_ranks: int) -> None:
     """Raises `StartupError` if a model cannot be divided into so many equal parts."""
-    if num_ranks == 1:
+    why = _problem(config, num_ranks)
+    if not why:
         return
-    _check_divides(num_ranks, config.num_heads, "heads")
-    heads = config.num_kv_heads
-    if heads % num_ranks and num_ranks % heads:
-        raise _refusal(
-            num_ranks,
-            f"{heads} KV heads are neither divided among {num_ranks} ranks nor are these a multiple"
-            " of them",
-        )
-    if any(config.experts_in(layer) is None for layer in range(config.num_layers)):
-        _check_divides(num_ranks, config.intermediate_size, "intermediate_size")
-    experts = config.experts
-    if experts is None:
-        return
-    _check_divides(num_ranks, experts.intermediate_size, "the intermediate size of an expert")
-    _check_divides(num_ranks, experts.shared_intermediate_size, "the size of the shared expert")
-    own = experts.intermediate_size // num_ranks
-    if experts.is_mxfp4 and own % MXFP4_GROUP:
-        raise _refusal(
-            num_ranks,
-            f"{experts.intermediate_size} / {num_ranks} = {own}, the part of an expert, is no"
-            f" multiple of the {MXFP4_GROUP} values that share a scale in MXFP4",
-        )
-
-
-def _check_divides(num_ranks: int, total: int, what: str) -> None:
-    if total % num_ranks:
-        quotient = float(Fraction(total, num_ranks))
-        raise _refusal(num_ranks, f"{total} ({what}) / {num_ranks} = {quotient:g}")
-
-
-def _refusal(num_ranks: int, why: str) -> StartupError:
-    return StartupError(
-        f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Choose a size that"
-        " divides its heads and inner sizes, often 2, 4 or 8.",
+    sizes = [str(each) for each in range(1, MOST_RANKS + 1) if not _problem(config, each)]
+    raise StartupError(
+        f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Possible up to"
+        f" {MOST_RANKS}: {', '.join(sizes)}.",
         param="tensor_parallel_size",
     )
+
+
+def _problem(config: ModelConfig, num_ranks: int) -> str:
+    """Why so many ranks cannot divide a model; empty if they can."""
+    heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
+    if heads % num_ranks:
+        return f"{heads} (heads) / {num_ranks} = {heads / num_ranks:g}"
+    if kv_heads % num_ranks and num_ranks % kv_heads:
+        return (
+            f"{kv_heads} KV heads are neither divided among {num_ranks} ranks nor are these a"
+            " multiple of them"
+        )
+    sizes = {}
+    if any(config.experts_in(layer) is None for layer in range(config.num_layers)):
+        sizes["intermediate_size"] = config.intermediate_size
+    if experts is not None:
+        sizes["the intermediate size of an expert"] = experts.intermediate_size
+        sizes["the size of the shared expert"] = experts.shared_intermediate_size
+    for what, size in sizes.items():
+        if size % num_ranks:
+            return f"{size} ({what}) / {num_ranks} = {size / num_ranks:g}"
+    own = 0 if experts is None else experts.intermediate_size // num_ranks
+    if experts is not None and experts.is_mxfp4 and num_ranks > 1 and own % MXFP4_GROUP:
+        return (
+            f"{experts.intermediate_size} / {num_ranks} = {own}, the part of an expert, is no"
+            f" multiple of the {MXFP4_GROUP} values that share a scale in MXFP4"
+        )
+    return ""
