@@ -55,13 +55,14 @@ class Command:
         before: str = "true",
         mounts: str = "",
         python: Path = Path(sys.executable),
+        port: int | None = None,
     ) -> None:
         """Args:
         before: what a shell does first, such as `ulimit`.
         mounts: such commands that only the command shall see the effect of, such as `mount`.
         python: in whose environment disagg is installed.
         """
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         netloc = f"[{host}]" if ":" in host else host
         self.url = f"http://{netloc}:{self.port}"
         self._mark = os.urandom(8).hex()
@@ -196,6 +197,14 @@ class Streams:
             self.ends.append(last)
         except httpx.HTTPError as error:
             self.ends.append(repr(error))
+
+
+def refusal_of(command: Command) -> str:
+    """What a start says that cannot work; it leaves nothing."""
+    assert command.ended() == 2, command.output()
+    command.assert_nothing_left()
+    (line,) = [each for each in command.output().splitlines() if each.startswith("disagg: ")]
+    return line
 
 
 def ask(url: str) -> httpx.Response:

@@ -37,6 +37,10 @@ class RayNodes:
             **environment,
         }
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self.address = f"127.0.0.1:{self.gcs_port}"
+        token = self._environment.get("RAY_AUTH_TOKEN")
+        # For requests to the dashboard.
+        self.headers = {"authorization": f"Bearer {token}"} if token else {}
 
     def start_head(self, num_gpus: int = 0) -> None:
         self._start(
@@ -69,12 +73,10 @@ class RayNodes:
     def _wait_for_nodes(self, num_nodes: int) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         url = f"http://127.0.0.1:{self.dashboard_port}/api/cluster_status"
-        token = self._environment.get("RAY_AUTH_TOKEN")
-        headers = {"authorization": f"Bearer {token}"} if token else {}
         while time.monotonic() < deadline:
             assert all(node.poll() is None for node in self._nodes), self.logs()
             try:
-                answer = plain_http.get(url, timeout=5, headers=headers)
+                answer = plain_http.get(url, timeout=5, headers=self.headers)
                 report = answer.json()["data"]["clusterStatus"]
                 if len(report["loadMetricsReport"]["usageByNode"]) >= num_nodes:
                     return

@@ -1,19 +1,15 @@
 """It starts, stops and heals as it says: real signals to a real `disagg serve` under streams.
 
 After each end nothing may be left: no process, port, directory or shared memory. More ends
-are in `test_gpus.py` and `test_wheel.py`, of servers that are started for something else.
+are in `test_gpus.py` and `test_wheel.py`, of servers that are started for something else. A cluster
+of others is in `test_running_cluster.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import secrets
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,7 +21,15 @@ import pytest
 
 from disagg.cli.ports import free_port
 from tests import plain_http
-from tests.e2e.command import NUM_STREAMS, TIMEOUT_S, Command, Streams, ask, until
+from tests.e2e.command import (
+    NUM_STREAMS,
+    TIMEOUT_S,
+    Command,
+    Streams,
+    ask,
+    refusal_of,
+    until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -192,32 +196,24 @@ def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
     command.assert_nothing_left()
 
 
-def _refusal(command: Command) -> str:
-    """What a start says that cannot work; it leaves nothing."""
-    assert command.ended() == 2, command.output()
-    command.assert_nothing_left()
-    (line,) = [each for each in command.output().splitlines() if each.startswith("disagg: ")]
-    return line
-
-
 def test_a_dead_cluster(home: Path) -> None:
     port = free_port()
-    said = _refusal(Command(f"{MODEL} --ray-address 127.0.0.1:{port}", home))
+    said = refusal_of(Command(f"{MODEL} --ray-address 127.0.0.1:{port}", home))
     assert f"No Ray cluster answers at 127.0.0.1:{port}" in said and "ray-address" in said
 
 
 def test_few_open_files(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, before="ulimit -n 300"))
+    said = refusal_of(Command(MODEL, home, before="ulimit -n 300"))
     assert "300 files" in said and "ulimit -n" in said
 
 
 def test_no_haproxy(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, {"RAY_SERVE_HAPROXY_BINARY_PATH": "/nowhere"}))
+    said = refusal_of(Command(MODEL, home, {"RAY_SERVE_HAPROXY_BINARY_PATH": "/nowhere"}))
     assert "--no-haproxy" in said
 
 
 def test_a_log_directory_that_cannot_be(home: Path) -> None:
-    said = _refusal(Command(f"{MODEL} --log-dir /proc/logs", home))
+    said = refusal_of(Command(f"{MODEL} --log-dir /proc/logs", home))
     assert "/proc/logs cannot be written to" in said
 
 
@@ -229,29 +225,29 @@ def other_tmp(options: str) -> str:
 
 
 def test_a_small_shared_memory(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, mounts="mount -t tmpfs -o size=32m tmpfs /dev/shm"))
+    said = refusal_of(Command(MODEL, home, mounts="mount -t tmpfs -o size=32m tmpfs /dev/shm"))
     assert "/dev/shm has 32 MiB left" in said and "--shm-size" in said
 
 
 def test_a_full_disk(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, mounts=other_tmp("size=99m")))
+    said = refusal_of(Command(MODEL, home, mounts=other_tmp("size=99m")))
     assert "/tmp has 98 MiB left" in said and "make 256 MiB free" in said
 
 
 def test_a_disk_without_a_byte_left(home: Path) -> None:
     filled = f"{other_tmp('size=1m')} && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
-    said = _refusal(Command(MODEL, home, mounts=filled))
+    said = refusal_of(Command(MODEL, home, mounts=filled))
     assert "/tmp has 0 MiB left" in said
 
 
 def test_a_temporary_directory_that_is_read_only(home: Path) -> None:
     mounts = f"{other_tmp('ro')} && mount -t tmpfs tmpfs /mnt"
-    said = _refusal(Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=mounts))
+    said = refusal_of(Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=mounts))
     assert "/tmp cannot be written to (Read-only file system)" in said
 
 
 def test_no_place_for_logs(home: Path) -> None:
-    said = _refusal(Command(MODEL, home, mounts=other_tmp("ro")))
+    said = refusal_of(Command(MODEL, home, mounts=other_tmp("ro")))
     assert "nor /tmp can be written to; name a place with --log-dir" in said
 
 
@@ -286,72 +282,8 @@ def test_a_start_that_stands_still(home: Path, program: str) -> None:
     assert ray is not None and ray.submodule_search_locations is not None
     (directory,) = ray.submodule_search_locations
     mounts = f"mount --bind {frozen} {directory}/core/src/ray/{program}"
-    said = _refusal(Command(MODEL, home, mounts=mounts))
+    said = refusal_of(Command(MODEL, home, mounts=mounts))
     assert "Starting Ray came to a standstill" in said
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and home of a Ray cluster of others that wants the token in its user's home."""
-    home, port = tmp_path_factory.mktemp("others"), free_port()
-    (home / ".ray").mkdir()
-    (home / ".ray" / "auth_token").write_text(secrets.token_hex(32))
-    # Ray's sockets lie in it, whose paths may have 107 characters only.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
-        words = (
-            f"start --head --block --port {port} --node-ip-address 127.0.0.1 --num-cpus 4"
-            f" --include-dashboard=false --temp-dir {short} --disable-usage-stats"
-            f" --ray-client-server-port {free_port()}"
-        )
-        environment = {**os.environ, "HOME": str(home), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
-        ray = Path(sys.executable).parent / "ray"
-        with (home / "ray.log").open("w") as log:
-            head = subprocess.Popen(
-                [str(ray), *words.split()], env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
-            until(lambda: "Ray runtime started" in (home / "ray.log").read_text())
-            yield f"127.0.0.1:{port}", home
-        finally:
-            family = psutil.Process(head.pid).children(recursive=True)
-            head.kill()
-            head.wait(TIMEOUT_S)
-            for each in family:
-                with contextlib.suppress(psutil.Error):
-                    each.kill()
-            psutil.wait_procs(family, TIMEOUT_S)  # or they write while their directory is removed
-
-
-def test_a_cluster_that_wants_a_token(cluster: tuple[str, Path], home: Path) -> None:
-    address, _ = cluster
-    said = _refusal(Command(f"{MODEL} --ray-address {address}", home))
-    assert f"{address} wants its token" in said and "RAY_AUTH_TOKEN" in said
-    wrong = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    said = _refusal(Command(f"{MODEL} --ray-address {address}", home, wrong))
-    assert "does not take the token in RAY_AUTH_TOKEN" in said
-
-
-def test_who_has_its_token_is_let_in(cluster: tuple[str, Path], home: Path) -> None:
-    address, of_head = cluster
-    own = {"RAY_AUTH_TOKEN_PATH": str(of_head / ".ray" / "auth_token")}
-    command = Command(f"{ONE_WORKER} --ray-address {address}", home, own)
-    try:
-        command.wait_ready()
-        assert ask(command.url).status_code == 200
-        command.process.send_signal(signal.SIGTERM)
-    finally:
-        assert command.ended() == 0
-    command.assert_only_own_lines()
-
-
-def test_a_cluster_whose_head_is_frozen(cluster: tuple[str, Path], home: Path) -> None:
-    """Last of those with this cluster."""
-    address, _ = cluster
-    port = f"--gcs_server_port={address.rpartition(':')[2]}"
-    (head,) = [each for each in psutil.process_iter() if port in _words(each)]
-    head.suspend()
-    said = _refusal(Command(f"{MODEL} --ray-address {address}", home))
-    assert "does not answer within 5 s" in said
 
 
 def _words(process: psutil.Process) -> list[str]:
