@@ -36,6 +36,10 @@ from disagg.router.replay import (
 from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 
+# Of the prompts that the rest of a decode worker could compute if it had no streams. Steps with
+# streams in them take fewer prompt tokens, because each must end within the TPOT SLO.
+HELPING_SHARE = 0.8
+
 
 class PoolTarget(msgspec.Struct, frozen=True):
     """The size that one pool should have.
@@ -84,7 +88,8 @@ class Autoscaler:
                     goal, number = self._want(now, tier, role, pool, states[name], num_helping)
                     goals[name], wanted[name] = goal, number
                     if role == "decode" and _shares_work(tier):
-                        num_helping = max(0.0, number - goal.num_busy(number))
+                        num_left = max(0.0, number - goal.num_busy(number))
+                        num_helping = HELPING_SHARE * num_left
         granted = _within(wanted, least, self._max_num_workers)
         return {
             name: PoolTarget(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)
