@@ -26,7 +26,7 @@ from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.ops import Experts, Ops
-from disagg.planner.shapes import MXFP4_NBYTES
+from disagg.models.experts_config import MXFP4_NBYTES
 
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference

@@ -9,6 +9,8 @@ from disagg.models.config_fields import Fields
 from disagg.models.families import ExpertNames
 
 MXFP4 = "mxfp4"
+MXFP4_GROUP = 32  # values that share a scale
+MXFP4_NBYTES = (MXFP4_GROUP / 2 + 1) / MXFP4_GROUP  # of a value
 _MOST = 10_000  # experts of a layer; there are models with hundreds
 
 

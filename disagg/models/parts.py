@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from disagg.models.experts_config import ExpertsConfig
+from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
 from disagg.models.families import FAMILIES, ExpertNames
 from disagg.models.model_config import ModelConfig
-from disagg.models.share import MXFP4_GROUP
 
 Shape: TypeAlias = tuple[int, ...]
 Range: TypeAlias = tuple[int, int]  # first, end

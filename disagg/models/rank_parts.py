@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from disagg.kernels.int4_groups import num_groups
+from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
-from disagg.models.share import MXFP4_GROUP, WHOLE, Share
+from disagg.models.share import WHOLE, Share
 
 
 def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from disagg.errors import StartupError
+from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.model_config import ModelConfig
 
-MXFP4_GROUP = 32  # values that share a scale
 MOST_RANKS = 16  # that a refusal tries: more GPUs than one machine has
 
 

@@ -13,10 +13,10 @@ import msgspec
 from disagg.config import SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
+from disagg.models.experts_config import MXFP4_NBYTES
 from disagg.models.hub import fetch_config, is_repository
 
 NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
-MXFP4_NBYTES = 17 / 32
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
