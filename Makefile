@@ -47,7 +47,7 @@ chat: $(READY)
 # and `scripts/`, and kernels for all GPUs, are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
-	@echo "All tests, for about 16 minutes: tail -f $(VENV)/parts/*/out"; \
+	@echo "All tests, for about 15 minutes: tail -f $(VENV)/parts/*/out"; \
 	began_s=$$(date +%s); rm -rf $(VENV)/parts; mkdir $(VENV)/parts; \
 	$(MAKE) --no-print-directory --keep-going --jobs=3 $(PARTS) types || \
 	$(MAKE) --no-print-directory test-again; status=$$?; \

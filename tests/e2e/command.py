@@ -139,8 +139,15 @@ class Command:
         until(lambda: not self._processes(), LEFT_TIMEOUT_S, self.left)
         until(lambda: _dead_runs() <= self._runs, LEFT_TIMEOUT_S, self.left)
         until(lambda: _shared_memory() <= self._shared_memory, LEFT_TIMEOUT_S, self.left)
-        with socket.create_server(("", self.port)):
-            pass
+        until(self._has_free_port, LEFT_TIMEOUT_S, self.left)
+
+    def _has_free_port(self) -> bool:
+        """The kernel closes what killed processes had open after they are gone."""
+        try:
+            with socket.create_server(("", self.port)):
+                return True
+        except OSError:
+            return False
 
     def _processes(self) -> list[psutil.Process]:
         """By a mark in the environment, which children inherit whatever becomes of parents."""
