@@ -12,6 +12,7 @@ import torch
 
 from disagg.kernels import cpu_step, dispatch
 from disagg.kernels.cpu_library import CPU_KERNELS, SAMPLING, STEP, Library, find_library, load
+from disagg.kernels.dispatch import Quantization
 from disagg.kernels.torch_sampling import TorchSampling
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
@@ -65,12 +66,16 @@ def test_the_environment_may_ask_for_torch(
         find_library.cache_clear()
 
 
-def test_without_compiled_kernels_a_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_without_compiled_kernels_a_step_is_torchs(
+    quantization: Quantization | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU without their instructions, a model that they would compute."""
     found = load(STEP, STEP.file, ALL - {"avx512f"})
     monkeypatch.setattr(cpu_step, "find_library", lambda library: found)
     cpu = torch.device("cpu")
-    decoder = Decoder(SMALL, random_weights(SMALL, torch.bfloat16, cpu, seed=2))
+    weights = random_weights(SMALL, torch.bfloat16, cpu, seed=2)
+    decoder = Decoder(SMALL, weights, quantization=quantization)
     assert decoder.step is None
     assert decoder.step_sentence == "torch, as this CPU has no avx512f"
     slab = new_slab(SMALL, 1, 16, torch.bfloat16)
