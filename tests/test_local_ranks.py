@@ -24,6 +24,7 @@ from disagg.errors import EngineFailed, StartupError
 from disagg.local import LocalCluster
 from disagg.worker.check import check_tier
 from disagg.worker.parts import build_parts
+from disagg.worker.ranks import Ranks
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
@@ -94,6 +95,12 @@ async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path)
         moved = await moving
         assert moved.status_code == 200, moved.text
         assert text(moved.json()) == reference.chat("last: " + LONG, 100, ignore_eos=True)
+        # As if the worker's only process had been killed: it may happen to a request again.
+        decisions = running.ingress.dispatcher.decision(moved.json()["id"])
+        assert any(
+            "worker_lost: The worker has lost a part: rank 1" in d.because for d in decisions
+        )
+        assert not any("engine_failed" in d.because for d in decisions), decisions
         await until(lambda: decode._thread.failed is not None)
         with pytest.raises(EngineFailed):
             decode.check_health()
@@ -128,6 +135,15 @@ def test_a_start_that_fails_on_a_rank_names_it(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(StartupError, match=r"^rank 1 of 2 ended .* exit status 1;"):
         build_parts(config(model), config(model).tiers[0], "failing", 1)
+
+
+def test_a_rank_that_ends_by_itself_is_a_failed_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
+    assert isinstance(ranks.diagnose(RuntimeError("the step's")), EngineFailed)
+    ranks.close()
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.step import TokenEvent
-from disagg.errors import EngineFailed, WorkerLost
+from disagg.errors import DisaggError, EngineFailed, WorkerLost
 from disagg.messages import KVEvent, WorkerStatus
 from disagg.time_model import StepFeatures
 
@@ -39,7 +39,11 @@ class StepResult(msgspec.Struct, frozen=True):
     status: WorkerStatus
     features: StepFeatures | None = None
     seconds: float = 0.0
-    failure: EngineFailed | None = None
+    failure: DisaggError | None = None
+
+
+def engine_failed(cause: Exception) -> DisaggError:
+    return EngineFailed(f"The engine failed and its worker must restart: {cause!r}")
 
 
 class EngineThread:
@@ -52,6 +56,7 @@ class EngineThread:
         timer: monotonic seconds, for durations.
         between_steps: called between steps with the time of the clock; returns whether it has work
             in progress and wants to be called again soon.
+        diagnose: what requests hear of an exception that broke the engine; it may wait.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class EngineThread:
         clock: Callable[[], float],
         timer: Callable[[], float],
         between_steps: Callable[[float], bool] | None = None,
+        diagnose: Callable[[Exception], DisaggError] = engine_failed,
         name: str = "engine",
     ) -> None:
         self.engine = engine
@@ -71,6 +77,7 @@ class EngineThread:
         self._clock = clock
         self._timer = timer
         self._between_steps = between_steps
+        self._diagnose = diagnose
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
         self._wait_s = 0.0
@@ -152,7 +159,7 @@ class EngineThread:
 
     def _refuse_all(self, cause: Exception) -> None:
         """After a failure: answer every request with its cause, until `stop`."""
-        error = EngineFailed(f"The engine failed and its worker must restart: {cause!r}")
+        error = self._diagnose(cause)
         error.__cause__ = cause
         while True:
             events = tuple(self.engine.abandon(error))

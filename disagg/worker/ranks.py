@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import disagg
 from disagg.config import ServeConfig, TierConfig
-from disagg.errors import StartupError
+from disagg.engine.engine_thread import engine_failed
+from disagg.errors import DisaggError, StartupError, WorkerLost
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
@@ -47,6 +49,7 @@ if TYPE_CHECKING:  # needs torch
     from disagg.models.communicator import Communicator
 
 STOP_TIMEOUT_S = 5.0
+END_WAIT_S = 1.0  # between the end of a rank's pipes and that of its process
 Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
@@ -81,6 +84,10 @@ class Rank:
     @property
     def name(self) -> str:
         return self._name
+
+    def end(self, status: int) -> str:
+        """How it ended, for people."""
+        return f"{self._name} ended with exit status {status}"
 
     def answer(self, kind: type[Answer]) -> Answer:
         """Wait for a message of the start.
@@ -210,11 +217,27 @@ class Ranks:
         def wait(rank: Rank) -> None:
             status = rank.process.wait()
             if not self._is_closing:
-                lost(f"{rank.name} ended with exit status {status}")
+                lost(rank.end(status))
 
         for rank in self.others:
             name = f"watch {rank.name}"
             threading.Thread(target=wait, args=(rank,), name=name, daemon=True).start()
+
+    def diagnose(self, cause: Exception) -> DisaggError:
+        """What requests hear of an exception that broke the engine.
+
+        If a rank was killed, their worker is lost, as if its only process had been killed. A rank
+        that ends by itself has failed on a step, as an engine does, and so may the next one.
+        """
+        deadline_s = time.monotonic() + END_WAIT_S
+        while True:
+            statuses = [rank.process.poll() for rank in self.others]
+            for rank, status in zip(self.others, statuses, strict=True):
+                if status is not None and status < 0:
+                    return WorkerLost(f"The worker has lost a part: {rank.end(status)}.")
+            if None not in statuses or time.monotonic() > deadline_s:
+                return engine_failed(cause)
+            time.sleep(0.01)
 
     def close(self) -> None:
         """End all other ranks."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from disagg.config import ServeConfig, TierConfig
-from disagg.engine.engine_thread import EngineThread, StepResult
+from disagg.engine.engine_thread import EngineThread, StepResult, engine_failed
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import Cancel, Peers, Prefetch, Release, Resync, Role, Start, WorkerRecord
@@ -59,6 +59,7 @@ class Worker:
             clock=clock,
             timer=time.monotonic,
             between_steps=self._core.advance,
+            diagnose=engine_failed if parts.ranks is None else parts.ranks.diagnose,
             name=f"engine-{record.role}",
         )
         self._server = LinkServer(
