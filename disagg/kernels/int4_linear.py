@@ -2,7 +2,8 @@
 some neighbours in a row.
 
 A compiled product (`csrc/int4.h`) reads them for prompts and decode steps alike; products are of
-the activations' own bfloat16, sums of float32. Without it torch widens the weight for each product.
+the activations' own bfloat16, sums of float32. Without it torch widens the weight for each product,
+some rows at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from disagg.kernels.linear import PANEL, PlainLinear
 
 LARGEST = 15
 UNIT = 8  # numbers of a row that lie together in a panel
-_ROWS_AT_ONCE = 1024  # that are quantised together: few enough for the processor's cache
+_ROWS_AT_ONCE = 1024  # that are quantised or widened together: few enough for the cache
 _PANELS_AT_ONCE = 16  # for a thread to be worth waking up
 _EVEN_ODD = 2
 
@@ -49,7 +50,8 @@ class Int4Linear(PlainLinear):
     def __call__(self, x: Tensor) -> Tensor:
         if self._rows is not None and x.dtype == torch.bfloat16:
             return self._compiled(x.contiguous())
-        made = functional.linear(x, self.widened().to(x.dtype))
+        parts = torch.split(torch.arange(self.num_out), _ROWS_AT_ONCE)
+        made = torch.cat([functional.linear(x, self.rows(part).to(x.dtype)) for part in parts], 1)
         return made if self.bias is None else made.add_(self.bias)
 
     @property
@@ -110,10 +112,11 @@ class Int4Linear(PlainLinear):
         else:
             numbers = _unpacked(self.numbers[which], self.num_in)
             scales, least = self.scales[which].unbind(2)
-        groups = torch.arange(self.num_in) // GROUP
+        filled = functional.pad(numbers, (0, -self.num_in % GROUP))
+        groups = filled.view(-1, scales.shape[1], GROUP).float()
         # As compiled code does: rounded once.
-        wide = numbers.float() * scales.float()[:, groups] + least.float()[:, groups]
-        return wide.to(self.scales.dtype)
+        groups.mul_(scales.float().unsqueeze(2)).add_(least.float().unsqueeze(2))
+        return groups.to(self.scales.dtype).flatten(1)[:, : self.num_in]
 
     @property
     def _is_in_panels(self) -> bool:

@@ -50,7 +50,7 @@ def test_groups_of_equal_numbers_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (5, 33)])
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 33), (1200, 40)])
 @pytest.mark.parametrize("num_rows", [0, 1, 70])
 def test_products_are_those_of_the_widened_weight(
     num_rows: int, shape: tuple[int, int], dtype: torch.dtype
