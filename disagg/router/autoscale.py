@@ -37,7 +37,8 @@ from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 
 # Of the prompts that the rest of a decode worker could compute if it had no streams. Steps with
-# streams in them take fewer prompt tokens, because each must end within the TPOT SLO.
+# streams in them take fewer prompt tokens, because each must end within the TPOT SLO. Chosen among
+# 2/3, 0.8 and 1 on the simulated loads of `bench.autoscale` (docs/notebook/autoscaling.md).
 HELPING_SHARE = 0.8
 
 
@@ -88,8 +89,8 @@ class Autoscaler:
                     goal, number = self._want(now, tier, role, pool, states[name], num_helping)
                     goals[name], wanted[name] = goal, number
                     if role == "decode" and _shares_work(tier):
-                        num_left = max(0.0, number - goal.num_busy(number))
-                        num_helping = HELPING_SHARE * num_left
+                        serving = number if pool.autoscaling else min(number, pool.num_replicas)
+                        num_helping = HELPING_SHARE * (serving - goal.num_busy(serving))
         granted = _within(wanted, least, self._max_num_workers)
         return {
             name: PoolTarget(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)

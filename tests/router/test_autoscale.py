@@ -164,6 +164,19 @@ def test_what_streams_leave_of_decode_workers_serves_prompts(tpot_slo_s: float |
     assert sizes[PREFILL] == (needed if tpot_slo_s is None else needed - 1)
 
 
+def test_decode_workers_that_stand_by_do_not_help() -> None:
+    """Those of a fixed pool get no requests; those of a pool that follows the load do."""
+    sizes = []
+    for num_standby in (0, 3):
+        decode = PoolConfig(num_replicas=1, num_standby=num_standby)
+        played = Played(msgspec.structs.replace(tier(), decode=decode))
+        for _ in range(60):
+            last = played.second(asked(8.0, prompt=2000.0, answer=10.0))
+        assert last[DECODE] == 1 + num_standby
+        sizes.append(last[PREFILL])
+    assert sizes[0] == sizes[1] > 1
+
+
 def test_decode_workers_that_are_busy_do_not_help() -> None:
     played = Played(tier(tpot_slo_s=0.015))
     for _ in range(60):
