@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,17 @@ from disagg import local
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import parse_config
 from disagg.errors import EngineFailed, StartupError
+from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
+from disagg.kvtransfer.ticket import Peer
 from disagg.local import LocalCluster
+from disagg.rank_messages import ConnectPeer, FromRank
+from disagg.worker import rank
 from disagg.worker.check import check_tier
 from disagg.worker.parts import build_parts
 from disagg.worker.ranks import Ranks
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
+from tests.kvtransfer.memory import Memory
 from tests.links.fakes import until
 from tests.test_local import ENGINE, LONG, body, chat, has_stepped, text, until_empty
 from tests.tiny_model import tiny_parts, write_tiny_model
@@ -59,7 +66,7 @@ async def cluster(model: Path) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncC
 
 def processes(worker: Worker) -> list[subprocess.Popen[bytes]]:
     assert worker._ranks is not None
-    return [rank.process for rank in worker._ranks.others]
+    return [other.process for other in worker._ranks.others]
 
 
 async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path) -> None:
@@ -144,6 +151,25 @@ def test_a_rank_that_ends_by_itself_is_a_failed_engine(
     ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
     assert isinstance(ranks.diagnose(RuntimeError("the step's")), EngineFailed)
     ranks.close()
+
+
+class BrokenTransport(LocalTransport):
+    def add_peer(self, peer: Peer) -> None:
+        raise RuntimeError("planted")
+
+
+def test_a_rank_ends_with_the_thread_that_moves_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(rank, "_end", ended.put)
+    jobs: queue.SimpleQueue[rank.Job] = queue.SimpleQueue()
+    told: list[FromRank] = []
+    memory = Memory("reader.1")
+    own = memory.slab, memory.stamps
+    transport = BrokenTransport(LocalFleet(), "reader.1", 1, *own, clock=lambda: 0.0)
+    rank._start_thread("move", partial(rank._move, transport, jobs, told.append))
+    jobs.put(ConnectPeer(Memory("source").peer()))
+    assert ended.get(timeout=60) == 1
+    assert not told
 
 
 PROGRAM = """

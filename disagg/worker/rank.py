@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
@@ -69,7 +70,8 @@ class _Pipes:
         self.jobs: SimpleQueue[Job] | None = None
 
     def tell(self, message: FromRank) -> None:
-        self.control.send_bytes(encode(message))
+        with contextlib.suppress(OSError):  # the first rank is gone, which ends `listen`
+            self.control.send_bytes(encode(message))
 
     def listen(self) -> None:
         """Pass on what the first rank says, and end the process after it."""
@@ -94,7 +96,7 @@ def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     start = decode_to_rank(pipes.control.recv_bytes())
     assert isinstance(start, RankStart)
     logs.setup(start.worker_id)
-    threading.Thread(target=pipes.listen, name="listen", daemon=True).start()
+    _start_thread("listen", pipes.listen)
     try:
         follower = _started(start, pipes)
     except Exception as error:
@@ -141,7 +143,7 @@ def _started(start: RankStart, pipes: _Pipes) -> Follower:
     )
     jobs: SimpleQueue[Job] = SimpleQueue()
     pipes.jobs = jobs
-    threading.Thread(target=_move, args=(transport, jobs, pipes.tell), daemon=True).start()
+    _start_thread("move", partial(_move, transport, jobs, pipes.tell))
     pipes.tell(RankReady(transport.peer))
     return follower
 
@@ -179,6 +181,19 @@ def _begin(
         log.warning("%s", error)
         if isinstance(job, PullBlocks):  # the prompt is computed instead
             tell(RankPulled(job.number, PullDone(0, error.message, 0, 0, 0.0)))
+
+
+def _start_thread(name: str, target: Callable[[], None]) -> None:
+    """Start a thread that ends the process if it fails: without it pulls would never end."""
+
+    def run() -> None:
+        try:
+            target()
+        except Exception:
+            log.exception("The thread %r of a rank failed.", name)
+            _end(1)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 def _end(status: int) -> NoReturn:
