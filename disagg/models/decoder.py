@@ -100,8 +100,9 @@ class Decoder:
         self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
-        self.step, self.step_sentence = cpu_step(self._dense())
-        if communicator is not None:
+        if communicator is None:
+            self.step, self.step_sentence = cpu_step(self._dense())
+        else:
             self.step, self.step_sentence = None, "torch, because a sum of ranks is not compiled"
 
     def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
