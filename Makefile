@@ -66,10 +66,12 @@ test-models test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as three write at a time.
 $(PARTS): $(MODEL)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
-	$(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1 && rm $$into/failed; status=$$?; \
+	$(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1; status=$$?; \
+	case $$status in 0) rm $$into/failed ;; 1) ;; *) rm -rf $$into/cache ;; esac; \
 	echo "$@:"; cat $$into/out; exit $$status
 
-# A part that ended before it could say which of its tests failed has none to run again, and fails.
+# pytest ends with 1 when it has run all tests and some failed: these run again. A part that ended
+# otherwise, killed or interrupted, has not run them all: none is run again, and it fails.
 test-again: types
 	@for each in $(VENV)/parts/*/failed; do \
 		echo "Failed beside others, and now alone ($$each):"; \
