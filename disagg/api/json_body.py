@@ -163,7 +163,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(text: str) -> int:
     """A function of Python, so that other threads run between the integers: of a million, the
     parser alone would keep them waiting for 40 ms."""
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:  # Python reads 4,300 digits, and says how its users may change that
+        raise ValueError(f"an integer has {len(text.lstrip('-'))} digits") from None
 
 
 def _finite(text: str) -> float:

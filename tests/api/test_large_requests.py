@@ -235,3 +235,8 @@ async def test_deep_schemas_of_tools_are_a_refusal(depth: int) -> None:
         for url in ("/v1/chat/completions", "/tokenize"):
             reply = await client.post(url, content=body, headers=JSON)
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_an_integer_of_too_many_digits_is_refused_in_the_words_of_the_api() -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid JSON: an integer has 5001 digits\.$"):
+        load_object(b'{"n":1' + b"0" * 5000 + b"}")

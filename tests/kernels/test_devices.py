@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
         monkeypatch.delenv(name)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(devices, "AMD", tmp_path / "kfd")
-    monkeypatch.setattr(devices, "LIBRARY", "libcuda-absent.so")
+    monkeypatch.setattr(devices, "LIBRARY", "no-such-library.so")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return monkeypatch
 
@@ -80,7 +80,7 @@ import sys
 from pathlib import Path
 from disagg.kernels import devices
 devices.DRIVER = devices.AMD = Path("/nowhere")
-devices.LIBRARY = "libcuda-absent.so"
+devices.LIBRARY = "no-such-library.so"
 assert devices.gpus_here() == devices.Gpus()
 assert "torch" not in sys.modules
 """
