@@ -198,7 +198,8 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
 def _with_store(
     config: ServeConfig, cleanup: ExitStack, directory: Path
 ) -> tuple[ServeConfig, EmbeddedRedis | None]:
-    if config.redis_url is not None or not config.cold_tier_nbytes:
+    has_use = any(tier.engine.stores_evicted for tier in config.tiers)
+    if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)
     redis.start()

@@ -147,8 +147,7 @@ def _build(
     )
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = slab_of(kv_cache)
-    has_store = tier.engine.enable_prefix_caching and ranks is None  # of all ranks' bytes: not yet
-    cold_tier = new_cold_tier(config, slab) if has_store else None
+    cold_tier = new_cold_tier(config, slab) if tier.engine.stores_evicted else None
     reader = new_reader(kv_cache, slab) if cold_tier is not None else None
     host_tier: HostTier | None = None
     num_slots = num_host_blocks(tier.engine, slab.block_nbytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from disagg.cli import serve, serve_config
+from disagg.cli import serve, serve_config, server_process
 from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
@@ -150,6 +151,33 @@ def test_the_store_takes_a_share_of_the_memory_that_is_free(
         assert config_of("demo-small").cold_tier_nbytes == expected
     assert config_of("--cold-tier-bytes", "5000").cold_tier_nbytes == 5000
     assert config_of("--no-redis").cold_tier_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "is_started"),
+    [
+        ((), True),
+        (("--tensor-parallel-size", "2"), False),
+        (("--no-enable-prefix-caching",), False),
+    ],
+)
+def test_no_store_is_started_that_no_worker_would_use(
+    words: tuple[str, ...], is_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+
+    class FakeRedis:
+        def __init__(self, directory: Path, max_memory_nbytes: int) -> None:
+            self.url = "redis://fake"
+            self.start, self.stop = lambda: started.append(directory), lambda: None
+
+    monkeypatch.setattr(server_process, "EmbeddedRedis", FakeRedis)
+    with ExitStack() as cleanup:
+        config, redis = server_process._with_store(
+            config_of("demo-small", *words), cleanup, tmp_path
+        )
+    assert (redis is not None, config.redis_url is not None) == (is_started, is_started)
+    assert bool(started) == is_started
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(
