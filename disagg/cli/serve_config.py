@@ -184,7 +184,7 @@ def _tenants(file: str | None) -> tuple[Any, Any]:
 
 
 def bundled_cascade() -> Any:
-    """The `cascade` section of the two bundled models, as `disagg cascade calibrate` wrote it."""
+    """The `cascade` section that was calibrated for the two bundled models."""
     return _read_config_file(ASSETS / "cascade.yaml")["cascade"]
 
 
