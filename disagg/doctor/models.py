@@ -9,7 +9,7 @@ from disagg.errors import DisaggError, NotEnoughMemory
 from disagg.kernels.devices import gpus_here
 from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import step_sizes
+from disagg.planner.step_sizes import largest_step
 
 GIB = 1 << 30
 
@@ -22,9 +22,7 @@ def check_model(tier: TierConfig) -> list[Finding]:
     try:
         model = describe_model(tier.directory)
         engine = tier.engine
-        sizes = step_sizes(
-            shape_of(model), gpu_name, engine.kv_cache_dtype, engine.tensor_parallel_size
-        )
+        sizes = largest_step(engine, model, gpu_name)
         plan = check_engine(engine, model, gpu_nbytes=gpu_nbytes, largest_step=sizes)
     except NotEnoughMemory as error:
         return [Finding(f"KV of {tier.name}", error.message, "wrong", _flag(error))]

@@ -10,9 +10,11 @@ These are the most that a step may have where the memory has room for them
 
 from __future__ import annotations
 
+from disagg.config import EngineConfig
+from disagg.models.description import ModelDescription
 from disagg.planner.gpus import gpu_called
 from disagg.planner.roofline import Placement
-from disagg.planner.shapes import KV_BITS, ModelShape
+from disagg.planner.shapes import KV_BITS, ModelShape, shape_of
 
 NUMS_SEQS = range(256, 513, 32)
 NUMS_TOKENS = (2048, 4096, 8192)
@@ -21,6 +23,12 @@ CONTEXT_TOKENS = 512  # of a sequence. Longer ones need fewer sequences for the 
 # second delays only those who wait for a step with prompts.
 DECODE_SHARE = 0.95
 PROMPT_SHARE = 0.995
+
+
+def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
+    """Sequences and tokens that a worker's largest step should have; see `step_sizes`."""
+    num_ranks = engine.tensor_parallel_size
+    return step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype, num_ranks)
 
 
 def step_sizes(

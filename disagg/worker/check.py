@@ -11,8 +11,7 @@ from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.errors import StartupError
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
-from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import step_sizes
+from disagg.planner.step_sizes import largest_step
 
 
 def check_tier(
@@ -62,12 +61,6 @@ def check_tier(
         pool = tier.prefill if role == "prefill" else tier.decode
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
     return host_nbytes
-
-
-def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
-    """Sequences and tokens that a worker's largest step should have; see `step_sizes`."""
-    num_ranks = engine.tensor_parallel_size
-    return step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype, num_ranks)
 
 
 def _check_cores(num_ranks: int) -> None:

@@ -27,12 +27,12 @@ from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
+from disagg.planner.step_sizes import largest_step
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
-from disagg.worker.check import largest_step
 from disagg.worker.first_steps import first_steps
 
 if TYPE_CHECKING:  # needs torch

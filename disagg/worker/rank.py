@@ -29,6 +29,7 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
 from disagg.models.description import describe_model
 from disagg.models.share import Share
+from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
     ConnectPeer,
     FromRank,
@@ -44,7 +45,6 @@ from disagg.rank_messages import (
     decode_to_rank,
     encode,
 )
-from disagg.worker.check import largest_step
 from disagg.worker.parts import new_transport, slab_of
 
 if TYPE_CHECKING:  # needs torch
