@@ -152,14 +152,7 @@ def check_models(
     gpu_name: str = "",
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> None:
-    """Refuse what cannot be served before any process starts.
-
-    Args:
-        gpu_nbytes: memory of each GPU, where it is known.
-        is_here: whether workers run on this machine.
-        gpu_name: as the driver says it; empty: not known.
-        tell: gets sentences for the user.
-    """
+    """Refuse what cannot be served before any process starts. Arguments are as of `check_tier`."""
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
