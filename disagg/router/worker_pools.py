@@ -254,7 +254,10 @@ class ModelPools:
             decodes = [self._workers[name] for name in self.decode.names]
             workers = list(self._workers.values())
             return workers, decodes or workers
-        prefills, decodes = self._cheapest(self.prefill), self._cheapest(self.decode)
+        decodes = self._cheapest(self.decode)
+        if self.prefill is self.decode:
+            return decodes, decodes
+        prefills = self._cheapest(self.prefill)
         return [*prefills, *decodes], decodes or prefills
 
     def _cheapest(self, pool: WorkerPool) -> list[WorkerView]:
