@@ -51,10 +51,9 @@ def play(
     chosen, other = (apart, together) if advice.disaggregate else (together, apart)
     assert chosen is not None
     enough = 100.0 * QUANTILE
-    said = f"Played, {chosen.in_time_percent:.1f} % of its requests are in time"
-    if chosen.in_time_percent >= enough:
-        reason = f"{advice.reason} {said}."
-    elif other is not None and other.in_time_percent > chosen.in_time_percent:
+    reason = f"{advice.reason} Played, {chosen.in_time_percent:.1f} % of its requests are in time."
+    is_less = chosen.in_time_percent < enough
+    if is_less and other is not None and other.in_time_percent > chosen.in_time_percent:
         kind = "Do not disaggregate" if advice.disaggregate else "Disaggregate"
         reason = (
             f"{kind}: played, the cheaper fleet serves {chosen.in_time_percent:.1f} % of the"
@@ -62,8 +61,6 @@ def play(
         )
         advice = msgspec.structs.replace(advice, disaggregate=not advice.disaggregate)
         chosen = other
-    else:
-        reason = f"{advice.reason} {said}."
     if chosen.in_time_percent < enough:
         reason += f" That is less than {enough:g} %: take a worker more, or ask for less."
     return msgspec.structs.replace(advice, reason=reason), Played(apart, together)
