@@ -5,6 +5,8 @@ Loads no torch where there is no GPU.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from disagg.config import EngineConfig
@@ -20,7 +22,7 @@ from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
-from disagg.models.share import WHOLE, Share, check_ranks
+from disagg.models.share import Share, check_ranks
 from disagg.models.tensor_check import check_weights
 
 CPU_BLOCK_SIZE = 16
@@ -49,24 +51,60 @@ def check_engine(
     """
     model = description.config
     check_ranks_of(config, model)
-    max_model_len = choose_max_model_len(config, model)
+    choose_max_model_len(config, model)
     check_weights(description)
     if not is_here and config.device != "cpu":
         return None
-    config = without_graphs(config)
-    share = Share(0, config.tensor_parallel_size)
-    device = choose_device(config)
-    check_quantization(config, model, device)
-    dtype = choose_dtype(config, model, device)
-    shape = choose_shape(config, description, dtype, device, share)
-    itemsize = FORMATS[dtype].itemsize
-    if device == "cpu":
-        return plan_memory(config, model, shape, max_model_len, itemsize, None)
+    chosen = choose(config, description, Share(0, config.tensor_parallel_size))
+    if chosen.device == "cpu":
+        return chosen.plan_memory(model, None, largest_step)
     if gpu_nbytes is None:
         return None
     is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-    return plan_memory(config, model, shape, max_model_len, itemsize, claim_nbytes, largest_step)
+    return chosen.plan_memory(model, claim_nbytes, largest_step)
+
+
+class Choices(NamedTuple):
+    """What an engine's settings come to with a model on a device.
+
+    config: without graphs where there are several ranks.
+    shape: of the rank's KV blocks.
+    """
+
+    config: EngineConfig
+    device: DeviceType
+    dtype: str
+    shape: KVShape
+    max_model_len: int
+
+    def plan_memory(
+        self, model: ModelConfig, claim_nbytes: int | None, largest_step: tuple[int, int]
+    ) -> MemoryPlan:
+        """See `memory_plan.plan_memory`."""
+        return plan_memory(
+            self.config,
+            model,
+            self.shape,
+            self.max_model_len,
+            FORMATS[self.dtype].itemsize,
+            claim_nbytes,
+            largest_step,
+        )
+
+
+def choose(config: EngineConfig, description: ModelDescription, share: Share) -> Choices:
+    """Raises `StartupError`: a setting contradicts the model or the device."""
+    model = description.config
+    check_ranks_of(config, model)
+    max_model_len = choose_max_model_len(config, model)
+    if share.num_ranks > 1:  # their steps are not captured
+        config = msgspec.structs.replace(config, enforce_eager=True)
+    device = choose_device(config)
+    check_quantization(config, model, device)
+    dtype = choose_dtype(config, model, device)
+    shape = _choose_shape(config, description, dtype, device, share)
+    return Choices(config, device, dtype, shape, max_model_len)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -98,19 +136,12 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
             )
 
 
-def without_graphs(config: EngineConfig) -> EngineConfig:
-    """Steps of several ranks are not captured."""
-    if config.tensor_parallel_size == 1:
-        return config
-    return msgspec.structs.replace(config, enforce_eager=True)
-
-
-def choose_shape(
+def _choose_shape(
     config: EngineConfig,
     model: ModelDescription,
     dtype: str,
     device: DeviceType,
-    share: Share = WHOLE,
+    share: Share,
 ) -> KVShape:
     """The format of a rank's KV blocks. Raises `StartupError`: not possible on this device."""
     format = choose_format(config, dtype, device)

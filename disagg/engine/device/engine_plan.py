@@ -10,16 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.check import (
-    check_ranks_of,
-    choose_max_model_len,
-    choose_shape,
-    without_graphs,
-)
-from disagg.engine.device.choices import check_quantization, choose_device, choose_dtype
+from disagg.engine.device.check import choose
 from disagg.engine.device.gpu import GpuMemory, check_gpu, gpu_of
 from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
+from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.description import ModelDescription
 from disagg.models.share import Share
@@ -56,23 +50,16 @@ class EnginePlan:
             ModelError, NotEnoughMemory, StartupError: as `build_engine`.
         """
         model = description.config
-        check_ranks_of(config, model)
-        max_model_len = choose_max_model_len(config, model)
-        config = without_graphs(config)
-        kind = choose_device(config)
-        check_quantization(config, model, kind)
-        device = gpu_of(share) if kind == "cuda" else torch.device(kind)
-        gpu = GpuMemory(config, device) if kind == "cuda" else None
-        dtype_name = choose_dtype(config, model, kind)
-        shape = choose_shape(config, description, dtype_name, kind, share)
-        dtype = FORMATS[dtype_name].dtype
-        if gpu is not None:
+        chosen = choose(config, description, share)
+        dtype = FORMATS[chosen.dtype].dtype
+        device, gpu = torch.device(chosen.device), None
+        if chosen.device == "cuda":
+            device = gpu_of(share)
             check_gpu(device, model, dtype)
+            gpu = GpuMemory(config, device)
         claim_nbytes = None if gpu is None else gpu.claim_nbytes
-        memory = plan_memory(
-            config, model, shape, max_model_len, dtype.itemsize, claim_nbytes, largest_step
-        )
-        return cls(config, device, dtype, shape, max_model_len, memory, gpu)
+        memory = chosen.plan_memory(model, claim_nbytes, largest_step)
+        return cls(chosen.config, device, dtype, chosen.shape, chosen.max_model_len, memory, gpu)
 
     def room_nbytes(self) -> int | None:
         """Bytes for KV that the weights, once loaded, leave on a GPU."""
