@@ -105,22 +105,13 @@ inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* 
                          Take&& take) {
   const int offset = part * num_vectors * LANES;
   const auto* pairs = reinterpret_cast<const uint32_t*>(x);
-  const int num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int i = 0; i < num_tiles; ++i) {
-    const int begin = int64_t(i) * num_rows / num_tiles, end = int64_t(i + 1) * num_rows / num_tiles;
-    auto take_here = [&](int r, int v, __m512 sums) {
-      take(begin + r, panel * PANEL + offset + v * LANES, sums);
-    };
-    const uint32_t* rows = pairs + int64_t(begin) * matrix.num_pairs();
-    switch (end - begin) {
-      case 1: int4_tile<1, num_vectors>(matrix, panel, offset, rows, take_here); break;
-      case 2: int4_tile<2, num_vectors>(matrix, panel, offset, rows, take_here); break;
-      case 3: int4_tile<3, num_vectors>(matrix, panel, offset, rows, take_here); break;
-      case 4: int4_tile<4, num_vectors>(matrix, panel, offset, rows, take_here); break;
-      case 5: int4_tile<5, num_vectors>(matrix, panel, offset, rows, take_here); break;
-      case 6: int4_tile<6, num_vectors>(matrix, panel, offset, rows, take_here); break;
-    }
-  }
+  in_tiles(num_rows, [&](int, int begin, auto size) {
+    int4_tile<size(), num_vectors>(matrix, panel, offset,
+                                   pairs + int64_t(begin) * matrix.num_pairs(),
+                                   [&](int r, int v, __m512 sums) {
+                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
+                                   });
+  });
 }
 
 // One column of the weight, which is a row as a checkpoint has it: [num_in].

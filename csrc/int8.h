@@ -57,22 +57,12 @@ inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* 
                          Take&& take) {
   const int num_in = matrix.num_in, offset = part * num_vectors * LANES;
   const int8_t* weight = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
-  const int num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int i = 0; i < num_tiles; ++i) {
-    const int begin = i * num_rows / num_tiles, end = (i + 1) * num_rows / num_tiles;
-    auto take_here = [&](int r, int v, __m512 sums) {
-      take(begin + r, panel * PANEL + offset + v * LANES, sums);
-    };
-    const bf16* rows = x + int64_t(begin) * num_in;
-    switch (end - begin) {
-      case 1: int8_tile<1, num_vectors>(weight, rows, num_in, take_here); break;
-      case 2: int8_tile<2, num_vectors>(weight, rows, num_in, take_here); break;
-      case 3: int8_tile<3, num_vectors>(weight, rows, num_in, take_here); break;
-      case 4: int8_tile<4, num_vectors>(weight, rows, num_in, take_here); break;
-      case 5: int8_tile<5, num_vectors>(weight, rows, num_in, take_here); break;
-      case 6: int8_tile<6, num_vectors>(weight, rows, num_in, take_here); break;
-    }
-  }
+  in_tiles(num_rows, [&](int, int begin, auto size) {
+    int8_tile<size(), num_vectors>(weight, x + int64_t(begin) * num_in, num_in,
+                                   [&](int r, int v, __m512 sums) {
+                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
+                                   });
+  });
 }
 
 // One column of the weight, which is a row as a checkpoint has it: [num_in].

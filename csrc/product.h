@@ -3,6 +3,8 @@
 // read from memory once for all rows. A result does not depend on the other rows.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace disagg {
@@ -30,6 +32,8 @@ struct Matrix {
     return panels == nullptr ? nullptr : panels + index * panel_size();
   }
 };
+
+constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 // Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
 // Brings two lines of `ahead` closer for each pair, `step` lines further each time.
@@ -65,35 +69,43 @@ inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, const
     for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
 }
 
+// Cuts rows into as few tiles as possible, of sizes that differ by one at most, and calls
+// `run(tile, first row, number of rows)` for each; the number is a type, so that code is made for it.
+template <class Run>
+inline void in_tiles(int num_rows, Run&& run) {
+  const int num_tiles = tiles_of(num_rows);
+  for (int i = 0; i < num_tiles; ++i) {
+    const int begin = int64_t(i) * num_rows / num_tiles, end = int64_t(i + 1) * num_rows / num_tiles;
+    switch (end - begin) {
+      case 1: run(i, begin, std::integral_constant<int, 1>()); break;
+      case 2: run(i, begin, std::integral_constant<int, 2>()); break;
+      case 3: run(i, begin, std::integral_constant<int, 3>()); break;
+      case 4: run(i, begin, std::integral_constant<int, 4>()); break;
+      case 5: run(i, begin, std::integral_constant<int, 5>()); break;
+      case 6: run(i, begin, std::integral_constant<int, 6>()); break;
+    }
+  }
+}
+
 // A part of a panel (its `part`th `num_vectors` * 16 columns) for all rows; `take(row, column,
 // sums)` gets rows and columns of the whole product. `next` is what this thread will probably read
 // after it: the later tiles, which find this panel in the cache, have time to bring it closer.
 template <int num_vectors, class Take>
 inline void product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                     const uint32_t* next, Take&& take) {
-  const int num_pairs = matrix.num_pairs();
+  const int num_pairs = matrix.num_pairs(), num_tiles = tiles_of(num_rows);
   const uint32_t* weight = matrix.panel(panel) + part * num_vectors * LANES;
   const int first_column = panel * PANEL + part * num_vectors * LANES;
   const auto* pairs = reinterpret_cast<const uint32_t*>(x);
-  const int num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   const int step = num_tiles < 4 ? 2 : 1;  // of the 4 lines that a pair has in a panel
-  for (int i = 0; i < num_tiles; ++i) {
-    const int begin = i * num_rows / num_tiles, end = (i + 1) * num_rows / num_tiles;
-    auto take_here = [&](int r, int v, __m512 sums) {
-      take(begin + r, first_column + v * LANES, sums);
-    };
-    const uint32_t* rows = pairs + int64_t(begin) * num_pairs;
+  in_tiles(num_rows, [&](int i, int begin, auto size) {
     const bool has_time = num_vectors == 4 && num_tiles > 1 && i * step < 4;
     const uint32_t* ahead = has_time ? next + int64_t(i) * step * num_pairs * LANES : weight;
-    switch (end - begin) {
-      case 1: tile<1, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-      case 2: tile<2, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-      case 3: tile<3, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-      case 4: tile<4, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-      case 5: tile<5, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-      case 6: tile<6, num_vectors>(weight, rows, num_pairs, ahead, step, take_here); break;
-    }
-  }
+    tile<size(), num_vectors>(weight, pairs + int64_t(begin) * num_pairs, num_pairs, ahead, step,
+                              [&](int r, int v, __m512 sums) {
+                                take(begin + r, first_column + v * LANES, sums);
+                              });
+  });
 }
 
 // Times the scales and with the bias added, of the columns that exist.
