@@ -153,6 +153,19 @@ def test_a_rank_that_ends_by_itself_is_a_failed_engine(
     ranks.close()
 
 
+def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank writes to the blocks already, so they must not be freed."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    ranks = Ranks(config(model), config(model).tiers[0], "gone", 1)
+    (gone,) = ranks.others
+    gone.process.wait()
+    gone.pull(1, Memory("source").ticket("t", [3]), 0, [0])
+    assert isinstance(ranks.diagnose(RuntimeError("a step's")), EngineFailed)
+    ranks.close()
+
+
 class BrokenTransport(LocalTransport):
     def add_peer(self, peer: Peer) -> None:
         raise RuntimeError("planted")

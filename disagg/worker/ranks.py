@@ -78,8 +78,7 @@ class Rank:
         self._control = Connection(own_control.detach())
         self._steps = Connection(own_steps.detach())
         self._peer: Peer | None = None
-        with contextlib.suppress(OSError):  # it has ended already, which `answer` reports
-            self._tell(start)
+        self._tell(start)
 
     @property
     def name(self) -> str:
@@ -109,8 +108,7 @@ class Rank:
         raise StartupError(f"{self._name} could not start: {why}")
 
     def allocate(self, num_blocks: int) -> None:
-        with contextlib.suppress(OSError):
-            self._tell(RankCache(num_blocks))
+        self._tell(RankCache(num_blocks))
 
     def wait_ready(self) -> None:
         self._peer = self.answer(RankReady).peer
@@ -143,7 +141,10 @@ class Rank:
         self._steps.close()
 
     def _tell(self, message: ToRank) -> None:
-        self._control.send_bytes(encode(message))
+        # If it has ended, `answer` or `watch` reports that. An error here would end one request,
+        # whose blocks the first rank may be writing to.
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(encode(message))
 
 
 class Ranks:
