@@ -193,7 +193,7 @@ def certified_lead(
     lost = [each.reach(threshold) for each in judged if each.is_lost(threshold)]
     reaches = sorted(reach for reach in lost if reach >= 0.0)
     num_allowed = -1
-    while num_allowed < len(answers) and upper_bound(num_allowed + 1, len(answers)) <= risk:
+    while num_allowed < len(reaches) and upper_bound(num_allowed + 1, len(answers)) <= risk:
         num_allowed += 1
     if num_allowed < 0:
         return math.inf

@@ -175,6 +175,15 @@ def test_a_worker_may_be_the_cheapest_only_for_short_prompts() -> None:
     assert is_first(300) and not is_first(8000)
 
 
+@pytest.mark.parametrize("tpot_slo_s", (math.inf, 0.05))
+def test_a_wait_is_read_once_from_each_worker(tpot_slo_s: float) -> None:
+    fleet = large_fleet(tpot_slo_s)
+    fleet.worker_synced(make_record("d-one-more"), [], make_status())
+    for workers in fleet.view().pools["toy"].likely_soonest():
+        names = [worker.worker_id for worker in workers]
+        assert 0 < len(set(names)) == len(names)
+
+
 def test_where_every_worker_may_do_both_there_is_one_pool() -> None:
     pools = large_fleet(tpot_slo_s=0.05).view().pools["toy"]
     assert pools.prefill is pools.decode and len(pools.decode) == NUM_ALL_LOOKED_AT
