@@ -30,7 +30,7 @@ from disagg.rank_messages import ConnectPeer, FromRank
 from disagg.worker import rank
 from disagg.worker.check import check_tier
 from disagg.worker.parts import build_parts
-from disagg.worker.ranks import Ranks
+from disagg.worker.ranks import Rank, Ranks
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.kvtransfer.memory import Memory
@@ -150,6 +150,20 @@ def test_a_rank_that_ends_by_itself_is_a_failed_engine(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
     assert isinstance(ranks.diagnose(RuntimeError("the step's")), EngineFailed)
+    ranks.close()
+
+
+def test_a_warm_up_that_would_wait_for_a_dead_rank_ends_the_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(Rank, "wait_ready", lambda rank: None)
+    ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
+    ranks.may_hang = True  # as with NCCL
+    ranks.allocate(4)
+    assert ended.get(timeout=60) == 1
     ranks.close()
 
 

@@ -7,6 +7,7 @@ places and ends the whole worker as one: a replica with as many GPUs as ranks, a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -47,6 +48,8 @@ from disagg.rank_messages import (
 
 if TYPE_CHECKING:  # needs torch
     from disagg.models.communicator import Communicator
+
+log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 END_WAIT_S = 1.0  # between the end of a rank's pipes and that of its process
@@ -168,6 +171,7 @@ class Ranks:
         self._stamps_fd = os.memfd_create("disagg-stamps")
         self.may_hang = False
         self._is_closing = False
+        self._lost: Callable[[str], None] | None = None
         starts = [
             RankStart(
                 config=config,
@@ -206,6 +210,8 @@ class Ranks:
             rank.allocate(num_blocks)
         for rank in self.others:
             rank.wait_ready()
+        if self.may_hang:  # then the warm-up would, too
+            self.watch(_end_start)
 
     def compute(self, step: RankStep) -> None:
         frame = encode(step)
@@ -213,14 +219,16 @@ class Ranks:
             rank.compute(frame)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with a sentence, in a thread of its own, if a rank ends before `close`."""
+        """Call `lost` with a sentence, in a thread of its own, if a rank ends before `close`. A
+        later call replaces `lost`."""
+        is_watched, self._lost = self._lost is not None, lost
 
         def wait(rank: Rank) -> None:
             status = rank.process.wait()
-            if not self._is_closing:
-                lost(rank.end(status))
+            if not self._is_closing and self._lost is not None:
+                self._lost(rank.end(status))
 
-        for rank in self.others:
+        for rank in () if is_watched else self.others:
             name = f"watch {rank.name}"
             threading.Thread(target=wait, args=(rank,), name=name, daemon=True).start()
 
@@ -248,6 +256,11 @@ class Ranks:
         _wait([rank.process for rank in self.others])
         os.close(self._stamps_fd)
         shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _end_start(reason: str) -> None:
+    log.error("The worker cannot start: %s.", reason)
+    os._exit(1)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
