@@ -251,6 +251,15 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         check_tier(msgspec.structs.replace(config(model).tiers[0], engine=engine))
 
 
+def test_cores_of_other_machines_are_not_those_of_this_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    engine = msgspec.structs.replace(TWO, device="cpu")
+    tier = msgspec.structs.replace(config(model).tiers[0], engine=engine)
+    assert check_tier(tier, is_here=False) > 0
+
+
 def test_transport_local_is_refused(model: Path) -> None:
     raw = {
         "tiers": [{"model": str(model), "engine": {"tensor_parallel_size": 2}}],

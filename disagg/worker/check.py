@@ -56,7 +56,8 @@ def check_tier(
         each_nbytes = int(engine.kv_offloading_size * 2**30)
         if plan is not None and choose_device(engine) == "cpu":
             num_ranks = engine.tensor_parallel_size
-            _check_cores(num_ranks)
+            if is_here:
+                _check_cores(num_ranks)
             each_nbytes += num_ranks * (plan.workspace_nbytes + plan.kv_nbytes(engine))
         pool = tier.prefill if role == "prefill" else tier.decode
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
