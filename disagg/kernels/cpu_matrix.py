@@ -6,7 +6,7 @@ from ctypes import Structure, c_int32, c_void_p
 
 
 class CpuMatrix(Structure):
-    """`Matrix` of csrc/product.h, which says what each is."""
+    """`Matrix` of csrc/product.h, which says what each is. What is left out is null, or 0."""
 
     _fields_ = (
         ("panels", c_void_p),

@@ -301,12 +301,10 @@ def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
     if isinstance(linear, Int4Linear):
         return linear.described()
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    sizes = linear.num_out, linear.num_in
+    same = {"bias": bias, "num_out": linear.num_out, "num_in": linear.num_in}
     if isinstance(linear, PackedLinear):
-        return CpuMatrix(linear.panels, bias, None, None, None, *sizes, 0)
-    return CpuMatrix(
-        None, bias, linear.numbers.data_ptr(), None, linear.scales.data_ptr(), *sizes, 0
-    )
+        return CpuMatrix(panels=linear.panels, **same)
+    return CpuMatrix(numbers=linear.numbers.data_ptr(), scales=linear.scales.data_ptr(), **same)
 
 
 def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:

@@ -91,10 +91,14 @@ class Int4Linear(PlainLinear):
     def described(self) -> CpuMatrix:
         """For compiled code."""
         assert self._is_in_panels
-        bias = None if self.bias is None else self.bias.data_ptr()
-        numbers, scales = self.numbers.data_ptr(), self.scales.data_ptr()
-        sizes = self.num_out, self.num_in, GROUP
-        return CpuMatrix(None, bias, None, numbers, scales, *sizes)
+        return CpuMatrix(
+            nibbles=self.numbers.data_ptr(),
+            scales=self.scales.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_out=self.num_out,
+            num_in=self.num_in,
+            group_size=GROUP,
+        )
 
     def widened(self) -> Tensor:
         """W: [num_out, num_in]."""
