@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.shapes import model_config
 from disagg.config import ASSETS, EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
@@ -65,22 +66,7 @@ def test_what_is_counted_is_what_is_kept(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_of_4_bits_take_a_third_of_the_memory_of_bfloat16(tied: bool) -> None:
-    """Of the shape that benches call 160m, and of SmolLM2-135M, whose table is tied."""
-    vocab, hidden, inner, layers, heads, kv_heads = (
-        (49152, 576, 1536, 30, 9, 3) if tied else (32000, 768, 3072, 12, 12, 4)
-    )
-    config = replace(
-        describe_model(ASSETS / "demo-small").config,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=64,
-        tie_word_embeddings=tied,
-        sliding_windows=(None,) * layers,
-    )
+    config = replace(model_config("160m"), tie_word_embeddings=tied)
     plain, narrow = (weights_nbytes(config, 2, quantization=each) for each in (None, "int4"))
     assert 0.31 < narrow / plain < 0.32
 

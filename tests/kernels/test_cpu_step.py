@@ -69,6 +69,8 @@ def _loud_weights(config: ModelConfig) -> DecoderWeights:
         for layer in weights.layers
     ]
     embedding, head = weights.embedding * 20, weights.lm_head * 6
+    if config.tie_word_embeddings:
+        embedding = head = weights.embedding * 5
     return replace(weights, layers=layers, embedding=embedding, lm_head=head)
 
 
@@ -167,6 +169,30 @@ def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> No
     assert torch.equal(found.scales != 0, slabs["torch"].scales != 0)
 
 
+def _prompts_and_step(
+    decoder: Decoder, config: ModelConfig, lengths: list[int], block_size: int
+) -> tuple[list[Tensor], Tensor]:
+    """Logits of prompts, and of a step after them; in a compiled one neighbours change no bit."""
+    sequences = _sequences(lengths, block_size, config.vocab_size)
+    slab = _slab(config, sequences, block_size, decoder.dtype)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        run_step(decoder, slab, [(sequence, length)], block_size)
+    batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
+    after = decoder.forward(batch, slab)
+    if decoder.step is not None:
+        alone = make_batch([(sequences[0], 1)], block_size)
+        assert torch.equal(decoder.forward(alone, slab)[0], after[0])
+    return [row for sequence in sequences for row in sequence.logits], after
+
+
+def _assert_as_close(truth: Tensor, own: Tensor, other: Tensor) -> None:
+    """`own` is as close to the truth as `other`."""
+    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
+    assert truth.abs().max() > 0.5
+    assert own_error <= 2 * other_error  # of so few values; a wrong one is off by far more
+    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+
+
 @pytest.mark.parametrize("case", [*CASES, "tied", "odd sizes"])
 def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
     """The logits of torch with the same int8 weights, and in float32 with what they stand for."""
@@ -176,28 +202,13 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
     if case == "odd sizes":
         config = replace(config, hidden_size=53, intermediate_size=75)
     weights = _loud_weights(config)
-    if case == "tied":
-        weights = replace(weights, lm_head=weights.embedding / 4)
-        weights = replace(weights, embedding=weights.lm_head)
     ours, torchs = new_decoder(config, weights, "int8"), new_decoder(config, weights, "int8")
     torchs.step = None
     exact = Decoder(config, _in_float32(weights), TorchOps(bits=8))
-    logits = []
-    for decoder in (exact, ours, torchs):
-        sequences = _sequences(lengths, block_size, config.vocab_size)
-        slab = _slab(config, sequences, block_size, decoder.dtype)
-        for sequence, length in zip(sequences, lengths, strict=True):
-            run_step(decoder, slab, [(sequence, length)], block_size)
-        batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
-        logits.append(decoder.forward(batch, slab))
-        if decoder is ours:  # nor do neighbours change a bit
-            alone = make_batch([(sequences[0], 1)], block_size)
-            assert torch.equal(decoder.forward(alone, slab)[0], logits[-1][0])
-    truth, own, other = logits
-    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
-    assert truth.abs().max() > 0.5
-    assert own_error <= 2 * other_error
-    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+    decoders = exact, ours, torchs
+    _assert_as_close(
+        *(_prompts_and_step(each, config, lengths, block_size)[1] for each in decoders)
+    )
 
 
 WITH_4_BITS = {
@@ -218,33 +229,14 @@ def test_weights_of_4_bits(
     """Prompts and steps: the logits of torch with the same numbers, widened, and in float32."""
     config, lengths, block_size = WITH_4_BITS[case]
     weights = _loud_weights(config)
-    if case == "tied":
-        weights = replace(weights, lm_head=weights.embedding / 4)
-        weights = replace(weights, embedding=weights.lm_head)
     ours = new_decoder(config, weights, "int4")
     with monkeypatch.context() as patched:
         patched.setattr(cpu_step_module, "find_library", lambda _: Found(None, "torch"))
         torchs = Decoder(config, weights, quantization="int4")
         exact = Decoder(config, _in_float32(weights), TorchOps(bits=4))
     assert torchs.step is None and exact.step is None
-    logits = []
-    for decoder in (exact, ours, torchs):
-        sequences = _sequences(lengths, block_size, config.vocab_size)
-        slab = _slab(config, sequences, block_size, decoder.dtype)
-        for sequence, length in zip(sequences, lengths, strict=True):
-            run_step(decoder, slab, [(sequence, length)], block_size)
-        batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
-        after = decoder.forward(batch, slab)
-        if decoder is ours:  # nor do neighbours change a bit
-            alone = make_batch([(sequences[0], 1)], block_size)
-            assert torch.equal(decoder.forward(alone, slab)[0], after[0])
-        prompts = [row for sequence in sequences for row in sequence.logits]
-        logits.append(torch.stack([*prompts, *after]))
-    truth, own, other = logits
-    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
-    assert truth.abs().max() > 0.5
-    assert own_error <= 2 * other_error
-    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+    found = (_prompts_and_step(each, config, lengths, block_size) for each in (exact, ours, torchs))
+    _assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -267,11 +259,7 @@ def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> Non
         logits.append(torch.stack([row for sequence in sequences for row in sequence.logits]))
         caches.append(slab.values.float())
     for found in (logits, caches):
-        truth, own, other = (each.nan_to_num(0.0) for each in found)
-        own_error, other_error = ((each - truth).square().mean() for each in (own, other))
-        assert truth.abs().max() > 0.5
-        assert own_error <= 2 * other_error  # of so few values; a wrong one is off by far more
-        assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+        _assert_as_close(*(each.nan_to_num(0.0) for each in found))
     written = [~cache.isnan() for cache in caches]
     assert torch.equal(written[1], written[2])
 

@@ -10,6 +10,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from disagg.models.decoder import load_model
+from disagg.models.description import describe_model
+from tests.models.paging import Tokens, new_slab, run_step
+
 _SHAPE = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -128,3 +132,18 @@ def write_checkpoint(
     model.to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     return Checkpoint(directory, model)
+
+
+def assert_logits_are_transformers(checkpoint: Checkpoint) -> None:
+    """In float32, of a prompt in two chunks and of two tokens after it."""
+    model = describe_model(checkpoint.directory)
+    decoder = load_model(model, torch.float32, torch.device("cpu"))
+    slab = new_slab(model.config, 16, 4, torch.float32)
+    ids = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    tokens = Tokens(ids, list(range(10)))
+    for count in (20, 13, 1, 1):
+        run_step(decoder, slab, [(tokens, count)], 4)
+    wanted = checkpoint.logits(ids)
+    assert wanted.abs().max() > 0.5
+    for logits, end in zip(tokens.logits, (20, 33, 34, 35), strict=True):
+        torch.testing.assert_close(logits, wanted[end - 1], atol=1e-4, rtol=0)

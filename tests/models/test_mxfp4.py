@@ -15,8 +15,7 @@ from disagg.errors import ModelError
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.rank_parts import weights_nbytes
-from tests.models.checkpoints import Checkpoint
-from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
 
 CPU = torch.device("cpu")
 # Of the format: bits of 0 to 15, sign first (OCP Microscaling Formats, section 5.3.3).
@@ -77,16 +76,7 @@ def write_mxfp4(directory: Path, intermediate_size: int = 32) -> Checkpoint:
 
 
 def test_logits_are_those_of_the_widened_weights(tmp_path: Path) -> None:
-    checkpoint = write_mxfp4(tmp_path)
-    model = describe_model(tmp_path)
-    decoder = load_model(model, torch.float32, CPU)
-    slab = new_slab(model.config, 16, 4, torch.float32)
-    tokens = Tokens(torch.randint(0, 97, (40,)).tolist(), list(range(10)))
-    for count in (20, 13, 1, 1):
-        run_step(decoder, slab, [(tokens, count)], 4)
-    wanted = checkpoint.logits(tokens.ids)
-    for logits, end in zip(tokens.logits, (20, 33, 34, 35), strict=True):
-        torch.testing.assert_close(logits, wanted[end - 1], atol=1e-4, rtol=0)
+    assert_logits_are_transformers(write_mxfp4(tmp_path))
 
 
 def test_bytes_are_those_of_the_file_unless_they_are_widened(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from disagg.models.rank_parts import weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from disagg.worker.check import check_tier
-from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.checkpoints import assert_logits_are_transformers
 from tests.models.quantized_files import AWQ, FP8, KINDS, compressed, gptq, write_quantized
 
 CPU = torch.device("cpu")
@@ -87,17 +87,7 @@ def test_every_value_is_the_one_it_stands_for(
     ],
 )
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
-    checkpoint = write_quantized(tmp_path, variant, kind)
-    model = describe_model(checkpoint.directory)
-    decoder = load_model(model, torch.float32, CPU)
-    slab = new_slab(model.config, 16, 4, torch.float32)
-    tokens = Tokens(torch.randint(0, 97, (40,)).tolist(), list(range(10)))
-    for count in (20, 13, 1, 1):
-        run_step(decoder, slab, [(tokens, count)], 4)
-    wanted = checkpoint.logits(tokens.ids)
-    assert wanted.abs().max() > 0.5
-    for logits, end in zip(tokens.logits, (20, 33, 34, 35), strict=True):
-        torch.testing.assert_close(logits, wanted[end - 1], atol=1e-4, rtol=0)
+    assert_logits_are_transformers(write_quantized(tmp_path, variant, kind))
 
 
 def test_numbers_that_compressed_tensors_itself_packed(tmp_path: Path) -> None:
