@@ -15,6 +15,7 @@ import msgspec
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.decode_worker.kv_source import KVTier
 from disagg.decode_worker.store_source import HostLookup, StoreLookup
+from disagg.engine.device.choices import choose_device
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
@@ -119,8 +120,6 @@ def _build(
 ) -> Parts:
     # Here, and not above: the scheduler's users must not need torch to import this package.
     from disagg.engine.device.build import build_engine
-    from disagg.engine.device.choices import choose_device
-    from disagg.kernels.dispatch import device_name
 
     made: list[Stamps] = []
 
@@ -133,7 +132,7 @@ def _build(
     model, engine_config = describe_model(tier.directory), tier.engine
     if ranks is not None:
         engine_config = msgspec.structs.replace(engine_config, num_threads=ranks.num_threads)
-    gpu_name = device_name(HOST if choose_device(tier.engine) == "cpu" else 0)
+    gpu_name = first_gpu(tier.engine)
     engine, kv_cache = build_engine(
         engine_config,
         model,
@@ -142,9 +141,7 @@ def _build(
         largest_step=largest_step(tier.engine, model, gpu_name),
         followers=ranks,
     )
-    prior, roofline = step_times(
-        shape_of(model), device_name(kv_cache.device_id), tier.engine.tensor_parallel_size
-    )
+    prior, roofline = step_times(shape_of(model), gpu_name, tier.engine.tensor_parallel_size)
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = slab_of(kv_cache)
     cold_tier = new_cold_tier(config, slab) if tier.engine.stores_evicted else None
@@ -178,6 +175,13 @@ def _build(
         config.transfer_prior,
         ranks,
     )
+
+
+def first_gpu(config: EngineConfig) -> str:
+    """The name of a worker's first GPU, by which all its ranks plan alike; empty on a CPU."""
+    from disagg.kernels.dispatch import device_name
+
+    return device_name(HOST if choose_device(config) == "cpu" else 0)
 
 
 def slab_of(kv_cache: KVCache) -> Slab:

@@ -21,10 +21,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from disagg import logs
-from disagg.engine.device.choices import choose_device
 from disagg.errors import DisaggError, TransferFailed
 from disagg.kvtransfer.ranked_transport import QuietTransport
-from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
 from disagg.models.description import describe_model
@@ -45,7 +43,7 @@ from disagg.rank_messages import (
     decode_to_rank,
     encode,
 )
-from disagg.worker.parts import new_transport, slab_of
+from disagg.worker.parts import first_gpu, new_transport, slab_of
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.follower import Follower
@@ -117,15 +115,13 @@ def _started(start: RankStart, pipes: _Pipes) -> Follower:
     """Load this rank's part, meet the others, and begin to move KV."""
     # Here, since torch takes seconds, in which the first rank may end.
     from disagg.engine.device.follower import Follower
-    from disagg.kernels.dispatch import device_name
 
     engine, model = start.tier.engine, describe_model(start.tier.directory)
-    gpu_name = device_name(HOST if choose_device(engine) == "cpu" else start.rank)
     follower = Follower(
         engine,
         model,
         Share(start.rank, start.num_ranks),
-        largest_step(engine, model, gpu_name),
+        largest_step(engine, model, first_gpu(engine)),
         start.num_threads,
     )
     pipes.tell(RankUp())
