@@ -104,9 +104,7 @@ async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path)
         assert text(moved.json()) == reference.chat("last: " + LONG, 100, ignore_eos=True)
         # As if the worker's only process had been killed: it may happen to a request again.
         decisions = running.ingress.dispatcher.decision(moved.json()["id"])
-        assert any(
-            "worker_lost: The worker has lost a part: rank 1" in d.because for d in decisions
-        )
+        assert any("worker_lost" in d.because for d in decisions), decisions
         assert not any("engine_failed" in d.because for d in decisions), decisions
         await until(lambda: decode._thread.failed is not None)
         with pytest.raises(EngineFailed):

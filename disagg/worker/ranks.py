@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # needs torch
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-END_WAIT_S = 1.0  # between the end of a rank's pipes and that of its process
+END_WAIT_S = 3.0  # between the end of a rank's pipes and that of its process
 Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
