@@ -13,7 +13,9 @@ import msgspec
 from disagg.errors import StartupError
 from disagg.planner.advice import Advice
 from disagg.planner.load import Slo, Workload
+from disagg.planner.roofline import Placement
 from disagg.planner.sizing import TRANSFER_LATENCY_S, FleetPlan
+from disagg.planner.step_sizes import step_sizes
 from disagg.queueing import QUANTILE
 from disagg.sim.config import SimConfig
 from disagg.sim.report import SimReport
@@ -86,6 +88,11 @@ def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
     return requests
 
 
+def _step_sizes(worker: Placement) -> tuple[int, int]:
+    """Sequences and tokens of a step, as workers on that GPU have them."""
+    return step_sizes(worker.shape, worker.gpu.name, worker.kv, worker.num_gpus)
+
+
 def _play(
     fleet: FleetPlan,
     slo: Slo,
@@ -95,12 +102,14 @@ def _play(
     first, last = fleet.pools[0], fleet.pools[-1]
     num_links = min(first.placement.num_gpus, last.placement.num_gpus)
     num_kv_tokens = min(pool.placement.num_kv_tokens for pool in fleet.pools)
+    steps = [_step_sizes(pool.placement) for pool in fleet.pools]
     config = SimConfig(
         num_prefill=first.num_workers,
         num_decode=last.num_workers if last is not first else 0,
         num_blocks=max(1, num_kv_tokens // BLOCK_TOKENS),
         block_size=BLOCK_TOKENS,
-        max_num_seqs=max(64, 2 * last.batch),
+        max_num_seqs=min(num_seqs for num_seqs, _ in steps),
+        max_num_batched_tokens=min(num_tokens for _, num_tokens in steps),
         times=first.placement.time_model(max(1, last.batch)),
         decode_times=last.placement.time_model(max(1, last.batch)),
         kv_nbytes=first.placement.kv_nbytes_per_token,

@@ -229,6 +229,16 @@ def test_planned_fleets_are_played(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_workers_are_played_with_the_steps_that_they_will_have() -> None:
+    """On an H100 of up to 8,192 tokens. With 1,024, 91.0 % are in time."""
+    worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
+    load, slo, link = Workload(100.0, [(1024, 256)]), Slo(0.2, 0.015), LINKS["400g"]
+    planned = advise(load, slo, [worker], link, lambda _: 3.0)
+    apart = msgspec.structs.replace(planned, disaggregate=True, together=None)
+    _, played = play(apart, load, slo, link)
+    assert played.apart is not None and played.apart.in_time_percent > 99.0
+
+
 def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
     worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
     load, slo, link = Workload(150.0, [(1024, 16)]), Slo(0.3, 0.02), LINKS["400g"]
