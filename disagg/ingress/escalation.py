@@ -15,7 +15,6 @@ larger tier can take the request, it answers after all, and is not judged.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -33,11 +32,12 @@ from disagg.router.cascade import (
     Attempt,
     CascadeDecision,
     first_verdict,
+    lead_to_release,
     moved_threshold,
     wait_as_fraction,
 )
 from disagg.router.fleet import FleetView
-from disagg.router.prompt_judge import log_odds
+from disagg.router.prompt_judge import is_poor
 
 Deltas: TypeAlias = AsyncGenerator[TokenDelta, None]
 
@@ -138,16 +138,15 @@ class Escalation:
         """Whether tier `number` would probably be unsure, and the next one is not the busier."""
         if not self._config.prompt_judges:
             return False
-        its = self._config.prompt_judges[number]
-        if its.start_above is None or self._threshold(number) < self._config.thresholds[number]:
+        if self._threshold(number) < self._config.thresholds[number]:
             return False
-        odds = log_odds(its.bias, self._weights[number], state.request.token_ids)
-        return odds > its.start_above
+        its, weights = self._config.prompt_judges[number], self._weights[number]
+        return is_poor(its, weights, state.request.token_ids)
 
     async def _is_sure(self, state: _EscalationState, number: int, deltas: Deltas) -> bool:
         """Hold back the deltas of tier `number` until they can be judged; record the verdict."""
         model, threshold = self._models[number], None
-        needed_lead = self._config.leads[number] if self._config.leads else math.inf
+        needed_lead = lead_to_release(self._config, number)
         held: list[TokenDelta] = []
         scores: list[TokenLogprobs] = []
         try:

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from disagg.config import CascadeConfig, PromptJudge, Signal
 from disagg.errors import RequestError
 from disagg.messages import TokenLogprobs
-from disagg.router.cascade import lead, measure
-from disagg.router.prompt_judge import fit, log_odds
+from disagg.router.cascade import lead, lead_to_release, measure
+from disagg.router.prompt_judge import fit, is_poor, log_odds
 
 MAX_NUM_THRESHOLDS = 400
 CONFIDENCE = 0.9  # that the risk of early releases holds
@@ -166,15 +166,12 @@ def played(
 ) -> CascadeOutcome:
     """What `config` makes of the answers. Of its tiers, the first counts."""
     judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
-    needed_lead = config.leads[0] if config.leads else math.inf
     started = [False] * len(answers)
     for its in config.prompt_judges[:1]:
         weights = dict(its.weights)
-        bar = math.inf if its.start_above is None else its.start_above
-        started = [log_odds(its.bias, weights, each.prompt_token_ids) > bar for each in answers]
-    return _played(
-        judged, config.thresholds[0], small_parameters, large_parameters, needed_lead, started
-    )
+        started = [is_poor(its, weights, each.prompt_token_ids) for each in answers]
+    parameters, needed_lead = (small_parameters, large_parameters), lead_to_release(config, 0)
+    return _played(judged, config.thresholds[0], *parameters, needed_lead, started)
 
 
 def certified_lead(
@@ -251,7 +248,7 @@ def fitted_judge(
     cross-validation. None: it would start none.
     """
     judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
-    threshold, needed_lead = config.thresholds[0], config.leads[0] if config.leads else math.inf
+    threshold, needed_lead = config.thresholds[0], lead_to_release(config, 0)
     prompts = [each.prompt_token_ids for each in answers]
     unsure = [not each.at(threshold, needed_lead)[1] for each in judged]
     odds = _odds_unseen(prompts, unsure)

@@ -55,6 +55,11 @@ def lead(signal: Signal, value: float, threshold: float) -> float:
     return math.inf if value >= 0.0 else _log_odds(value) - _log_odds(threshold)
 
 
+def lead_to_release(config: CascadeConfig, tier: int) -> float:
+    """The lead times tokens with which an answer of a tier is released early; inf: none is."""
+    return config.leads[tier] if config.leads else math.inf
+
+
 def _log_odds(logprob: float) -> float:
     """Of a log-probability below 0."""
     return logprob - math.log(-math.expm1(logprob))

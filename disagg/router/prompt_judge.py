@@ -32,6 +32,13 @@ def log_odds(bias: float, weights: Mapping[int, float], token_ids: Sequence[int]
     return bias + math.fsum(weights.get(token, 0.0) * value for token, value in found.items())
 
 
+def is_poor(judge: PromptJudge, weights: Mapping[int, float], token_ids: Sequence[int]) -> bool:
+    """Whether a prompt starts on the next tier. `weights`: the judge's, by token."""
+    if judge.start_above is None:
+        return False
+    return log_odds(judge.bias, weights, token_ids) > judge.start_above
+
+
 def fit(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> PromptJudge:
     """The judge of least penalised loss. It starts nothing on the larger model yet.
 
