@@ -25,6 +25,7 @@ from disagg.config_checks import parse_config
 from disagg.errors import EngineFailed, StartupError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.transport import PullDone
 from disagg.local import LocalCluster
 from disagg.rank_messages import ConnectPeer, FromRank
 from disagg.worker import rank
@@ -69,10 +70,31 @@ def processes(worker: Worker) -> list[subprocess.Popen[bytes]]:
     return [other.process for other in worker._ranks.others]
 
 
-async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path) -> None:
+def spied(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """The bytes of a worker's pulls, and those from which it learns their times."""
+    core, pulled, learned = worker._core, list[int](), list[int]()
+    ended, observe = core._pull_ended, core._transfer_times.observe
+
+    def spied_end(done: PullDone, now: float) -> None:
+        pulled.append(0 if done.error else done.nbytes)
+        ended(done, now)
+
+    def spied_times(source_id: str, nbytes: int, seconds: float, lane: str) -> None:
+        learned.append(nbytes)
+        observe(source_id, nbytes, seconds, lane)
+
+    monkeypatch.setattr(core, "_pull_ended", spied_end)
+    monkeypatch.setattr(core._transfer_times, "observe", spied_times)
+    return pulled, learned
+
+
+async def test_text_is_one_engines_text_until_a_rank_dies_and_after(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = SingleEngine(model, ENGINE)
     async with cluster(model) as (running, client):
         prefill, decode = running.workers
+        pulled, learned = spied(decode, monkeypatch)
         wanted = [
             (content, temperature, seed)
             for content in ("short", LONG, "another one: " + LONG)
@@ -86,6 +108,7 @@ async def test_text_is_one_engines_text_until_a_rank_dies_and_after(model: Path)
         pulls = decode._core.status().pulls
         assert sum(each.num_ok for each in pulls), "nothing was pulled"
         assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
+        assert pulled == [2 * nbytes for nbytes in learned]  # pulls are predicted of one rank
         for worker in running.workers:
             await until_empty(worker)
 

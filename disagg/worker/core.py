@@ -259,7 +259,9 @@ class WorkerCore:
         record_pull(pulled.traceparent, done, now)
         if done.error is None:
             source_id = pulled.ticket.source_id
-            self._transfer_times.observe(source_id, done.nbytes, done.seconds, done.lane)
+            # Bytes of one rank, as in every prediction: ranks pull side by side.
+            nbytes = done.num_blocks * self._block_nbytes
+            self._transfer_times.observe(source_id, nbytes, done.seconds, done.lane)
         else:
             then = "pulled later" if pulled.is_early else "computed here"
             log.warning("KV of %s is %s: %s", pulled.ticket.ticket_id, then, done.error)
