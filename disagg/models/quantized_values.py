@@ -184,6 +184,8 @@ def _named_groups(
     if end not in stored.pieces:
         return _groups(scales, num_in, size)
     groups, most = read(end).long(), scales.shape[1] - 1
+    if end == "weight_g_idx" and -1 in groups:  # as compressed-tensors says that there is no order
+        return _groups(scales, num_in, size)
     if int(groups.min()) < 0 or int(groups.max()) > most:
         raise ValueError(f"{end} names groups beyond 0 to {most}")
     # GPTQ names them in any case; to look them up takes half as long as all the rest.

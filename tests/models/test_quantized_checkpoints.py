@@ -215,6 +215,15 @@ def test_values_that_cannot_be_are_refused_by_name(
         load_model(describe_model(_rewrite(directory, change)), torch.float32, CPU)
 
 
+def test_groups_that_compressed_tensors_left_without_an_order(tmp_path: Path) -> None:
+    """It writes -1 where it rounded without calibration."""
+    directory = write_quantized(tmp_path, "llama", "packed").directory
+    wanted = _all_tensors(directory, torch.float32)["1.down"]
+    unnamed = {f"{DOWN}.weight_g_idx": torch.full((80,), -1, dtype=torch.int32)}
+    _rewrite(directory, lambda it: it.update(unnamed))
+    assert torch.equal(_all_tensors(directory, torch.float32)["1.down"], wanted)
+
+
 def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
     """GPTQ gives one to every matrix, of models without any, too."""
     directory = write_quantized(tmp_path, "llama", "gptq").directory
