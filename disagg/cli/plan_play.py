@@ -23,7 +23,8 @@ from disagg.sim.simulation import simulate
 from disagg.sim.trace import TraceRequest
 
 BLOCK_TOKENS = 64
-LEAST_REQUESTS, MOST_REQUESTS = 1000, 20_000
+LEAST_REQUESTS = 1000
+MOST_REQUESTS = 20_000  # 130 s of processor time for both fleets (one EPYC core, 2026-11-23)
 NUM_ANSWER_TIMES = 5.0  # as long as so many answers take: until then a fleet is emptier than later
 
 
