@@ -27,7 +27,7 @@ def loss(
 @settings(max_examples=50)
 @given(PROMPTS, st.randoms(use_true_random=False))
 def test_it_has_learned_what_is_to_learn(prompts: list[list[int]], rng: random.Random) -> None:
-    """No weight moved by a little makes it much better."""
+    """No weight moved by a little makes it better, but for what 40 rounds leave over."""
     unsure = [rng.random() < 0.4 for _ in prompts]
     judge = fit(prompts, unsure)
     weights = dict(judge.weights)
@@ -38,7 +38,7 @@ def test_it_has_learned_what_is_to_learn(prompts: list[list[int]], rng: random.R
     for token in weights:
         for step in (-0.05, 0.05):
             moved = weights | {token: weights[token] + step}
-            assert loss(judge.bias, moved, prompts, unsure) > found - 0.02
+            assert loss(judge.bias, moved, prompts, unsure) > found - 5e-4
 
 
 def test_it_tells_prompts_apart() -> None:
