@@ -52,29 +52,33 @@ def change_cuda(cuda: Any) -> None:
     cuda.mem_get_info = lambda device=None: (FREE_NBYTES[visible()[0]], TOTAL_NBYTES)
 
 
-def change_plan(plan: Any) -> None:
-    choose_device = plan.choose_device
+def change_choices(choices: Any) -> None:
+    """Where the function is defined, so that all who ask it get this one."""
+    choose_device = choices.choose_device
 
     def open_device(config: Any) -> Any:
         device_type = choose_device(config)
         is_worker = any("default_worker" in word for word in sys.orig_argv)  # of Ray
         if device_type != "cuda" or not is_worker:
             return device_type
+        import torch
         from ray import serve
 
-        claim_nbytes = plan.GpuMemory(config, plan.torch.device("cuda")).claim_nbytes
+        from disagg.engine.device.gpu import GpuMemory
+
+        claim_nbytes = GpuMemory(config, torch.device("cuda")).claim_nbytes
         pool = serve.get_replica_context().deployment
         opened = {"pool": pool, "gpu": visible()[0], "claim_nbytes": claim_nbytes}
         directory = Path(os.environ["DISAGG_TEST_OPENED"])
         (directory / f"{os.getpid()}.json").write_text(json.dumps(opened))
         return "cpu"
 
-    plan.choose_device = open_device
+    choices.choose_device = open_device
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.cuda": change_cuda,
-    "disagg.engine.device.engine_plan": change_plan,
+    "disagg.engine.device.choices": change_choices,
 }
 
 
