@@ -105,6 +105,9 @@ class TroubledWorkers:
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         self._links.prefetch(worker_id, asked)
 
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        self._links.introduce(worker_id, source_id)
+
     def _next(self, request_id: str, door: str, ticket: KVTicket | None) -> Trouble | None:
         """The first one left for this request that can happen here."""
         left = self._left.setdefault(request_id, list(self._troubles))

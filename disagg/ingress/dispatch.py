@@ -218,6 +218,7 @@ class Dispatcher:
         block_size = self._block_size(state)
         if block_size is None:
             return
+        self._workers.introduce(state.visits[0].reservation.worker_id, lender)
         loan, began_s = state.loan(block_size), self._now()
         timeout_s = min(state.deadline_unix_s - began_s, LOAN_PATIENCE_S)
         with suppress(DisaggError):  # also if the lender is gone, which ends the stream at once
@@ -381,6 +382,7 @@ class Dispatcher:
         num_new = num_tokens - route.num_cached_tokens
         if route.prefill is None:
             return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
+        self._workers.introduce(route.decode, route.prefill)  # to connect during the prefill
         return (
             Visit(self._fleet.reserve(route.prefill, RequestLoad(num_new)), hand_over=True),
             Visit(self._fleet.reserve(route.decode, RequestLoad(0, 1, num_tokens))),

@@ -34,6 +34,10 @@ class Workers(Protocol):
         """Tell the ticket's source that it can free the blocks: the ticket will not be used."""
         ...
 
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        """The worker will probably pull KV from the other one, and may connect to it."""
+        ...
+
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         """Make the worker pull the finished blocks of a prompt that it will get later."""
         ...

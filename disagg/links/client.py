@@ -48,6 +48,9 @@ from disagg.messages import (
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
 SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well within 5 s
+# A peer that was used before so many others is sent again: a worker too forgets those that it uses
+# least recently, and four ingresses together send it at most 1,024 (`kvtransfer.pulls.MAX_PEERS`).
+NUM_INTRODUCED = 256
 NUM_LOOKS = 8  # checks without a message, before a worker counts as lost
 
 
@@ -131,9 +134,14 @@ class Link:
             await asyncio.wait([self._task])
 
     def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
-        """Send peers. Does nothing while the link is down: send all peers after `link_up`."""
+        """Send peers, and ids of those that have left. Does nothing while the link is down."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(Peers(tuple(peers), tuple(gone)))
+
+    def introduce(self, peer: Peer) -> None:
+        """Send a peer that the worker may not know (any more)."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.introduce(peer)
 
     def release(self, ticket: KVTicket) -> None:
         """Tell the worker that its ticket will not be used. A lost message costs only memory."""
@@ -218,6 +226,7 @@ class _WorkerConnection(Connection):
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
         self._streams: dict[int, DeltaStream] = {}
         self._stream_ids = count(1)
+        self._introduced: dict[str, int] = {}  # epochs of peers; used least recently first
         self._num_received = 0  # the last step frame's number
         self._is_synced = False
         self._was_heard = True  # since the last look
@@ -233,6 +242,14 @@ class _WorkerConnection(Connection):
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
         stream = self._streams[stream_id] = DeltaStream(self._loop)
         return stream_id, stream
+
+    def introduce(self, peer: Peer) -> None:
+        epoch = self._introduced.pop(peer.worker_id, None)
+        self._introduced[peer.worker_id] = peer.epoch  # as the last one used
+        if epoch != peer.epoch:
+            self.send(Peers((peer,)))
+        if len(self._introduced) > NUM_INTRODUCED:
+            del self._introduced[next(iter(self._introduced))]
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         if self._streams.pop(stream_id, None) is not None and cancel:

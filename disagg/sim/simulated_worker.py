@@ -132,8 +132,8 @@ class SimulatedWorker:
     def num_prompt_tokens(self) -> int:
         return self._runner.num_prompt_tokens
 
-    def meet(self, others: list[SimulatedWorker]) -> None:
-        self._core.add_peers(other.transport.peer for other in others)
+    def meet(self, other: SimulatedWorker) -> None:
+        self._core.add_peers((other.transport.peer,))
 
     async def stream(
         self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None

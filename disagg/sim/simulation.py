@@ -171,6 +171,8 @@ class _Simulation:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
+        if ticket is not None:
+            self.introduce(worker_id, ticket.source_id)
         return worker.stream(request, hand_over, ticket)
 
     def release(self, ticket: KVTicket) -> None:
@@ -181,7 +183,13 @@ class _Simulation:
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
+            self.introduce(worker_id, asked.ticket.source_id)
             worker.prefetch(asked)
+
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        worker, source = self._workers.get(worker_id), self._workers.get(source_id)
+        if worker is not None and source is not None and worker is not source:
+            worker.meet(source)
 
     async def _ask(self, number: int, each: TraceRequest) -> None:
         """One client, from question to answer."""
@@ -226,7 +234,6 @@ class _Simulation:
                 for _ in range(pool.num_replicas):
                     spec = self._next_spec((tier.name, role))
                     self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
-        self._introduce()
 
     def _next_spec(self, pool: Pool) -> WorkerSpec:
         number = self._nums_started.get(pool, 0)
@@ -235,14 +242,6 @@ class _Simulation:
 
     def _new_worker(self, spec: WorkerSpec, epoch: int) -> SimulatedWorker:
         return SimulatedWorker(spec, epoch, self._network, self._fleet, self._sureness)
-
-    def _introduce(self) -> None:
-        by_model: dict[str, list[SimulatedWorker]] = {}
-        for worker in self._workers.values():
-            by_model.setdefault(worker.spec.model, []).append(worker)
-        for like in by_model.values():
-            for worker in like:
-                worker.meet(like)
 
     def _kill(self, fault: Fault) -> None:
         worker = self._workers.pop(fault.worker_id, None)
@@ -255,7 +254,6 @@ class _Simulation:
 
     def _replace(self, spec: WorkerSpec, epoch: int) -> None:
         self._workers[spec.worker_id] = self._new_worker(spec, epoch)
-        self._introduce()
 
     def _reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
         self._fleet.view()

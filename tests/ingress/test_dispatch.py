@@ -60,6 +60,7 @@ async def test_prefill_hands_its_first_token_and_ticket_to_decode() -> None:
     assert second.ticket == ticket_of("p0", request)
     assert second.request.token_ids == (*request.token_ids, token_at(2000))
     assert second.request.num_prompt_tokens == 2000
+    assert workers.introduced == [("d0", "p0")]
     assert_nothing_reserved(fleet)
 
 

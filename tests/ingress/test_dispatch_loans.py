@@ -49,6 +49,7 @@ async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
     assert visit.ticket == loan_of(loan).ticket
     assert visit.request == request
     assert workers.released == []  # who pulls says so to the source itself
+    assert workers.introduced == [("d0", "d1")]
     (decision,) = dispatcher.decision(request.request_id)
     assert (decision.route.lender, decision.route.num_cached_tokens) == ("d1", 1584)
     assert_nothing_reserved(fleet)

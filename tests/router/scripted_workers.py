@@ -60,6 +60,7 @@ class ScriptedWorkers:
     calls: list[Call] = field(default_factory=list)
     released: list[KVTicket] = field(default_factory=list)
     prefetched: list[tuple[str, Prefetch]] = field(default_factory=list)
+    introduced: list[tuple[str, str]] = field(default_factory=list)  # reader and source
     on_failure: Callable[[str], None] | None = None
     stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
@@ -90,6 +91,9 @@ class ScriptedWorkers:
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         self.prefetched.append((worker_id, asked))
+
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        self.introduced.append((worker_id, source_id))
 
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
