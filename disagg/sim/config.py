@@ -61,7 +61,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     times: step times of one worker.
     decode_times: of decode workers, where their GPUs are others; None: `times`.
     speed: how much faster than in the trace requests come.
-    bytes_per_s, latency_s: of a transfer between two workers.
+    bytes_per_s: of each worker's network card, in each direction; transfers share it.
+    latency_s: of a transfer between two workers, before its first byte.
     fair_queue: whether the ingress has its admission queue, as in production; without it, policies
         are compared by their own effect.
     ttft_slo_s, tpot_slo_s: the SLOs, by which pools are scaled; with `fair_queue`, requests that

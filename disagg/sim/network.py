@@ -1,31 +1,38 @@
-"""A simulated transport: a pull takes the time of a transfer model and moves no bytes.
+"""A simulated transport: a pull takes a latency and its share of two network cards; no bytes move.
 
 Otherwise it is as `kvtransfer`: the same checks before a pull, the same stamps after it, the same
-notification to the source. A worker sends to one reader at a time and reads from one source at a
-time, so transfers that share a network card wait for each other.
+notification to the source. Each worker has a network card. As with NIXL, all its pulls run at once:
+they share the bandwidth of their cards (`shared_bandwidth`).
 """
 
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
+from functools import partial
 
 from disagg.kvtransfer.pulls import Pull, PullBook, describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.time_model import TransferTimeModel
+from disagg.sim.shared_bandwidth import Port, Transfer
 
 TRANSPORT = "simulated"
 
 
 class SimulatedNetwork:
-    """All simulated transports by worker id, and the transfer model."""
+    """All simulated transports by worker id.
 
-    def __init__(self, loop: AbstractEventLoop, times: TransferTimeModel) -> None:
+    Args:
+        latency_s: from a pull to its first byte.
+        bytes_per_s: of each worker's card, in each direction.
+    """
+
+    def __init__(self, loop: AbstractEventLoop, latency_s: float, bytes_per_s: float) -> None:
         self.loop = loop
-        self.times = times
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
         self.sides: dict[str, SimulatedTransport] = {}
 
 
@@ -52,7 +59,8 @@ class SimulatedTransport:
         self._book = PullBook(slab, TRANSPORT)
         self._events: list[PullDone | TicketReleased] = []
         self._is_open = True
-        self._sends_until_s = self._reads_until_s = 0.0
+        self._sends = Port(network.bytes_per_s)
+        self._reads = Port(network.bytes_per_s)
         network.sides[worker_id] = self
 
     @property
@@ -70,15 +78,7 @@ class SimulatedTransport:
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         loop = self._network.loop
         pull = self._book.begin(ticket, first_block, into, loop.time())
-        source = self._side(pull.peer)
-        begins_s = max(loop.time(), self._reads_until_s)
-        if source is not None:
-            begins_s = max(begins_s, source._sends_until_s)
-        ends_s = begins_s + self._network.times.transfer_s(ticket.source_id, pull.nbytes)
-        self._reads_until_s = ends_s
-        if source is not None:
-            source._sends_until_s = ends_s
-        loop.call_at(ends_s, self._end, pull)
+        loop.call_later(self._network.latency_s, self._begin, pull)
         return pull.pull_id
 
     def release(self, ticket: KVTicket) -> None:
@@ -95,10 +95,17 @@ class SimulatedTransport:
         self._is_open = False
         if self._network.sides.get(self._peer.worker_id) is self:
             del self._network.sides[self._peer.worker_id]
+        for transfer in list(self._reads.transfers):
+            transfer.cancel()
 
-    def _end(self, pull: Pull) -> None:
+    def _begin(self, pull: Pull) -> None:
         if not self._is_open:
             return
+        source = self._side(pull.peer)
+        ports = (self._reads,) if source is None else (self._reads, source._sends)
+        Transfer(self._network.loop, pull.nbytes, ports, partial(self._end, pull))
+
+    def _end(self, pull: Pull) -> None:
         self._book.end(pull)
         self._notify(pull.peer, pull.ticket.ticket_id)
         source = self._side(pull.peer)

@@ -42,7 +42,6 @@ from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, sum
 from disagg.sim.scaling import Scaling
 from disagg.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from disagg.time_model import TransferTimeModel
 
 NEVER_S = 1e12
 
@@ -85,8 +84,7 @@ class _Simulation:
         if config.policy not in (OURS, ALL_WORKERS):  # others do not know of it
             self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
         self._fleet = _WatchedFleet({tier.name: self._slo_s[1] for tier in tiers})
-        times = TransferTimeModel(config.latency_s, config.bytes_per_s)
-        self._network = SimulatedNetwork(loop, times)
+        self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
         self._workers = self._fleet.workers
         self._past: list[SimulatedWorker] = []  # those that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
