@@ -36,10 +36,10 @@ struct Matrix {
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 // Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
-// Brings two lines of `ahead` closer for each pair, `step` lines further each time.
-template <int num_rows, int num_vectors, class Take>
-inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, const uint32_t* ahead,
-                 int step, Take&& take) {
+// `fetch(k, column)` may bring closer what is read after the `k`th pair.
+template <int num_rows, int num_vectors, class Fetch, class Take>
+inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, Fetch&& fetch,
+                 Take&& take) {
   __m512 sums[num_rows][num_vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
@@ -49,13 +49,8 @@ inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, const
     const uint32_t* column = weight + int64_t(k) * PANEL;
     __m512i columns[num_vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) {
-      columns[v] = _mm512_loadu_si512(column + v * LANES);
-      _mm_prefetch(reinterpret_cast<const char*>(column + v * LANES) + PREFETCHED, _MM_HINT_T0);
-    }
-    const uint32_t* lines = ahead + int64_t(k) * step * LANES;
-    _mm_prefetch(reinterpret_cast<const char*>(lines), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
+    for (int v = 0; v < num_vectors; ++v) columns[v] = _mm512_loadu_si512(column + v * LANES);
+    fetch(k, column);
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
       const __m512i row = _mm512_set1_epi32(static_cast<int>(x[int64_t(r) * num_pairs + k]));
@@ -101,7 +96,15 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
   in_tiles(num_rows, [&](int i, int begin, auto size) {
     const bool has_time = num_vectors == 4 && num_tiles > 1 && i * step < 4;
     const uint32_t* ahead = has_time ? next + int64_t(i) * step * num_pairs * LANES : weight;
-    tile<size(), num_vectors>(weight, pairs + int64_t(begin) * num_pairs, num_pairs, ahead, step,
+    // Two lines of `ahead` for each pair, `step` lines further each time.
+    auto fetch = [&](int k, const uint32_t* column) {
+      for (int v = 0; v < num_vectors; ++v)
+        _mm_prefetch(reinterpret_cast<const char*>(column + v * LANES) + PREFETCHED, _MM_HINT_T0);
+      const uint32_t* lines = ahead + int64_t(k) * step * LANES;
+      _mm_prefetch(reinterpret_cast<const char*>(lines), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
+    };
+    tile<size(), num_vectors>(weight, pairs + int64_t(begin) * num_pairs, num_pairs, fetch,
                               [&](int r, int v, __m512 sums) {
                                 take(begin + r, first_column + v * LANES, sums);
                               });

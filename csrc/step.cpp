@@ -9,6 +9,7 @@
 #include "model.h"
 #include "norm.h"
 #include "product.h"
+#include "prompt.h"
 #include "team.h"
 #include "weights.h"
 
@@ -305,7 +306,7 @@ class Step {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 3; }
+int32_t disagg_step_version() { return 4; }
 
 // Returns null where there is no memory. The layers are copied, the weights are not.
 void* disagg_step_new(const disagg::Model* model) {
@@ -321,6 +322,24 @@ void disagg_step_free(void* step) { delete static_cast<disagg::Step*>(step); }
 int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
                         int32_t num_threads) {
   return static_cast<disagg::Step*>(step)->run(*batch, *cache, num_threads);
+}
+
+// Returns null where there is no memory.
+void* disagg_step_prompts_new() {
+  auto* attention = new (std::nothrow) disagg::PromptAttention();
+  if (attention != nullptr && attention->is_usable()) return attention;
+  delete attention;
+  return nullptr;
+}
+
+void disagg_step_prompts_free(void* attention) {
+  delete static_cast<disagg::PromptAttention*>(attention);
+}
+
+// Returns a `Status`, as `disagg_step_run` does. One call at a time.
+int32_t disagg_step_prompts_run(void* attention, const disagg::Prompts* prompts,
+                                const disagg::KVPages* cache, int32_t num_threads) {
+  return static_cast<disagg::PromptAttention*>(attention)->run(*prompts, *cache, num_threads);
 }
 
 // Some panels of x W^T + b with a weight of 4 bits: x [num_rows, num_in], out [num_rows, num_out].

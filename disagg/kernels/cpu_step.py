@@ -18,6 +18,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.cpu_matrix import CpuMatrix
+from disagg.kernels.cpu_pages import FORMATS, LANES, PagesOfSlab
 from disagg.kernels.huge_pages import use_huge_pages
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
@@ -26,9 +27,7 @@ from disagg.kernels.linear import PackedLinear
 from disagg.kernels.ops import PagedBatch, Weight
 
 MOST_ROWS = 64  # more rows are computed by torch, as prompts are
-FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
-LANES = 16  # head sizes are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +116,6 @@ class _Batch(Structure):
     )
 
 
-class _Pages(Structure):
-    _fields_ = (
-        ("base", c_void_p),
-        ("page_nbytes", c_int64),
-        ("scales_offset", c_int64),
-        ("num_layers", c_int32),
-        ("num_kv_heads", c_int32),
-        ("block_size", c_int32),
-        ("format", c_int32),
-    )
-
-
 class CpuStep:
     """The compiled step of one model. One thread at a time may use it.
 
@@ -166,7 +153,7 @@ class CpuStep:
         self._step = library.disagg_step_new(byref(described))
         if not self._step:
             raise MemoryError("no memory for a decode step")
-        self._pages: tuple[KVPages, _Pages] | None = None
+        self._pages = PagesOfSlab()
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
@@ -208,31 +195,13 @@ class CpuStep:
             logits.data_ptr(),
         )
         status = self._library.disagg_step_run(
-            self._step, byref(described), byref(self._described(kv_cache)), torch.get_num_threads()
+            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
         )
         if status == _UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not one of the vocabulary's {self._vocab_size}")
         if status:
             raise MemoryError(f"no memory for a decode step of {num_rows} sequences")
         return logits
-
-    def _described(self, kv_cache: KVPages) -> _Pages:
-        if self._pages is None or self._pages[0] is not kv_cache:
-            _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.values.shape
-            format = kv_cache.format
-            pages = _Pages(
-                base=kv_cache.blocks.data_ptr(),
-                page_nbytes=format.page_nbytes(block_size, kv_cache.head_dim),
-                scales_offset=(
-                    format.scales_offset(block_size, kv_cache.head_dim) if format.has_scales else 0
-                ),
-                num_layers=num_layers,
-                num_kv_heads=num_kv_heads,
-                block_size=block_size,
-                format=FORMATS[format.name],
-            )
-            self._pages = kv_cache, pages
-        return self._pages[1]
 
 
 def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:

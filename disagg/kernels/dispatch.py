@@ -7,7 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from disagg.kernels.cpu_library import SAMPLING, find_library
+from disagg.kernels.cpu_library import SAMPLING, STEP, cpu_flags, find_library
+from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.ops import Ops
 from disagg.kernels.sampling_rows import SamplingOps
@@ -16,13 +17,20 @@ from disagg.kernels.torch_sampling import TorchSampling
 
 Quantization: TypeAlias = Literal["int8", "int4"]
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}
+_AMX = "amx_bf16"
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
 
-def ops_for(device: torch.device, num_heads: int, quantization: Quantization | None = None) -> Ops:
-    """Return Triton kernels for CUDA and plain torch for everything else.
+def ops_for(
+    device: torch.device,
+    num_heads: int,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype | None = None,
+) -> Ops:
+    """Return Triton kernels for CUDA and torch for everything else.
 
     Args:
+        dtype: what the model computes in. For bfloat16 on a CPU, attention of prompts is compiled.
         quantization: of weights, as they are packed.
 
     Raises:
@@ -33,7 +41,10 @@ def ops_for(device: torch.device, num_heads: int, quantization: Quantization | N
     if prompt_attention not in ("triton", "sdpa"):
         raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
-        return TorchOps() if quantization is None else TorchOps(bits=_BITS[quantization])
+        return TorchOps(
+            bits=16 if quantization is None else _BITS[quantization],
+            prompts=_compiled_prompts() if dtype == torch.bfloat16 else None,
+        )
     if quantization is not None:
         raise ValueError(
             f"{quantization} weights are multiplied on CPUs only, not on {device.type}"
@@ -43,6 +54,14 @@ def ops_for(device: torch.device, num_heads: int, quantization: Quantization | N
     properties = torch.cuda.get_device_properties(device)
     use_sdpa = prompt_attention == "sdpa"
     return TritonOps(num_heads, properties.multi_processor_count, use_sdpa=use_sdpa)
+
+
+def _compiled_prompts() -> PromptAttention | None:
+    """None where torch's attention multiplies with AMX, which the compiled one does not."""
+    library = find_library(STEP).loaded
+    if library is None or _AMX in cpu_flags():
+        return None
+    return PromptAttention(library)
 
 
 def device_name(device_id: int) -> str:

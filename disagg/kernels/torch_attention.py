@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from disagg.kernels.cpu_prompts import PromptAttention, PromptChunks, chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
 from disagg.kernels.torch_products import attend_by_products, softmax
@@ -84,21 +85,35 @@ class TorchPaging:
     chunks: dict[int | None, list[Chunk]]
     num_decodes: int
     scratch: Tensor  # rows as the cache's: where pages are gathered
+    prompts: PromptChunks | None  # what compiled code attends instead of `chunks`
 
 
 def plan_paging(
-    batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None], scratch: Tensor
+    batch: PagedBatch,
+    kv_cache: KVPages,
+    windows: Iterable[int | None],
+    scratch: Tensor,
+    *,
+    is_compiled: bool,
 ) -> TorchPaging:
     """Derive the rows to write and to read, for every window size in use.
 
-    `scratch` is the one of an earlier step, kept if it still fits.
+    Args:
+        scratch: the one of an earlier step, kept if it still fits.
+        is_compiled: prompts are attended by compiled code.
     """
     _clear_begun_blocks(batch, kv_cache)
     planner = _Planner(batch, kv_cache, scratch)
     unique = set(windows)
     groups = {window: planner.groups(window) for window in unique}
-    chunks = {window: planner.chunks(window) for window in unique}
-    return TorchPaging(planner.write_rows(), groups, chunks, batch.num_decodes, planner.scratch)
+    chunks, prompts = {}, None
+    if not is_compiled:
+        chunks = {window: planner.chunks(window) for window in unique}
+    elif batch.num_decodes < len(batch.query_lens):
+        prompts = chunks_of(batch)
+    return TorchPaging(
+        planner.write_rows(), groups, chunks, batch.num_decodes, planner.scratch, prompts
+    )
 
 
 def paged_attention(
@@ -108,6 +123,7 @@ def paged_attention(
     window: int | None,
     paging: TorchPaging,
     sinks: Tensor | None = None,
+    compiled: PromptAttention | None = None,
 ) -> Tensor:
     """Write this step's keys and values, then attend. See `Ops.attention`."""
     num_kv_heads, block_size = kv_cache.values.shape[3:5]
@@ -129,7 +145,15 @@ def paged_attention(
         for group in groups:
             decoded[group.queries] = attend.group(q[group.queries], group)
         parts.append(decoded)
-    parts += [attend.chunk(qkv[piece.start : piece.end], piece) for piece in paging.chunks[window]]
+    if paging.prompts is not None:
+        assert compiled is not None
+        attended = qkv.new_empty(qkv.shape[0], num_heads * head_dim)
+        if parts:
+            attended[: paging.num_decodes] = parts[0]
+        compiled.run(qkv, kv_cache, layer, window, paging.prompts, sinks, attended)
+        return attended
+    pieces = paging.chunks.get(window, ())
+    parts += [attend.chunk(qkv[piece.start : piece.end], piece) for piece in pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
@@ -28,9 +29,12 @@ class TorchOps:
 
     Args:
         bits: of weights, all but experts; they become `Int8Linear` or `Int4Linear`.
+        prompts: compiled attention, for a model in bfloat16; None: torch's.
     """
 
-    def __init__(self, *, bits: Literal[4, 8, 16] = 16) -> None:
+    def __init__(
+        self, *, bits: Literal[4, 8, 16] = 16, prompts: PromptAttention | None = None
+    ) -> None:
         kinds: dict[int, Callable[[Tensor, Tensor | None], Linear]]
         kinds = {4: Int4Linear, 8: Int8Linear, 16: linear}
         self._linear = kinds[bits]
@@ -39,6 +43,7 @@ class TorchOps:
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
         self._scratch = torch.empty(0, 0)
+        self._prompts = prompts
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._linear(weight, bias)
@@ -98,7 +103,8 @@ class TorchOps:
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TorchPaging:
-        paging = plan_paging(batch, kv_cache, windows, self._scratch)
+        is_compiled = self._prompts is not None and self._prompts.takes(kv_cache)
+        paging = plan_paging(batch, kv_cache, windows, self._scratch, is_compiled=is_compiled)
         self._scratch = paging.scratch
         return paging
 
@@ -111,4 +117,4 @@ class TorchOps:
         paging: TorchPaging,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(qkv, kv_cache, layer, window, paging, sinks)
+        return paged_attention(qkv, kv_cache, layer, window, paging, sinks, self._prompts)

@@ -93,7 +93,7 @@ class Decoder:
         self._ranks = communicator
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self.ops = ops or ops_for(self.device, config.num_heads, quantization)
+        self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
         self._norm = weights.norm
         self._lm_head = self.ops.pack(weights.lm_head, None)
         self._embedding = self._table(weights)

@@ -1,0 +1,368 @@
+// Attention of prompts to keys and values in the paged cache, which have those of the prompt itself.
+// Keys are looked at in tiles that begin at multiples of KEY_TILE, whatever a prompt's chunks are,
+// and each query has its own sums: so a result does not depend on how a prompt was cut, on other
+// queries or on threads. The softmax is taken tile by tile, as FlashAttention does it
+// (arXiv 2205.14135).
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "buffer.h"
+#include "kv_format.h"
+#include "model.h"
+#include "product.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace disagg {
+
+constexpr int KEY_TILE = PANEL;
+constexpr int KEY_PAIRS = KEY_TILE / 2;
+constexpr int ROWS_OF_ITEM = 128;  // queries times heads that share packed keys and values
+constexpr float LOG2_E = 1.44269504f;
+
+// Tokens `start` to `end` of a step: the last ones of a sequence's context.
+struct PromptChunk {
+  int32_t start, end, context_len;
+  const int32_t* blocks;
+};
+
+struct Prompts {
+  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], turned
+  bf16* out;        // [num_tokens, num_heads, head_dim]
+  const PromptChunk* chunks;
+  int32_t num_chunks;
+  int32_t num_heads, num_kv_heads, head_dim;
+  int32_t layer;
+  int32_t window;      // positions that a token sees, itself included; 0: all
+  const float* sinks;  // [num_heads]; null: none
+};
+
+// What the threads do not share. A row is a query of one head.
+struct PromptScratch {
+  Buffer<bf16> queries;     // [ROWS_OF_ITEM, head_dim]
+  Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
+  Buffer<float> peaks;      // [ROWS_OF_ITEM]: the largest score so far, times log2(e)
+  Buffer<float> totals;     // [ROWS_OF_ITEM, LANES], of weights
+  Buffer<uint32_t> keys;    // [head_dim / 2, KEY_TILE]: pairs of a key's neighbours
+  Buffer<uint32_t> values;  // [panels of head_dim, KEY_PAIRS, PANEL]: pairs of neighbouring keys
+  Buffer<bf16> widened;     // [KEY_TILE, head_dim]
+  float key_scales[KEY_TILE], value_scales[KEY_TILE];
+
+  bool hold(int64_t num_rows, int64_t dim) {
+    const int64_t num_panels = (dim + PANEL - 1) / PANEL;
+    return queries.hold(num_rows * dim) && sums.hold(num_rows * dim) && peaks.hold(num_rows) &&
+           totals.hold(num_rows * LANES) && keys.hold(dim / 2 * KEY_TILE) &&
+           values.hold(num_panels * KEY_PAIRS * PANEL) && widened.hold(KEY_TILE * dim);
+  }
+};
+
+// 16 rows of 16 words become their columns.
+inline void turn(__m512i (&rows)[LANES]) {
+  __m512i other[LANES];
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES; i += 2) {
+    other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES; i += 4) {
+    rows[i] = _mm512_unpacklo_epi64(other[i], other[i + 2]);
+    rows[i + 1] = _mm512_unpackhi_epi64(other[i], other[i + 2]);
+    rows[i + 2] = _mm512_unpacklo_epi64(other[i + 1], other[i + 3]);
+    rows[i + 3] = _mm512_unpackhi_epi64(other[i + 1], other[i + 3]);
+  }
+  // Now a quarter of rows[4 i + j] has word 4 q + j of rows 4 i to 4 i + 3, in quarter q.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);
+    const __m512i high = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xDD);
+    const __m512i later_low = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);
+    const __m512i later_high = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xDD);
+    other[j] = _mm512_shuffle_i32x4(low, later_low, 0x88);
+    other[8 + j] = _mm512_shuffle_i32x4(low, later_low, 0xDD);
+    other[4 + j] = _mm512_shuffle_i32x4(high, later_high, 0x88);
+    other[12 + j] = _mm512_shuffle_i32x4(high, later_high, 0xDD);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) rows[i] = other[i];
+}
+
+// Keys, or zeros where `keys[i]` is null, as `tile` reads a panel of a weight.
+inline void pack_keys(const bf16* const* keys, int head_dim, uint32_t* out) {
+  const int num_pairs = head_dim / 2;
+  for (int first = 0; first < KEY_TILE; first += LANES) {
+    for (int pair = 0; pair < num_pairs; pair += LANES) {
+      const __mmask16 mask = first_lanes(num_pairs - pair);
+      __m512i rows[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) {
+        const bf16* key = keys[first + i];
+        rows[i] = _mm512_maskz_loadu_epi32(key == nullptr ? 0 : mask, key + 2 * pair);
+      }
+      turn(rows);
+      const int count = num_pairs - pair < LANES ? num_pairs - pair : LANES;
+      for (int i = 0; i < count; ++i)
+        _mm512_storeu_si512(out + int64_t(pair + i) * KEY_TILE + first, rows[i]);
+    }
+  }
+}
+
+inline void pack_values(const bf16* const* values, int head_dim, uint32_t* out) {
+  auto words = [](const bf16* value, int d) {
+    if (value == nullptr) return _mm512_setzero_si512();
+    return _mm512_cvtepu16_epi32(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + d)));
+  };
+  for (int pair = 0; pair < KEY_PAIRS; ++pair)
+    for (int d = 0; d < head_dim; d += LANES) {
+      const __m512i first = words(values[2 * pair], d), second = words(values[2 * pair + 1], d);
+      const int64_t row = int64_t(d / PANEL) * KEY_PAIRS + pair;
+      _mm512_storeu_si512(out + row * PANEL + d % PANEL,
+                          _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    }
+}
+
+// Attention of all chunks of a step in one layer.
+class PromptAttention {
+ public:
+  PromptAttention() : team_(1, &PromptAttention::program, this) {}
+  ~PromptAttention() {
+    if (is_usable()) team_.clear();
+    delete[] own_;
+  }
+
+  bool is_usable() const { return team_.is_usable(); }
+
+  Status run(const Prompts& prompts, const KVPages& cache, int num_threads) {
+    team_.clear();
+    num_threads = team_.reserve(num_threads);
+    prompts_ = prompts;
+    cache_ = cache;
+    if (!make_room(num_threads)) return NO_MEMORY;
+    team_.run(num_threads);
+    return DONE;
+  }
+
+ private:
+  // Some queries of a chunk, with the heads of a group; each KV head is an item of its own.
+  struct Span {
+    int32_t chunk, begin, end;  // tokens of the step
+  };
+
+  int group() const { return prompts_.num_heads / prompts_.num_kv_heads; }
+  int queries_of_item() const { return group() < ROWS_OF_ITEM ? ROWS_OF_ITEM / group() : 1; }
+
+  bool make_room(int num_threads) {
+    if (num_threads > num_own_) {
+      auto* grown = new (std::nothrow) PromptScratch[num_threads];
+      if (grown == nullptr) return false;
+      delete[] own_;
+      own_ = grown;
+      num_own_ = num_threads;
+    }
+    for (int i = 0; i < num_threads; ++i)
+      if (!own_[i].hold(queries_of_item() * group(), prompts_.head_dim)) return false;
+    int64_t most = 0;
+    for (int i = 0; i < prompts_.num_chunks; ++i) {
+      const PromptChunk& chunk = prompts_.chunks[i];
+      most += (chunk.end - chunk.start) / queries_of_item() + 1;
+    }
+    if (!spans_.hold(most)) return false;
+    list_spans();
+    return true;
+  }
+
+  // The last queries of a chunk see most keys, so they come first.
+  void list_spans() {
+    num_spans_ = 0;
+    for (int i = 0; i < prompts_.num_chunks; ++i) {
+      const PromptChunk& chunk = prompts_.chunks[i];
+      for (int end = chunk.end; end > chunk.start; end -= queries_of_item()) {
+        const int begin = end - queries_of_item();
+        spans_.get()[num_spans_++] = {i, begin > chunk.start ? begin : chunk.start, end};
+      }
+    }
+  }
+
+  static void program(void* attention, Member& member) {
+    static_cast<PromptAttention*>(attention)->program(member);
+  }
+
+  void program(Member& member) {
+    member.phase(num_spans_ * prompts_.num_kv_heads, [&](int item) {
+      const Span& span = spans_.get()[item / prompts_.num_kv_heads];
+      attend(own_[member.id], span, item % prompts_.num_kv_heads);
+    });
+  }
+
+  void attend(PromptScratch& own, const Span& span, int kv_head) {
+    const PromptChunk& chunk = prompts_.chunks[span.chunk];
+    const int num_rows = (span.end - span.begin) * group();
+    const int position = chunk.context_len - (chunk.end - span.begin);  // of the first query
+    const int end = position + span.end - span.begin;                   // of the keys they see
+    begin_rows(own, span, kv_head);
+    int key = 0;
+    if (prompts_.window > 0 && position >= prompts_.window) key = position - prompts_.window + 1;
+    for (key = key / KEY_TILE * KEY_TILE; key < end; key += KEY_TILE) {
+      pack_tile(own, chunk, kv_head, key, end);
+      const int first = key > position ? (key - position) * group() : 0;  // that sees any of them
+      in_tiles(num_rows - first, [&](int, int begin, auto size) {
+        attend_tile<size()>(own, first + begin, position, key);
+      });
+    }
+    end_rows(own, span, kv_head);
+  }
+
+  void begin_rows(PromptScratch& own, const Span& span, int kv_head) {
+    const int dim = prompts_.head_dim, size = group() * dim;
+    const int64_t stride = int64_t(prompts_.num_heads + 2 * prompts_.num_kv_heads) * dim;
+    const int num_queries = span.end - span.begin;
+    for (int i = 0; i < num_queries; ++i) {
+      const bf16* query = prompts_.qkv + (span.begin + i) * stride + kv_head * size;
+      memcpy(own.queries.get() + int64_t(i) * size, query, sizeof(bf16) * size);
+    }
+    memset(own.sums.get(), 0, sizeof(float) * num_queries * size);
+    memset(own.totals.get(), 0, sizeof(float) * num_queries * group() * LANES);
+    for (int r = 0; r < num_queries * group(); ++r) {
+      float peak = -std::numeric_limits<float>::infinity();
+      if (prompts_.sinks != nullptr) {
+        peak = LOG2_E * prompts_.sinks[kv_head * group() + r % group()];
+        own.totals.get()[r * LANES] = 1.0f;
+      }
+      own.peaks.get()[r] = peak;
+    }
+  }
+
+  // The keys `first` to `first` + KEY_TILE, up to `end`, and their values.
+  void pack_tile(PromptScratch& own, const PromptChunk& chunk, int kv_head, int first, int end) {
+    const int dim = prompts_.head_dim;
+    const bf16* vectors[KEY_TILE];
+    auto find = [&](Half half, float* scales) {
+      for (int i = 0; i < KEY_TILE;) {
+        const int position = first + i, offset = position % cache_.block_size;
+        if (position >= end) {
+          scales[i] = 0.0f;
+          vectors[i++] = nullptr;
+          continue;
+        }
+        int count = cache_.block_size - offset;
+        if (count > end - position) count = end - position;
+        if (count > KEY_TILE - i) count = KEY_TILE - i;
+        const int32_t block = chunk.blocks[position / cache_.block_size];
+        const uint8_t* page = cache_.page(block, prompts_.layer, half, kv_head);
+        const bf16* found =
+            cache_.widened(page, offset, count, dim, own.widened.get() + int64_t(i) * dim);
+        const float* its_scales = cache_.scales(page, offset);
+        if (its_scales != nullptr) memcpy(scales + i, its_scales, sizeof(float) * count);
+        for (int j = 0; j < count; ++j) vectors[i + j] = found + int64_t(j) * dim;
+        i += count;
+      }
+    };
+    find(KEYS, own.key_scales);
+    pack_keys(vectors, dim, own.keys.get());
+    find(VALUES, own.value_scales);
+    pack_values(vectors, dim, own.values.get());
+  }
+
+  // Some rows see some keys. `first` is the first row, `position` that of row 0, `key` of key 0.
+  template <int num_rows>
+  void attend_tile(PromptScratch& own, int first, int position, int key) {
+    const int dim = prompts_.head_dim, num_pairs = dim / 2;
+    alignas(64) float scores[num_rows][KEY_TILE];
+    alignas(64) uint32_t weights[num_rows][KEY_PAIRS];
+    float factors[num_rows];
+    auto in_cache = [](int, const uint32_t*) {};  // nothing needs to be brought closer
+    const auto* queries = reinterpret_cast<const uint32_t*>(own.queries.get());
+    tile<num_rows, 4>(own.keys.get(), queries + int64_t(first) * num_pairs, num_pairs,
+                      in_cache,
+                      [&](int r, int v, __m512 sums) { _mm512_store_ps(&scores[r][v * LANES], sums); });
+    for (int r = 0; r < num_rows; ++r) {
+      const int row = first + r, its_position = position + row / group();
+      const int begin = prompts_.window > 0 ? its_position - prompts_.window + 1 - key : 0;
+      factors[r] = weigh(own, row, scores[r], begin, its_position + 1 - key,
+                         reinterpret_cast<bf16*>(weights[r]));
+    }
+    float* sums = own.sums.get() + int64_t(first) * dim;
+    auto add = [&](int r, int d, __m512 some) {
+      float* at = sums + int64_t(r) * dim + d;
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), _mm512_set1_ps(factors[r]), some));
+    };
+    int d = 0;
+    for (; d + PANEL <= dim; d += PANEL) {
+      const uint32_t* panel = own.values.get() + int64_t(d / PANEL) * KEY_PAIRS * PANEL;
+      tile<num_rows, 4>(panel, weights[0], KEY_PAIRS, in_cache,
+                        [&](int r, int v, __m512 some) { add(r, d + v * LANES, some); });
+    }
+    for (; d < dim; d += LANES) {
+      const uint32_t* panel =
+          own.values.get() + int64_t(d / PANEL) * KEY_PAIRS * PANEL + d % PANEL;
+      tile<num_rows, 1>(panel, weights[0], KEY_PAIRS, in_cache,
+                        [&](int r, int, __m512 some) { add(r, d, some); });
+    }
+  }
+
+  // Weights e^(score - peak) of the keys `begin` to `end` of a tile, which may lie outside it, as
+  // pairs of bfloat16. Returns the factor of what was summed up before.
+  float weigh(PromptScratch& own, int row, float* scores, int begin, int end, bf16* weights) {
+    const bool has_scales = cache_.scales_offset != 0;
+    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const __m512 scale = _mm512_set1_ps(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));
+    __m512 largest = lowest, seen[KEY_TILE / LANES];
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_TILE / LANES; ++v) {
+      const __mmask16 mask = first_lanes(end - v * LANES) & ~first_lanes(begin - v * LANES);
+      __m512 some = _mm512_mul_ps(_mm512_load_ps(scores + v * LANES), scale);
+      if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.key_scales + v * LANES));
+      seen[v] = _mm512_mask_mov_ps(lowest, mask, some);
+      largest = _mm512_max_ps(largest, seen[v]);
+    }
+    const float before = own.peaks.get()[row];
+    const float peak = std::fmax(before, _mm512_reduce_max_ps(largest));
+    if (peak == -std::numeric_limits<float>::infinity()) {  // nothing seen so far
+      memset(weights, 0, sizeof(bf16) * KEY_TILE);
+      return 1.0f;
+    }
+    const float factor = before == peak ? 1.0f : std::exp2(before - peak);
+    own.peaks.get()[row] = peak;
+    float* totals = own.totals.get() + int64_t(row) * LANES;
+    __m512 total = _mm512_mul_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(factor));
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_TILE / LANES; ++v) {
+      __m512 some = power_of_two(_mm512_sub_ps(seen[v], _mm512_set1_ps(peak)));
+      total = _mm512_add_ps(total, some);
+      if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.value_scales + v * LANES));
+      store(weights + v * LANES, some);
+    }
+    _mm512_storeu_ps(totals, total);
+    return factor;
+  }
+
+  void end_rows(PromptScratch& own, const Span& span, int kv_head) {
+    const int dim = prompts_.head_dim, size = group() * dim;
+    const int num_queries = span.end - span.begin;
+    for (int i = 0; i < num_queries; ++i) {
+      bf16* out = prompts_.out + int64_t(span.begin + i) * prompts_.num_heads * dim + kv_head * size;
+      for (int g = 0; g < group(); ++g) {
+        const int row = i * group() + g;
+        const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(own.totals.get() + row * LANES));
+        const __m512 inverse = _mm512_set1_ps(1.0f / total);
+        const float* sums = own.sums.get() + int64_t(row) * dim;
+        for (int d = 0; d < dim; d += LANES)
+          store(out + g * dim + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse));
+      }
+    }
+  }
+
+  Prompts prompts_{};
+  KVPages cache_{};
+  PromptScratch* own_ = nullptr;
+  int num_own_ = 0;
+  Buffer<Span> spans_;
+  int num_spans_ = 0;
+  Team team_;
+};
+
+}  // namespace disagg

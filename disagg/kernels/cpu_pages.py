@@ -1,0 +1,48 @@
+"""A slab of keys and values as compiled code (`csrc/kv_format.h`) reads it."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+from disagg.kernels.kv_pages import KVPages
+
+FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
+LANES = 16  # head sizes are multiples of it
+
+
+class CpuPages(Structure):
+    _fields_ = (
+        ("base", c_void_p),
+        ("page_nbytes", c_int64),
+        ("scales_offset", c_int64),
+        ("num_layers", c_int32),
+        ("num_kv_heads", c_int32),
+        ("block_size", c_int32),
+        ("format", c_int32),
+    )
+
+
+class PagesOfSlab:
+    """Describes a slab, and remembers it: all steps of an engine have the same one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[KVPages, CpuPages] | None = None
+
+    def __call__(self, kv_cache: KVPages) -> CpuPages:
+        if self._last is None or self._last[0] is not kv_cache:
+            self._last = kv_cache, _described(kv_cache)
+        return self._last[1]
+
+
+def _described(kv_cache: KVPages) -> CpuPages:
+    _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.values.shape
+    format, head_dim = kv_cache.format, kv_cache.head_dim
+    return CpuPages(
+        base=kv_cache.blocks.data_ptr(),
+        page_nbytes=format.page_nbytes(block_size, head_dim),
+        scales_offset=format.scales_offset(block_size, head_dim) if format.has_scales else 0,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        format=FORMATS[format.name],
+    )

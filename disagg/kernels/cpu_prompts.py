@@ -1,0 +1,136 @@
+"""Attention of prompts by compiled code (`csrc/prompt.h`), for models in bfloat16.
+
+It reads keys and values where they lie in the paged cache, those of the prompt itself included, so
+nothing is gathered and no mask is built. What a token gets does not depend on how its prompt was
+cut into chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Array, Structure, byref, c_int32, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu_pages import FORMATS, LANES, PagesOfSlab
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PagedBatch
+
+
+class _ChunkFields(Structure):
+    _fields_ = (
+        ("start", c_int32),
+        ("end", c_int32),
+        ("context_len", c_int32),
+        ("blocks", c_void_p),
+    )
+
+
+class _PromptFields(Structure):
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("chunks", POINTER(_ChunkFields)),
+        ("num_chunks", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("layer", c_int32),
+        ("window", c_int32),
+        ("sinks", c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunks:
+    """The chunks of a step: consecutive tokens of one sequence each, behind its cached ones."""
+
+    chunks: Array[_ChunkFields]
+    block_tables: Tensor  # the chunks point into it
+
+
+def chunks_of(batch: PagedBatch) -> PromptChunks:
+    """All sequences of a batch but its decodes."""
+    tables = batch.block_tables
+    assert tables.dtype == torch.int32 and tables.stride(1) == 1
+    rows = range(batch.num_decodes, len(batch.query_lens))
+    chunks = (_ChunkFields * len(rows))()
+    start = batch.num_decodes
+    for chunk, row in zip(chunks, rows, strict=True):
+        end = start + batch.query_lens[row]
+        chunk.start, chunk.end, chunk.context_len = start, end, batch.context_lens_host[row]
+        chunk.blocks = tables.data_ptr() + row * tables.stride(0) * tables.itemsize
+        start = end
+    return PromptChunks(chunks, tables)
+
+
+class PromptAttention:
+    """One thread at a time may use it.
+
+    Args:
+        library: `cpu_library.STEP`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.disagg_step_prompts_new.restype = c_void_p
+        library.disagg_step_prompts_free.argtypes = [c_void_p]
+        library.disagg_step_prompts_free.restype = None
+        library.disagg_step_prompts_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+        self._library = library
+        self._pages = PagesOfSlab()
+        self._attention = library.disagg_step_prompts_new()
+        if not self._attention:
+            raise MemoryError("no memory for the attention of prompts")
+
+    def __del__(self) -> None:
+        if getattr(self, "_attention", None):
+            self._library.disagg_step_prompts_free(self._attention)
+            self._attention = None
+
+    def takes(self, kv_cache: KVPages) -> bool:
+        """Whether it computes attention to such a slab, for a model in bfloat16."""
+        return kv_cache.format.name in FORMATS and kv_cache.head_dim % LANES == 0
+
+    def run(
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        prompts: PromptChunks,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Attend. Keys and values of the step are in the cache already.
+
+        Args:
+            qkv: bfloat16, as for `Ops.attention`.
+            out: bfloat16 [num_tokens, num_heads * head_dim]; the prompts' rows are written.
+
+        Raises:
+            MemoryError: no memory for the threads' sums.
+        """
+        num_kv_heads, head_dim = kv_cache.values.shape[3], kv_cache.head_dim
+        qkv = qkv.contiguous()
+        described = _PromptFields(
+            qkv=qkv.data_ptr(),
+            out=out.data_ptr(),
+            chunks=prompts.chunks,
+            num_chunks=len(prompts.chunks),
+            num_heads=qkv.shape[1] - 2 * num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            layer=layer,
+            window=window or 0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )
+        status = self._library.disagg_step_prompts_run(
+            self._attention,
+            byref(described),
+            byref(self._pages(kv_cache)),
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError(f"no memory for the attention of {qkv.shape[0]} tokens")

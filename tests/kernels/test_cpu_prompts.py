@@ -1,0 +1,171 @@
+"""Compiled attention of prompts gives what the reference does, however a prompt is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from disagg.kernels import dispatch
+from disagg.kernels.cpu_library import Found
+from disagg.kernels.cpu_prompts import PromptAttention
+from disagg.kernels.kv_pages import FORMATS, KVFormat
+from disagg.kernels.torch_ops import TorchOps
+from tests.kernels.compiled import compiled
+from tests.kernels.paged_inputs import LAYER, PagedInputs, paged_inputs
+
+CPU = torch.device("cpu")
+BF16 = FORMATS["bfloat16"]
+COMPILED_FORMATS = ["bfloat16", "int8", "fp8", "int4"]
+# Decodes, whole prompts, chunks behind a cached prefix; around the tile of 64 keys.
+LENS = [(1, 1), (1, 65), (2, 2), (63, 63), (64, 64), (65, 65), (7, 64), (30, 200), (130, 131)]
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> PromptAttention:
+    library = compiled(tmp_path_factory.getbasetemp() / "compiled").loaded
+    assert library is not None
+    return PromptAttention(library)
+
+
+def _inputs(lens: Sequence[tuple[int, int]], **given: object) -> PagedInputs:
+    # Free blocks are NaN, and so is what lies behind a context in its last block.
+    return paged_inputs(lens, dtype=torch.bfloat16, **given)  # type: ignore[arg-type]
+
+
+def _attend(
+    attention: PromptAttention | None,
+    inputs: PagedInputs,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    ops = TorchOps(prompts=attention)
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    assert (paging.prompts is not None) == (attention is not None)
+    return ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    # Weights and results are rounded to bfloat16, 2^-9 of them; an average of values of about 1.
+    torch.testing.assert_close(actual, expected, atol=1.6e-2, rtol=8e-3)
+
+
+@pytest.mark.parametrize("name", COMPILED_FORMATS)
+@pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size"), [(1, 16, 16), (3, 64, 5), (7, 80, 1), (2, 128, 32)]
+)
+def test_it_is_the_reference(
+    group: int, head_dim: int, block_size: int, window: int | None, name: str,
+    attention: PromptAttention,
+) -> None:  # fmt: skip
+    inputs = _inputs(
+        LENS, group=group, head_dim=head_dim, block_size=block_size, format=FORMATS[name]
+    )
+    expected = inputs.expected(window)
+    _assert_close(_attend(attention, inputs, window), expected)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_with_sinks(window: int | None, attention: PromptAttention) -> None:
+    inputs = _inputs(LENS, group=3, head_dim=64)
+    sinks = torch.tensor([-30.0, 0.0, 3.0, 8.0, -2.0, 30.0])
+    expected = inputs.expected(window, sinks)
+    _assert_close(_attend(attention, inputs, window, sinks), expected)
+
+
+def test_many_heads_share_one_head_of_keys(attention: PromptAttention) -> None:
+    """More than there is room for in one item of a thread."""
+    inputs = _inputs([(5, 70)], group=150, num_kv_heads=1)
+    expected = inputs.expected(None)
+    _assert_close(_attend(attention, inputs), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("format", [BF16, FORMATS["int8"]], ids=lambda format: format.name)
+def test_threads_and_other_prompts_change_nothing(
+    format: KVFormat, threads: int, attention: PromptAttention
+) -> None:
+    lens = [(200, 300), (3, 3), (64, 640)]
+    alone = _attend(attention, _inputs(lens, group=3, format=format))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(_attend(attention, _inputs(lens, group=3, format=format)), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: PromptAttention) -> None:
+    """To the bit: the chunks of a prompt give what the whole prompt gives."""
+    length = data.draw(st.integers(2, 200))
+    window = data.draw(st.sampled_from([None, 1, 33, 64, 150]))
+    name = data.draw(st.sampled_from(COMPILED_FORMATS))
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3)))
+    whole = _inputs([(length, length)], group=2, head_dim=32, format=FORMATS[name])
+    expected = _attend(attention, whole, window)
+    parts, start = [], 0
+    for end in [*cuts, length]:
+        if end - start == 1:  # a decode, which is computed by torch
+            end = min(end + 1, length)
+        if end <= start + 1:
+            break
+        part = PagedInputs(
+            qkv=whole.qkv[start:end],
+            kv_cache=whole.kv_cache,
+            slots=whole.slots[start:end],
+            query_start=torch.tensor([0, end - start], dtype=torch.int32),
+            context_lens=torch.tensor([end], dtype=torch.int32),
+            block_tables=whole.block_tables,
+            query_lens=(end - start,),
+            context_lens_host=(end,),
+        )
+        parts.append(_attend(attention, part, window))
+        start = end
+    made = torch.cat(parts)
+    assert torch.equal(made, expected[: made.shape[0]])
+
+
+def test_models_in_bfloat16_have_it(
+    monkeypatch: pytest.MonkeyPatch, attention: PromptAttention
+) -> None:
+    found = Found(attention._library, "compiled")
+    monkeypatch.setattr(dispatch, "find_library", lambda _: found)
+    inputs = _inputs([(5, 9)])
+
+    def is_compiled(dtype: torch.dtype | None, flags: set[str]) -> bool:
+        monkeypatch.setattr(dispatch, "cpu_flags", lambda: frozenset(flags))
+        ops = dispatch.ops_for(CPU, 4, dtype=dtype)
+        assert isinstance(ops, TorchOps)
+        return ops.plan(inputs, inputs.kv_cache, [None]).prompts is not None
+
+    assert is_compiled(torch.bfloat16, {"avx512_bf16"})
+    assert not is_compiled(torch.float32, {"avx512_bf16"})
+    assert not is_compiled(None, {"avx512_bf16"})
+    assert not is_compiled(torch.bfloat16, {"avx512_bf16", "amx_bf16"})  # torch's has AMX there
+
+
+def test_odd_head_sizes_and_exact_formats_are_torchs(attention: PromptAttention) -> None:
+    odd = _inputs([(5, 9)], head_dim=20)
+    exact = paged_inputs([(5, 9)], dtype=torch.float32)
+    for inputs in (odd, exact):
+        assert not attention.takes(inputs.kv_cache)
+        paging = TorchOps(prompts=attention).plan(inputs, inputs.kv_cache, [None])
+        assert paging.prompts is None
+
+
+def test_large_scores_do_not_overflow(attention: PromptAttention) -> None:
+    inputs = _inputs([(100, 100)], group=2, head_dim=64)
+    inputs.qkv[:, :4] *= 1e4  # queries
+    expected = inputs.expected(None)
+    made = _attend(attention, inputs)
+    assert torch.isfinite(made).all()
+    # One key has all the weight, save in ties that rounding decides.
+    same = ((made - expected).abs() < 0.05).float().mean()
+    assert same > 0.99
