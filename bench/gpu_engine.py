@@ -49,7 +49,8 @@ from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.weights import Progress
-from disagg.planner.roofline import DATASHEET, Placement
+from disagg.planner.efficiency import DATASHEET
+from disagg.planner.roofline import Placement
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
 

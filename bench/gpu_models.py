@@ -25,9 +25,9 @@ from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.decoder import random_decoder
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
+from disagg.planner.efficiency import ON_CPU
 from disagg.planner.gpus import CPU_CORE, gpu_called
-from disagg.planner.prior import ON_CPU
-from disagg.planner.roofline import PLANNED, Placement
+from disagg.planner.roofline import Placement
 from disagg.planner.shapes import shape_of
 
 HASH_ROOT = b"bench"
@@ -61,7 +61,7 @@ def placement_of(model: ModelDescription, device: torch.device) -> Placement | N
     if device.type == "cpu":
         return Placement(shape, CPU_CORE, efficiency=ON_CPU)
     gpu = gpu_called(torch.cuda.get_device_name(device))
-    return None if gpu is None else Placement(shape, gpu, efficiency=PLANNED)
+    return None if gpu is None else Placement(shape, gpu)
 
 
 def new_engine(

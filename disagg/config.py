@@ -29,6 +29,7 @@ SCALED_KV_BITS = {"fp8": (8, 32), "int8": (8, 32), "int4": (4, 32)}
 Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 MAX_PRIORITY = 1000
+CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS = 64, 1024  # of a step on a CPU, unless set
 DEFAULT_TPOT_GOAL_S = 0.2
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -64,6 +64,28 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     if config.cascade is not None:
         _check_cascade(config.cascade, names)
     return config
+
+
+def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
+    """`args` with environment variables replaced by their values.
+
+    Raises:
+        StartupError: one is not set.
+    """
+    match args:
+        case dict():
+            return {key: filled_in(value, environment) for key, value in args.items()}
+        case list():
+            return [filled_in(value, environment) for value in args]
+        case str() if args.startswith("env:"):
+            name = args.removeprefix("env:")
+            if name not in environment:
+                raise StartupError(
+                    f"The configuration says {args!r}, but there is no environment variable"
+                    f" {name}; set it on every node of the Ray cluster, or write the value itself."
+                )
+            return environment[name]
+    return args
 
 
 def _supported(error: str) -> str:

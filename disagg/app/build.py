@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -18,7 +17,7 @@ from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster
 from disagg.app.ingress import Ingress
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
-from disagg.config_checks import check_secrets, parse_config
+from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
@@ -61,28 +60,6 @@ def build(args: dict[str, Any]) -> Application:
         return build_application(plan.config)
     # Not checked against the nodes: nodes with GPUs may be added when workers ask for them.
     return build_application(with_devices(config, has_gpus=False))
-
-
-def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
-    """`args` with environment variables replaced by their values.
-
-    Raises:
-        StartupError: one is not set.
-    """
-    match args:
-        case dict():
-            return {key: filled_in(value, environment) for key, value in args.items()}
-        case list():
-            return [filled_in(value, environment) for value in args]
-        case str() if args.startswith("env:"):
-            name = args.removeprefix("env:")
-            if name not in environment:
-                raise StartupError(
-                    f"The configuration says {args!r}, but there is no environment variable"
-                    f" {name}; set it on every node of the Ray cluster, or write the value itself."
-                )
-            return environment[name]
-    return args
 
 
 def build_application(

@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         subparser = verbs.add_parser(name, help=(verb.__doc__ or "").split("\n")[0])
         verb.add_arguments(subparser)
         subparser.set_defaults(run=verb.run)
+    parser.set_defaults(words=words)
     chosen = parser.parse_args(words)
     if signal.getsignal(signal.SIGINT) is not interrupted:
         signal.signal(signal.SIGINT, interrupted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +20,19 @@ from disagg.cli.chart import check_path, write_svg
 from disagg.cli.plan_play import play
 from disagg.cli.plan_plot import cost_chart, worker_charts
 from disagg.cli.plan_report import report, show
+from disagg.cli.plan_write import (
+    Written,
+    check_directory,
+    check_servable,
+    not_served,
+    served_model,
+    write,
+)
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.planner.advice import advise
+from disagg.planner.efficiency import ENGINES, MATMUL, PLANNED
 from disagg.planner.gpus import (
+    CPU_CORE,
     GPUS,
     LINKS,
     PRICES_AS_OF,
@@ -32,7 +43,7 @@ from disagg.planner.gpus import (
 from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement, placements
 from disagg.planner.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shape
-from disagg.planner.sizing import Prices
+from disagg.planner.sizing import FleetPlan, Prices
 from disagg.sim.trace import read_trace
 
 NO_GRAPHS_YET = (
@@ -47,14 +58,25 @@ DEFAULT_TPOT_S = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help=f"a directory with a config.json, a model of Hugging Face, or {', '.join(SHAPES)}",
+        help="a directory with a config.json, a model of Hugging Face, a bundled model, or"
+        f" {', '.join(SHAPES)}",
     )
     parser.add_argument(
         "--gpu",
         action="append",
-        help=f"default: h100; repeat it to choose among several: {', '.join(GPUS)}",
+        help="default: h100; repeat it to choose among several:"
+        f" {', '.join(GPUS)}; or {CPU_CORE.name}: workers of one core each",
     )
-    parser.add_argument("--weights", choices=list(NBYTES), default="bf16")
+    parser.add_argument(
+        "--weights", choices=list(NBYTES), default="bf16", help="format of the weights"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="",
+        help="plan with the share of the GPU that published runs of this engine reached (default:"
+        " what a good engine should reach)",
+    )
     parser.add_argument(
         "--kv-cache-dtype",
         dest="kv",
@@ -96,6 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let each planned fleet serve the load in the simulator before one is advised",
     )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="write the advised fleet as a Serve YAML and as a KubeRay file",
+    )
+    parser.add_argument("--force", action="store_true", help="--write may overwrite files")
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write plots of batch and cost to an SVG file"
@@ -106,17 +135,23 @@ def run(args: argparse.Namespace) -> int:
     """Raises `DisaggError` for unknown names, what does not fit, and SLOs that cannot be met."""
     if args.plot is not None:
         check_path(args.plot)
+    is_asked = args.requests_per_s is not None or args.trace is not None
+    for name in ("play", "write"):
+        if getattr(args, name) and not is_asked:
+            raise StartupError(
+                "There is a fleet only for a load: give --requests-per-s or --trace.", param=name
+            )
+    if args.write is not None:
+        check_directory(args.write, args.force)
+    Slo(args.ttft, args.tpot)  # refuses what makes no sense, with or without a load
     shape = read_shape(args.model)
+    if args.write is not None:
+        check_servable(shape, args.weights)
     load, notes = _load(args)
     load.check_fits(shape)
     every, left_out = _placements(args, shape, load)
-    is_asked = args.requests_per_s is not None or args.trace is not None
     charts = worker_charts(load, every) if args.plot is not None else []
     advice, played = None, None
-    if args.play and not is_asked:
-        raise StartupError(
-            "Only a fleet for a load can be played: give --requests-per-s or --trace.", param="play"
-        )
     if is_asked:
         slo, prices = Slo(args.ttft, args.tpot), _prices_of(args, every)
         advice = advise(load, slo, every, link_of(args.link), prices)
@@ -124,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
             advice, played = play(advice, load, slo, link_of(args.link))
         if args.plot is not None:
             charts += filter(None, [cost_chart(load, slo, every, link_of(args.link), prices)])
+        if args.write is not None:
+            notes += _write(args, shape, advice.fleet, load, slo)
     if args.plot is not None:
         write_svg(args.plot, charts)
     notes += left_out
@@ -132,6 +169,9 @@ def run(args: argparse.Namespace) -> int:
             f"The weights of this checkpoint are quantised ({shape.widened_from}), and widened when"
             f" they are loaded: its size here is that in {args.weights}."
         )
+    notes += not_served(shape, args.weights)
+    if not args.engine:
+        notes += _assumed(shape, every)
     if max(each.num_gpus for each in every) > 1:
         notes.append(NO_GRAPHS_YET)
     if args.json:
@@ -140,6 +180,33 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(Console(highlight=False), shape, load, every, advice, played, notes)
     return 0
+
+
+def _write(
+    args: argparse.Namespace, shape: ModelShape, fleet: FleetPlan, load: Workload, slo: Slo
+) -> list[str]:
+    """Write the fleet, and say where."""
+    model = served_model(args.model, shape.repository)
+    command = shlex.join(["disagg", *args.words])
+    plan = Written(fleet, load, slo, link_of(args.link), model, command)
+    return [f"Written: {', '.join(map(str, write(args.write, plan)))}."]
+
+
+def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
+    """Where the speed of prompts is assumed, and what published runs reached there."""
+    notes = []
+    for gpu, weights in dict.fromkeys((each.gpu, each.weights) for each in every):
+        kind = shape.products_in(weights)
+        shares = {
+            engine: share for (engine, *of), share in MATMUL.items() if of == [kind, gpu.family]
+        }
+        if kind == "bf16" and shares:
+            reached = " and ".join(f"{share} with {name}" for name, share in shares.items())
+            notes.append(
+                f"Prompts on {gpu.name} are planned at {PLANNED.matmul} of its FLOP/s, which is"
+                f" assumed. Published runs reached {reached}: --engine plans with that."
+            )
+    return notes
 
 
 def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
@@ -179,7 +246,8 @@ def _placements(
     notes: list[str] = []
     for name in args.gpu or ["h100"]:
         try:
-            every += placements(shape, gpu_of(name), args.weights, args.kv, load.longest_tokens)
+            gpu = gpu_of(name)
+            every += placements(shape, gpu, args.weights, args.kv, load.longest_tokens, args.engine)
         except NotEnoughMemory as error:
             notes.append(f"Left out: {error.message}")
     if not every:

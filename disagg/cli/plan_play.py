@@ -10,11 +10,13 @@ import random
 
 import msgspec
 
+from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS
 from disagg.errors import StartupError
 from disagg.planner.advice import Advice
+from disagg.planner.gpus import CPU_CORE
 from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement
-from disagg.planner.sizing import TRANSFER_LATENCY_S, FleetPlan
+from disagg.planner.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
 from disagg.planner.step_sizes import step_sizes
 from disagg.queueing import QUANTILE
 from disagg.sim.config import SimConfig
@@ -89,8 +91,18 @@ def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
     return requests
 
 
+def step_sizes_of(fleet: FleetPlan) -> tuple[int, int]:
+    """Sequences and tokens of the largest step, as workers on these GPUs have them.
+
+    Both pools have the same settings: those of the slower GPU.
+    """
+    every = [_step_sizes(pool.placement) for pool in fleet.pools]
+    return min(num_seqs for num_seqs, _ in every), min(num_tokens for _, num_tokens in every)
+
+
 def _step_sizes(worker: Placement) -> tuple[int, int]:
-    """Sequences and tokens of a step, as workers on that GPU have them."""
+    if worker.gpu is CPU_CORE:
+        return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     return step_sizes(worker.shape, worker.gpu.name, worker.kv, worker.num_gpus)
 
 
@@ -101,20 +113,19 @@ def _play(
     requests: list[TraceRequest],
 ) -> SimReport:
     first, last = fleet.pools[0], fleet.pools[-1]
-    num_links = min(first.placement.num_gpus, last.placement.num_gpus)
     num_kv_tokens = min(pool.placement.num_kv_tokens for pool in fleet.pools)
-    steps = [_step_sizes(pool.placement) for pool in fleet.pools]
+    num_seqs, num_tokens = step_sizes_of(fleet)
     config = SimConfig(
         num_prefill=first.num_workers,
         num_decode=last.num_workers if last is not first else 0,
         num_blocks=max(1, num_kv_tokens // BLOCK_TOKENS),
         block_size=BLOCK_TOKENS,
-        max_num_seqs=min(num_seqs for num_seqs, _ in steps),
-        max_num_batched_tokens=min(num_tokens for _, num_tokens in steps),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_tokens,
         times=first.placement.time_model(max(1, last.batch)),
         decode_times=last.placement.time_model(max(1, last.batch)),
         kv_nbytes=first.placement.kv_nbytes_per_token,
-        bytes_per_s=link_bytes_per_s * num_links,
+        bytes_per_s=link_bytes_per_s * num_links(first.placement, last.placement),
         latency_s=TRANSFER_LATENCY_S,
         fair_queue=True,
         ttft_slo_s=slo.ttft_s,

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from disagg.cli.plan_play import Played
 from disagg.planner.advice import Advice
+from disagg.planner.efficiency import DATASHEET
 from disagg.planner.gpus import PRICES_AS_OF, PRICES_SOURCE
 from disagg.planner.load import Workload
-from disagg.planner.roofline import DATASHEET, MEMORY_SHARE, Placement
+from disagg.planner.roofline import MEMORY_SHARE, Placement
 from disagg.planner.shapes import ModelShape
 from disagg.planner.sizing import FleetPlan, Pool
 from disagg.sim.report import SimReport

@@ -291,7 +291,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
-        help="YAML or JSON of a whole deployment; flags that it would override are refused",
+        help="YAML or JSON of a whole deployment, or Serve's YAML of one; flags that it would"
+        " override are refused",
     )
     group.add_argument(
         "--ray-address", help="address of a running Ray cluster (default: start Ray here)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
 from disagg.config import ASSETS, EngineConfig, ServeConfig
-from disagg.config_checks import parse_config
+from disagg.config_checks import filled_in, parse_config
 from disagg.doctor.findings import DoctorReport
 from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
@@ -20,6 +21,8 @@ from disagg.errors import StartupError
 BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # of the memory that is free goes to the embedded store
 LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
+
+HTTP_OPTIONS = ("host", "port")  # that Serve's YAML and ours have in common
 
 # Flags of the command itself, and not of what it deploys: these go beside --config.
 OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
@@ -63,6 +66,8 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config:
         _refuse_beside_config(arguments)
         raw = _read_config_file(Path(arguments.config))
+        if "applications" in raw:
+            raw = _of_serve(raw, arguments.config)
         http = raw.get("http") or {}
         if (
             arguments.api_key
@@ -139,6 +144,28 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "cluster_key": _new_key(),
         "insecure": arguments.insecure,
     }
+
+
+def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The configuration in a YAML of Ray Serve, as `serve deploy` takes it.
+
+    Raises:
+        StartupError: it is another application's, or needs an environment variable that is not set.
+    """
+    match raw:
+        case {"applications": [{"import_path": "disagg.app.build:build", "args": dict(args)}]}:
+            pass
+        case _:
+            raise StartupError(
+                f"{file} is a YAML of Ray Serve without disagg as its only application"
+                " (import_path: disagg.app.build:build, with args).",
+                param="config",
+            )
+    config: dict[str, Any] = filled_in(args, os.environ)
+    listens = {
+        key: value for key, value in (raw.get("http_options") or {}).items() if key in HTTP_OPTIONS
+    }
+    return {**config, "http": {**listens, **(config.get("http") or {})}}
 
 
 def _pool(size: PoolSize | None, num_gpus: float | None) -> dict[str, Any]:

@@ -19,8 +19,9 @@ Entry = TypeVar("Entry")
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """`link_bytes_per_s` is between the GPUs of one node. `fp8_flops` is None where bf16 units
-    must do the work; such a GPU is not planned with fp8 weights."""
+    """`link_bytes_per_s` is between the GPUs of one node. `fp8_flops` and `fp4_flops` are None
+    where wider units must do the work; such a GPU is not planned with weights of that format.
+    `family`: of GPUs that reach like shares of their sheets; empty: no published run is known."""
 
     name: str
     memory_nbytes: float
@@ -30,18 +31,24 @@ class Gpu(msgspec.Struct, frozen=True):
     link_bytes_per_s: float
     gpus_per_node: int
     source: str
+    fp4_flops: float | None = None
+    family: str = ""
 
     def flops(self, dtype: str) -> float:
         """Raises `StartupError` where the GPU cannot multiply in `dtype`."""
-        if dtype == "bf16":
-            return self.bf16_flops
-        if self.fp8_flops is None:
+        found = self._flops(dtype)
+        if found is None:
+            able = (gpu.name for gpu in GPUS.values() if gpu._flops(dtype))
             raise StartupError(
-                f"{self.name} has no FP8 matrix units; plan it with bf16 weights, or take one of"
-                f" {', '.join(gpu.name for gpu in GPUS.values() if gpu.fp8_flops)}.",
+                f"{self.name} has no {dtype[:3].upper()} matrix units; plan it with bf16 weights,"
+                f" or take one of {', '.join(able)}.",
                 param="weights",
             )
-        return self.fp8_flops
+        return found
+
+    def _flops(self, dtype: str) -> float | None:
+        formats = {"bf16": self.bf16_flops, "fp4": self.fp4_flops}
+        return formats.get(dtype, self.fp8_flops)
 
     def flops_per_byte(self, dtype: str = "bf16") -> float:
         """Arithmetic intensity at which compute and memory take equally long."""
@@ -53,17 +60,26 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("h100", 80e9, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8,
-            "NVIDIA H100 datasheet, SXM5; NVLink 900 GB/s both ways"),
+            "NVIDIA H100 datasheet, SXM5; NVLink 900 GB/s both ways", family="hopper"),
         Gpu("h100-pcie", 80e9, 2.0e12, 756e12, 1513e12, 64e9, 8,
-            "NVIDIA H100 datasheet, PCIe; PCIe 5.0 x16 128 GB/s both ways"),
+            "NVIDIA H100 datasheet, PCIe; PCIe 5.0 x16 128 GB/s both ways", family="hopper"),
         Gpu("h200", 141e9, 4.8e12, 989.4e12, 1978.9e12, 450e9, 8,
-            "NVIDIA H200 datasheet, SXM; NVLink 900 GB/s both ways"),
+            "NVIDIA H200 datasheet, SXM; NVLink 900 GB/s both ways", family="hopper"),
         Gpu("b200", 180e9, 8.0e12, 2250e12, 4500e12, 900e9, 8,
-            "NVIDIA DGX B200 datasheet, an eighth of it; NVLink 1.8 TB/s both ways"),
+            "NVIDIA DGX B200 datasheet, an eighth of it; NVLink 1.8 TB/s both ways; FP4:"
+            " spheron.network/blog/nvidia-b200-complete-guide, 2026-03-19", 9000e12, "blackwell"),
+        Gpu("b300", 270e9, 8.0e12, 2250e12, 4500e12, 900e9, 8,
+            "HGX B300 as glennklockwood.com/garden/processors/B300 has it, read 2026-11-23; memory"
+            " that is left to use: verda.com/blog/gb300-nvl72-architecture", 13125e12, "blackwell"),
+        # A worker's GPUs are those of one machine, a quarter of NVLink's 72.
+        Gpu("gb200", 186e9, 8.0e12, 2500e12, 5000e12, 900e9, 4,
+            "NVIDIA GB200 NVL72 datasheet, a 72nd of it: 1,440 PFLOP/s sparse FP4,"
+            " awesomeagents.ai/hardware/nvidia-gb200-nvl72; 186 GB and 4 GPUs a machine: Crusoe's"
+            " system in MLCommons' inference_results_v6.1", 10000e12, "blackwell"),
         Gpu("a100-40gb", 40e9, 1.555e12, 312e12, None, 300e9, 8,
-            "NVIDIA A100 datasheet, SXM4 40 GB; NVLink 600 GB/s both ways"),
+            "NVIDIA A100 datasheet, SXM4 40 GB; NVLink 600 GB/s both ways", family="ampere"),
         Gpu("a100-80gb", 80e9, 2.039e12, 312e12, None, 300e9, 8,
-            "NVIDIA A100 datasheet, SXM4 80 GB; NVLink 600 GB/s both ways"),
+            "NVIDIA A100 datasheet, SXM4 80 GB; NVLink 600 GB/s both ways", family="ampere"),
         Gpu("l40s", 48e9, 0.864e12, 362e12, 733e12, 32e9, 8,
             "NVIDIA L40S datasheet; PCIe 4.0 x16 64 GB/s both ways"),
         Gpu("l4", 24e9, 0.3e12, 121e12, 242e12, 32e9, 8,
@@ -97,8 +113,8 @@ LINKS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises `StartupError` for a name that is not in `GPUS`."""
-    return _named(name, GPUS, "GPU")
+    """Of `GPUS`, or "cpu". Raises `StartupError` for another name."""
+    return _named(name, {**GPUS, CPU_CORE.name: CPU_CORE}, "GPU")
 
 
 def link_of(name: str) -> float:
@@ -118,6 +134,18 @@ def _named(name: str, table: Mapping[str, Entry], kind: str) -> Entry:
 PRICES_AS_OF = "2026-05"
 PRICES_SOURCE = (
     "H100, H200, A100: the middle of the specialised clouds' range on mercatus-ai.com/blog/"
-    "cloud-gpu-pricing; L40S, MI300X: between the listings on gpu.blog"
+    "cloud-gpu-pricing; L40S, MI300X: between the listings on gpu.blog; of 2026-03: B200, the"
+    " middle of the range on lyceum.technology/magazine/nvidia-b200-gpu-cloud-pricing-2026; B300,"
+    " of that on ornnai.com/research/nvidia-b200-vs-b300-why-use-one-instead-of-the-other; GB200,"
+    " half of a superchip on spheron.network/blog/nvidia-h200-vs-b200-vs-gb200"
 )
-USD_PER_GPU_HOUR = {"h100": 3.0, "h200": 4.0, "a100-80gb": 1.3, "l40s": 1.58, "mi300x": 1.78}
+USD_PER_GPU_HOUR = {
+    "h100": 3.0,
+    "h200": 4.0,
+    "b200": 5.25,
+    "b300": 6.13,
+    "gb200": 4.54,
+    "a100-80gb": 1.3,
+    "l40s": 1.58,
+    "mi300x": 1.78,
+}

@@ -7,18 +7,13 @@ GPU.
 
 from __future__ import annotations
 
+from disagg.planner.efficiency import ON_CPU
 from disagg.planner.gpus import CPU_CORE, GPUS, gpu_called
-from disagg.planner.roofline import PLANNED, Efficiency, Placement
+from disagg.planner.roofline import Placement
 from disagg.planner.shapes import ModelShape
 from disagg.time_model import StepTimeModel
 
 UNKNOWN_GPU = "a100-80gb"  # in the middle of the table
-
-# Of `CPU_CORE`, whose figures are reached already: what torch's calls take in a step, and what a
-# sequence adds; attention reaches half of the products' speed.
-ON_CPU = Efficiency(
-    memory=1.0, matmul=1.0, attention=0.5, link=1.0, step_s=1e-3, sequence_s=2e-4, all_reduce_s=0.0
-)
 
 
 def step_times(
@@ -34,6 +29,6 @@ def step_times(
         placement = Placement(shape, CPU_CORE, num_ranks, efficiency=ON_CPU)
         return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
     gpu = gpu_called(device_name)
-    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], num_ranks, efficiency=PLANNED)
+    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], num_ranks)
     known = gpu.name if gpu else f"{UNKNOWN_GPU}, for {device_name!r} is not known"
     return placement.time_model(), known

@@ -16,6 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.errors import NotEnoughMemory
+from disagg.planner.efficiency import PLANNED, Efficiency, efficiency_of
 from disagg.planner.gpus import Gpu
 from disagg.planner.shapes import NBYTES, ModelShape
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
@@ -27,40 +28,6 @@ MEMORY_SHARE = 0.9
 # Tensor parallelism sums the activations of all GPUs after attention and after the MLP.
 ALL_REDUCES_PER_LAYER = 2
 ACTIVATION_NBYTES = 2  # bf16, whatever the weights are
-
-
-class Efficiency(msgspec.Struct, frozen=True):
-    """Shares of the datasheet's figures that a good engine reaches, and what no datasheet has."""
-
-    memory: float
-    matmul: float
-    attention: float
-    link: float
-    step_s: float  # of every step: launches, norms, sampling, the host
-    sequence_s: float  # of every decoding sequence in a step: sampling and bookkeeping
-    all_reduce_s: float  # latency of one
-
-
-DATASHEET = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)  # the floor: nothing can be faster
-
-PLANNED = Efficiency(
-    # FlashAttention-3's slope over the context is 0.895 of an H100's bandwidth (vLLM's published
-    # runs of 2026-04-22, Llama-3.1-8B).
-    memory=0.9,
-    # Assumed: a large bf16 product reaches 0.8, and a layer's norms, activations and tails of waves
-    # take another fifth of its time.
-    matmul=0.66,
-    # FlashAttention-3 reports up to 0.75 for long prompts, and less for short ones.
-    attention=0.6,
-    # Ring all-reduces of some MB, as usually seen of NCCL over NVLink.
-    link=0.7,
-    # The same vLLM runs start at 6.44 ms where reading the weights takes 4.98 ms at 0.9.
-    step_s=1.5e-3,
-    # With this, the model meets TensorRT-LLM's published table for Llama-3.1-8B (docs/planning.md).
-    sequence_s=1e-5,
-    # One-shot all-reduces over NVLink take 8 to 15 us, whatever their size below 100 KB.
-    all_reduce_s=1e-5,
-)
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -156,16 +123,23 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def context_s(self) -> float:
-        """Of reading one token's KV."""
+        """Of reading one token's KV; of latent KV, of multiplying with it, if that takes longer."""
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
-        return self.kv_nbytes_per_gpu_token / bytes_per_s
+        flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
+        multiply_s = self.shape.num_latent_flop / flops
+        return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
+
+    @property
+    def _matmul_flops(self) -> float:
+        """Of the datasheet. Experts of 4 bits without wide products are widened to 16."""
+        return self.gpu.flops("bf16" if self.shape.has_mxfp4_experts else self.weights)
 
     def _tokens_s(self, num_tokens: int) -> float:
         """A step without attention: the slower of reading and multiplying, and the exchange."""
         shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
         read_nbytes = shape.read_nbytes(num_tokens, self.weights)
         read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
-        flops = gpu.flops(self.weights) * efficiency.matmul
+        flops = self._matmul_flops * efficiency.matmul
         multiply_s = 2 * shape.num_layer_params * num_tokens / flops
         slower_s = max(read_s, multiply_s) / self.num_gpus
         return efficiency.step_s + slower_s + self._exchange_s(num_tokens)
@@ -182,17 +156,26 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def placements(
-    shape: ModelShape, gpu: Gpu, weights: str = "bf16", kv: str = "bf16", num_tokens: int = 1
+    shape: ModelShape,
+    gpu: Gpu,
+    weights: str = "bf16",
+    kv: str = "bf16",
+    num_tokens: int = 1,
+    engine: str = "",
 ) -> list[Placement]:
     """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
 
     Tensor parallelism divides the heads evenly, or copies KV heads evenly.
 
+    Args:
+        engine: as `efficiency_of` has it.
+
     Raises:
         NotEnoughMemory: it does not fit a whole node.
-        StartupError: the GPU cannot multiply in `weights`.
+        StartupError: the GPU cannot multiply in `weights`, or nothing is known of the engine there.
     """
     gpu.flops(weights)
+    efficiency = efficiency_of(gpu, shape.products_in(weights), engine)
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     degrees = [
         num
@@ -201,7 +184,7 @@ def placements(
         and num_heads % num == 0
         and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
     ]
-    every = [Placement(shape, gpu, num, weights, kv) for num in degrees]
+    every = [Placement(shape, gpu, num, weights, kv, efficiency) for num in degrees]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
     if not fitting:
         most = every[-1]

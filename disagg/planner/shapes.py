@@ -10,13 +10,16 @@ from typing import Any
 
 import msgspec
 
-from disagg.config import SCALED_KV_BITS
+from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import MXFP4_NBYTES
 from disagg.models.hub import fetch_config, is_repository
 
-NBYTES = {"bf16": 2, "fp8": 1}  # of one value of a weight
+# Of one value of a weight. fp8 has a scale for a matrix, or (fp8-block) for blocks of 128 x 128;
+# fp4 (NVFP4) has one of 8 bits for 16 values. The two tables of tokens stay in 16 bits.
+NBYTES = {"bf16": 2, "fp8": 1, "fp8-block": 1, "fp4": 9 / 16}
+TABLE_NBYTES = 2
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
@@ -31,6 +34,10 @@ class ModelShape(msgspec.Struct, frozen=True):
         num_dense_layers: without experts, in a model that has some.
         has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
         widened_from: the format of a checkpoint whose weights are widened when they are loaded.
+        latent_size: values of KV that a layer keeps of a token for all heads (multi-head latent
+            attention); 0: keys and values of `num_kv_heads`.
+        attention_params: of one layer, where they do not follow from the heads.
+        repository: on Hugging Face, of a model of the table below; else empty.
     """
 
     name: str
@@ -51,6 +58,9 @@ class ModelShape(msgspec.Struct, frozen=True):
     num_dense_layers: int = 0
     has_mxfp4_experts: bool = False
     widened_from: str = ""
+    latent_size: int = 0
+    attention_params: int = 0
+    repository: str = ""
 
     @property
     def num_layer_params(self) -> int:
@@ -71,8 +81,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     def weights_nbytes(self, dtype: str) -> float:
         """Of all weights on a device, stored as `dtype`, one of `NBYTES`."""
         num_tables = 1 if self.tie_word_embeddings else 2
-        others = self._num_common_params + num_tables * self.num_head_params
-        return self._nbytes(others, self.num_experts, dtype)
+        return self._nbytes(num_tables, self.num_experts, dtype)
 
     def read_nbytes(self, num_tokens: int, dtype: str) -> float:
         """Of the weights that a step of so many tokens reads.
@@ -84,12 +93,22 @@ class ModelShape(msgspec.Struct, frozen=True):
         if self.num_experts:
             missed = (1 - self.num_experts_per_tok / self.num_experts) ** max(num_tokens, 1)
         read = self.num_experts * (1 - missed)
-        return self._nbytes(self._num_common_params + self.num_head_params, read, dtype)
+        return self._nbytes(1, read, dtype)
+
+    def products_in(self, weights: str) -> str:
+        """Format of the products that decide how fast it is: that of its experts, if fixed."""
+        return "mxfp4" if self.has_mxfp4_experts else weights
+
+    @property
+    def num_latent_flop(self) -> int:
+        """Of a decoding sequence for one token of its context, which all heads multiply with."""
+        return 4 * self.num_layers * self.num_heads * self.latent_size
 
     @property
     def _num_common_params(self) -> int:
         """Of all layers, without their experts."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        of_heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention = self.attention_params or of_heads
         num_sparse = self.num_layers - self.num_dense_layers if self.num_experts else 0
         mlp = (self.num_layers - num_sparse) * self.intermediate_size
         mlp += num_sparse * self.shared_size
@@ -102,20 +121,23 @@ class ModelShape(msgspec.Struct, frozen=True):
         num_sparse = self.num_layers - self.num_dense_layers
         return num_sparse * 3 * self.hidden_size * self.expert_size
 
-    def _nbytes(self, num_others: int, num_experts: float, dtype: str) -> float:
+    def _nbytes(self, num_tables: int, num_experts: float, dtype: str) -> float:
         expert_nbytes = MXFP4_NBYTES if self.has_mxfp4_experts else NBYTES[dtype]
         experts = num_experts * self._num_params_per_expert
-        return num_others * NBYTES[dtype] + experts * expert_nbytes
+        tables = num_tables * self.num_head_params * TABLE_NBYTES
+        return self._num_common_params * NBYTES[dtype] + experts * expert_nbytes + tables
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
         """Keys and values of all layers, with their scales."""
         value_bits, scale_bits = KV_BITS[dtype]
+        if self.latent_size:
+            return self.num_layers * (self.latent_size * value_bits + scale_bits) // 8
         vector_nbytes = (self.head_dim * value_bits + scale_bits) // 8
         return 2 * self.num_layers * self.num_kv_heads * vector_nbytes
 
 
 def read_shape(name_or_directory: str) -> ModelShape:
-    """The shape of a name of `SHAPES`, of a directory with a config.json, or of a model on a hub.
+    """The shape of a name of `SHAPES`, of a model on a hub, of a bundled one, or of a directory.
 
     Raises:
         ModelError: it is none of these, or a model that is not supported.
@@ -125,6 +147,8 @@ def read_shape(name_or_directory: str) -> ModelShape:
         return SHAPES[name_or_directory]
     if is_repository(name_or_directory):
         return shape_of(describe_model(fetch_config(name_or_directory)))
+    if (ASSETS / name_or_directory).is_dir():
+        return shape_of(describe_model(ASSETS / name_or_directory))
     if not Path(name_or_directory).exists():
         raise ModelError(
             f"{name_or_directory} is neither a model directory, nor a GGUF file, nor a model of"
@@ -173,7 +197,7 @@ def _known(
     name: str, repository: str, numbers: Numbers, tied: bool = False, **experts: Any
 ) -> ModelShape:
     source = f"config.json of {repository} on Hugging Face"
-    return ModelShape(name, source, *numbers, tied, **experts)
+    return ModelShape(name, source, *numbers, tied, repository=repository, **experts)
 
 
 # layers, hidden, intermediate, heads, KV heads, head size, vocabulary, longest context
@@ -228,5 +252,13 @@ SHAPES = {
         _known("gpt-oss-120b", "openai/gpt-oss-120b",
                (36, 2880, 2880, 64, 8, 64, 201088, 131072), has_mxfp4_experts=True,
                num_experts=128, num_experts_per_tok=4, expert_size=2880),
+        # Prompts multiply keys of 192 values and values of 128 for each head: 160 on average. The
+        # layers' five attention matrices: 7168 x 1536, 1536 x 128 x 192, 7168 x 576,
+        # 512 x 128 x 256 and 128 x 128 x 7168.
+        _known("deepseek-r1", "deepseek-ai/DeepSeek-R1",
+               (61, 7168, 18432, 128, 1, 160, 129280, 163840),
+               latent_size=576, attention_params=187_105_280,
+               num_experts=256, num_experts_per_tok=8, expert_size=2048, shared_size=2048,
+               num_dense_layers=3),
     )
 }  # fmt: skip

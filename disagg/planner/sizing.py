@@ -116,8 +116,12 @@ def transfer_s(
     None of it is hidden behind prefill here; issuing tickets early hides all but the last chunk.
     """
     nbytes = load.mean_prompt_tokens * prefill.kv_nbytes_per_token
-    num_links = min(prefill.num_gpus, decode.num_gpus)
-    return TRANSFER_LATENCY_S + nbytes / (link_bytes_per_s * num_links)
+    return TRANSFER_LATENCY_S + nbytes / (link_bytes_per_s * num_links(prefill, decode))
+
+
+def num_links(one: Placement, other: Placement) -> int:
+    """That two workers have between them."""
+    return min(one.num_gpus, other.num_gpus)
 
 
 def _cheapest(fleets: Iterable[FleetPlan | None]) -> FleetPlan | None:

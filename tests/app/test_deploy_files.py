@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from disagg.app.build import build, filled_in
+from disagg.app.build import build
 from disagg.cli.serve_arguments import add_arguments
-from disagg.config import ServeConfig
-from disagg.config_checks import parse_config
+from disagg.config_checks import filled_in
 from disagg.errors import StartupError
+from tests.pods import check_pods, config_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -33,37 +32,13 @@ def _load(path: Path) -> Any:
     return next(yaml.safe_load_all(path.read_text()))
 
 
-def _config(serve: dict[str, Any], environment: dict[str, str]) -> ServeConfig:
-    schema = ServeDeploySchema.model_validate(serve)
-    (application,) = schema.applications
-    assert application.import_path == "disagg.app.build:build"
-    return parse_config(filled_in(application.args, environment))
-
-
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
 def test_serve_files(path: Path) -> None:
-    assert _config(_load(path), {}).tiers
+    assert config_of(_load(path), {}).tiers
 
 
 def test_pods_have_what_their_workers_ask_for() -> None:
-    spec = _load(KUBERAY)["spec"]
-    cluster = spec["rayClusterConfig"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    containers = [group["template"]["spec"]["containers"][0] for group in groups]
-    names = [[each["name"] for each in container["env"]] for container in containers]
-    assert names == [names[0]] * len(groups)  # Serve's processes read them on every pod
-
-    config = _config(yaml.safe_load(spec["serveConfigV2"]), dict.fromkeys(names[0], "secret"))
-    assert config.cluster_key == config.redis_url == config.http.api_key == "secret"
-    for group, pool in zip(
-        cluster["workerGroupSpecs"], (config.tiers[0].prefill, config.tiers[0].decode), strict=True
-    ):
-        given = yaml.safe_load(yaml.safe_load(group["rayStartParams"]["resources"]))
-        assert pool.resources == given == {group["groupName"]: 1}
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        assert limits["nvidia.com/gpu"] == pool.num_gpus
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s
-        assert group["minReplicas"] <= pool.num_replicas <= group["maxReplicas"]
+    assert check_pods(_load(KUBERAY)).redis_url == "secret"
 
 
 def test_strangers_reach_the_api_of_pods_and_no_other_port() -> None:

@@ -131,7 +131,10 @@ def test_a_worker_of_one_gpu_can_be_asked_for(capsys: pytest.CaptureFixture[str]
     plan = report(capsys, *words)
     assert any("but without CUDA graphs" in note for note in plan["notes"])
     plan = report(capsys, *words, "--tensor-parallel-size", "1")
-    assert plan["notes"] == []
+    (note,) = plan["notes"]
+    assert (
+        "planned at 0.66 of its FLOP/s, which is assumed. Published runs reached 0.31 with" in note
+    )
     assert {worker["tensor_parallel"] for worker in plan["workers"]} == {1}
     assert {pool["tensor_parallel"] for pool in plan["apart"]["pools"]} == {1}
 
@@ -195,6 +198,10 @@ def test_a_broken_trace_is_refused_with_its_line(
             ["llama-3-8b", "--requests-per-s", "1", "--ttft", "-1"],
             "must be a number of seconds > 0",
         ),
+        (["llama-3-8b", "--ttft", "-1"], "must be a number of seconds > 0, not -1.0. (--ttft)"),
+        (["llama-3-8b", "--gpu", "h100", "--weights", "fp4"], "has no FP4 matrix units; plan it"),
+        (["llama-3-8b", "--gpu", "cpu", "--weights", "fp8"], "cpu has no FP8 matrix units"),
+        (["llama-3-8b", "--engine", "sglang"], "No published run of sglang is known with bf16"),
         (["llama-3-8b", "--requests-per-s", "1", "--price", "h100=-1"], "'h100=-1' is not a price"),
         (["llama-3-8b", "--requests-per-s", "0"], "load must be > 0"),
         (["llama-3-8b", "--requests-per-s", "1", "--ttft", "0.001"], "takes 7.92 ms alone on 8 x"),
@@ -202,7 +209,7 @@ def test_a_broken_trace_is_refused_with_its_line(
         (["llama-3-8b", "--requests-per-s", "1", "--link", "x"], "not a known link; known are nvl"),
         (["llama-3-8b", "--requests-per-s", "1", "--price", "free"], "'free' is not a price like"),
         (["llama-3-8b", "--requests-per-s", "1", "--price", "x=1"], "'x' is not a known GPU"),
-        (["llama-3-8b", "--requests-per-s", "1", "--gpu", "b200"], "No price is known for b200"),
+        (["llama-3-8b", "--requests-per-s", "1", "--gpu", "l4"], "No price is known for l4"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(
@@ -255,6 +262,33 @@ def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
     advice, played = play(small, load, slo, link)
     assert advice.disaggregate and played.together is None
     assert "less than 95 %: take a worker more" in advice.reason
+
+
+def test_formats_and_engines_differ_in_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    def prefill_s(*words: str) -> float:
+        plan = report(capsys, *words, "--tensor-parallel-size", "1")
+        seconds: float = plan["workers"][0]["prefill_s"]
+        return seconds
+
+    on_hopper = ("qwen3-14b", "--gpu", "h100", "--input-tokens", "4000")
+    good, vllm = prefill_s(*on_hopper), prefill_s(*on_hopper, "--engine", "vllm")
+    assert good < vllm
+    blocks = prefill_s(*on_hopper, "--weights", "fp8-block", "--engine", "sglang")
+    assert 0.5 * vllm < blocks < vllm  # twice as many FLOP/s, of which less is reached
+    on_blackwell = ("llama-3.1-70b", "--gpu", "b200", "--input-tokens", "4000", "--weights")
+    assert prefill_s(*on_blackwell, "fp4") < prefill_s(*on_blackwell, "fp8")
+
+
+def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def notes(*words: str) -> str:
+        return " ".join(report(capsys, *words)["notes"])
+
+    assert "widens fp8 weights to 16 bits" in notes("llama-3-8b", "--weights", "fp8")
+    latent = notes("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
+    assert "cannot serve deepseek-r1 yet: its attention is multi-head latent" in latent
+    four = notes("qwen3-30b-a3b", "--gpu", "gb200", "--weights", "fp4")
+    assert "refuses NVFP4 checkpoints" in four
+    assert "disagg serve` " not in notes("qwen3-30b-a3b", "--tensor-parallel-size", "1")
 
 
 def test_a_refusal_names_only_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_an_slo_that_cannot_be_met_says_what_can() -> None:
     with pytest.raises(StartupError, match=r"0\.1 s cannot .* takes 184 ms alone on 8 x h100") as e:
         advice("llama-3-70b", 1.0, (4096, 256), Slo(0.1, 0.02))
     assert e.value.param == "ttft"
-    assert e.value.message.endswith("Ask for 0.193 s or more, or take b200.")
+    assert e.value.message.endswith("Ask for 0.193 s or more, or take b200 or b300.")
     with pytest.raises(StartupError, match=r"0\.005 s cannot .* takes 8\.94 ms alone") as e:
         advice("llama-3-70b", 1.0, (4096, 256), Slo(2.0, 0.005))
     assert e.value.param == "tpot"

@@ -34,6 +34,7 @@ PUBLISHED_BILLIONS = {
     "qwen3-235b-a22b": 235.09,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "deepseek-r1": 671.0,
 }
 # That a token goes through, as their makers count them: layers and the table of logits; Qwen
 # counts the other table too.
@@ -44,6 +45,7 @@ ACTIVE_BILLIONS = {
     "qwen3-235b-a22b": 22,
     "gpt-oss-20b": 3.6,
     "gpt-oss-120b": 5.1,
+    "deepseek-r1": 37,
 }
 
 
@@ -84,11 +86,13 @@ def test_kv_of_the_textbooks() -> None:
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token() == 320 * 1024
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token("fp8") == (160 + 5) * 1024
     assert SHAPES["llama-3-70b"].kv_nbytes_per_token("int4") == (80 + 5) * 1024
-    for shape, name in product(SHAPES.values(), ("int8", "int4")):
+    of_heads = [shape for shape in SHAPES.values() if not shape.latent_size]
+    for shape, name in product(of_heads, ("int8", "int4")):
         page_nbytes = FORMATS[name].page_nbytes(64, shape.head_dim)  # of an engine, on a GPU
         num_pages = 2 * shape.num_layers * shape.num_kv_heads
         assert 64 * shape.kv_nbytes_per_token(name) == num_pages * page_nbytes
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
+    assert SHAPES["deepseek-r1"].kv_nbytes_per_token() == 61 * 576 * 2  # "70 KB"
     assert SHAPES["llama-3-8b"].kv_nbytes_per_token() == 128 * 1024
 
 

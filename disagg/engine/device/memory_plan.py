@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.config import EngineConfig
+from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineConfig
 from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
 from disagg.models.model_config import ModelConfig
 from disagg.models.rank_parts import weights_nbytes
 
-CPU_MAX_NUM_SEQS = 64
-CPU_MAX_NUM_BATCHED_TOKENS = 1024
 # Sequences and tokens of the largest step on a GPU of which no speed is known.
 LARGEST_STEP = 512, 8192
 # On a GPU every step reads all weights, so it should have many sequences: as many as have room for

@@ -1,0 +1,124 @@
+"""The Ray cluster of a planned fleet for KubeRay, as deploy/kuberay/rayservice.yaml has it.
+
+One worker group for each pool, one worker in each pod. Knows no model and no load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from disagg.planner.gpus import CPU_CORE
+from disagg.planner.sizing import Pool
+
+RAY_VERSION = "2.60.0"
+LABELS = {"app": "disagg"}
+IMAGE = "disagg"
+GRACE_S = 30  # beyond the seconds in which a worker hands its requests over
+
+# Of a worker, for each of its GPUs.
+CPUS_PER_GPU, MEMORY_GIB_PER_GPU, SHM_GIB_PER_GPU = 8, 64, 16
+
+# Serve reads these when its processes start: the same on every pod.
+_SETTINGS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
+_SECRETS = {"DISAGG_CLUSTER_KEY": "cluster-key", "DISAGG_API_KEY": "api-key"}
+_PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve"}
+
+
+def cluster_of(pools: Mapping[str, Pool], drain_s: float) -> dict[str, Any]:
+    """`rayClusterConfig` of a RayService: a head, and a worker group for each pool by its role."""
+    return {
+        "rayVersion": RAY_VERSION,
+        "authOptions": {"mode": "token"},  # KubeRay draws the token and gives it to every pod
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0"},  # for Ray's own processes alone
+            "template": {
+                "metadata": {"labels": LABELS},
+                "spec": {"containers": [_container("ray-head", _resources(4, 16, 0))]},
+            },
+        },
+        "workerGroupSpecs": [_group(role, pool, drain_s) for role, pool in pools.items()],
+    }
+
+
+def policy_of() -> dict[str, Any]:
+    """Lets these pods reach each other, KubeRay's operator the pods, and clients the API only.
+
+    KV transfers check no key (docs/security.md).
+    """
+    operator = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "disagg"},
+        "spec": {
+            "podSelector": {"matchLabels": LABELS},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": LABELS}}]},
+                {"from": [{"namespaceSelector": {}, "podSelector": operator}]},
+                {"ports": [{"protocol": "TCP", "port": 8000}]},
+            ],
+        },
+    }
+
+
+def _group(role: str, pool: Pool, drain_s: float) -> dict[str, Any]:
+    placement = pool.placement
+    size = placement.num_gpus
+    num_gpus = 0 if placement.gpu is CPU_CORE else size
+    container = _container(
+        "worker", _resources(CPUS_PER_GPU * size, MEMORY_GIB_PER_GPU * size, num_gpus)
+    )
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop"]}}}
+    container["volumeMounts"] = [
+        {"name": "models", "mountPath": "/models", "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    shm = {"medium": "Memory", "sizeLimit": f"{SHM_GIB_PER_GPU * size}Gi"}
+    return {
+        "groupName": role,
+        "replicas": pool.num_workers,
+        "minReplicas": pool.num_workers,
+        "maxReplicas": pool.num_workers,
+        "rayStartParams": {"resources": json.dumps(json.dumps({role: 1}))},  # a shell reads it
+        "template": {
+            "metadata": {"labels": LABELS},
+            "spec": {
+                # A worker that stops hands its requests over with their KV.
+                "terminationGracePeriodSeconds": int(drain_s) + GRACE_S,
+                "containers": [container],
+                "volumes": [
+                    {"name": "models", "persistentVolumeClaim": {"claimName": "models"}},
+                    {"name": "shm", "emptyDir": shm},
+                ],
+            },
+        },
+    }
+
+
+def _container(name: str, resources: Mapping[str, Any]) -> dict[str, Any]:
+    settings = [{"name": key, "value": value} for key, value in _SETTINGS.items()]
+    secrets = [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": "disagg", "key": secret}}}
+        for key, secret in _SECRETS.items()
+    ]
+    return {
+        "name": name,
+        "image": IMAGE,
+        "env": [*settings, *secrets],
+        "ports": [{"containerPort": port, "name": what} for port, what in _PORTS.items()],
+        "resources": dict(resources),
+    }
+
+
+def _resources(num_cpus: int, num_gib: int, num_gpus: int) -> dict[str, Any]:
+    gpus = {"nvidia.com/gpu": num_gpus} if num_gpus else {}
+    memory = {"memory": f"{num_gib}Gi"}
+    return {"requests": {"cpu": str(num_cpus), **memory, **gpus}, "limits": {**memory, **gpus}}

@@ -1,0 +1,293 @@
+"""`disagg plan --write`: the advised fleet as a Serve YAML and as a KubeRay file.
+
+Both describe the same workers: pools, GPUs of each, steps, KV and SLOs are those of the advice.
+Secrets are not in them: they are read from the environment where the application is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from disagg.cli.plan_kuberay import cluster_of, policy_of
+from disagg.cli.plan_play import step_sizes_of
+from disagg.config import ASSETS
+from disagg.config_checks import parse_config
+from disagg.errors import StartupError
+from disagg.planner.gpus import CPU_CORE
+from disagg.planner.load import Slo, Workload
+from disagg.planner.roofline import MEMORY_SHARE
+from disagg.planner.shapes import ModelShape
+from disagg.planner.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
+
+SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"
+CLUSTER_KEY, API_KEY = "DISAGG_CLUSTER_KEY", "DISAGG_API_KEY"
+DRAIN_S = 120
+AMD = {"mi300x"}
+ALL_HOSTS = "0.0.0.0"
+ROLES = ("prefill", "decode")
+
+
+class Written(msgspec.Struct, frozen=True):
+    """An advised fleet with what a deployment needs to know of it.
+
+    Args:
+        model: as `disagg serve` takes it.
+        command: the line that made the plan.
+    """
+
+    fleet: FleetPlan
+    load: Workload
+    slo: Slo
+    link_bytes_per_s: float
+    model: str
+    command: str
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.fleet.pools[0].placement.gpu is CPU_CORE
+
+    @property
+    def pools(self) -> dict[str, Any]:
+        """By role. Workers that do both are decode workers without prefill workers."""
+        pools = self.fleet.pools
+        return dict(zip(ROLES if len(pools) == 2 else ROLES[1:], pools, strict=True))
+
+    @property
+    def has_unlike_gpus(self) -> bool:
+        return len({pool.placement.gpu.name for pool in self.fleet.pools}) > 1
+
+
+def check_directory(directory: Path, force: bool) -> None:
+    """Raises `StartupError` where the files cannot be written, or are there already."""
+    if directory.exists() and not directory.is_dir():
+        raise StartupError(f"{directory} is a file; give a directory.", param="write")
+    there = [name for name in (SERVE_FILE, KUBERAY_FILE) if (directory / name).exists()]
+    if there and not force:
+        raise StartupError(
+            f"{directory} has {' and '.join(there)} already; --force overwrites, or give another"
+            " directory.",
+            param="write",
+        )
+
+
+def not_served(shape: ModelShape, weights: str) -> list[str]:
+    """Why `disagg serve` could not serve this as it is planned, in sentences."""
+    reasons = []
+    if shape.latent_size:
+        reasons.append(
+            f"`disagg serve` cannot serve {shape.name} yet: its attention is multi-head latent"
+            " attention. This is a plan for another engine."
+        )
+    if weights != "bf16":
+        how = "refuses NVFP4 checkpoints" if weights == "fp4" else "widens fp8 weights to 16 bits"
+        reasons.append(
+            f"`disagg serve` {how}, so it cannot serve what is planned with --weights {weights};"
+            " plan with --weights bf16 for what it can."
+        )
+    return reasons
+
+
+def check_servable(shape: ModelShape, weights: str) -> None:
+    """Raises `StartupError` where `disagg serve` could not serve what is planned."""
+    reasons = not_served(shape, weights)
+    if reasons:
+        raise StartupError(" ".join(reasons), param="write")
+
+
+def _check_gpus(fleet: FleetPlan) -> None:
+    amd = sorted({pool.placement.gpu.name for pool in fleet.pools} & AMD)
+    if amd:
+        raise StartupError(
+            f"The advised fleet is on {amd[0]}, and `disagg serve` has no kernels for AMD's GPUs"
+            " yet. Choose another --gpu to write files that can be served.",
+            param="write",
+        )
+
+
+def _check_sizes(fleet: FleetPlan) -> None:
+    sizes = [pool.placement.num_gpus for pool in fleet.pools]
+    if len(set(sizes)) > 1:
+        raise StartupError(
+            f"The advised pools have workers of {sizes[0]} and of {sizes[1]} GPUs, and both pools"
+            " of a model that `disagg serve` serves have workers of one size. Plan with"
+            f" --tensor-parallel-size {max(sizes)} to write files that can be served.",
+            param="write",
+        )
+
+
+def write(directory: Path, plan: Written) -> list[Path]:
+    """Write both files. Raises `StartupError` where they cannot be written."""
+    _check_gpus(plan.fleet)
+    _check_sizes(plan.fleet)
+    args = serve_args(plan, plan.model)
+    parse_config({**args, "cluster_key": "as the environment says"})  # never write a wrong one
+    here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
+    on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
+    service = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": "disagg"},
+        "spec": {
+            "excludeHeadPodFromServeSvc": True,  # no ingress runs there
+            "serveConfigV2": _Text(_dump(on_pods)),
+            "rayClusterConfig": cluster_of(plan.pools, DRAIN_S),
+        },
+    }
+    texts = {
+        SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + _dump(here),
+        KUBERAY_FILE: _header(plan, _KUBERAY_NOTES) + _dump(service, policy_of()),
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"Cannot write to {directory}: {error}.", param="write") from error
+    return [directory / name for name in texts]
+
+
+def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, Any]:
+    """`config.ServeConfig` of the fleet, as plain data.
+
+    Args:
+        by_role: workers ask for nodes that carry their role as a resource, as on KubeRay's pods.
+    """
+    fleet, slo = plan.fleet, plan.slo
+    first, last = fleet.pools[0].placement, fleet.pools[-1].placement
+    by_role = by_role or plan.has_unlike_gpus
+    tier: dict[str, Any] = {
+        "model": model,
+        "ttft_slo_s": slo.ttft_s,
+        "tpot_slo_s": slo.tpot_s,
+        "prefill": {"num_replicas": 0},
+    }
+    for role, pool in plan.pools.items():
+        tier[role] = {"num_replicas": pool.num_workers}
+        tier[role]["num_gpus"] = 0 if plan.is_on_cpu else pool.placement.num_gpus
+        if by_role:
+            tier[role]["resources"] = {role: 1}
+    tier["engine"] = _engine(plan)
+    return {
+        "cluster_key": f"env:{CLUSTER_KEY}",
+        "http": {"api_key": f"env:{API_KEY}"},
+        "cold_tier_nbytes": 0,  # it needs a Redis
+        "num_ingress": 1 if plan.is_on_cpu else 2,
+        "drain_s": DRAIN_S,
+        "transfer_prior": {
+            "latency_s": TRANSFER_LATENCY_S,
+            "bytes_per_s": plan.link_bytes_per_s * num_links(first, last),
+        },
+        "tiers": [tier],
+    }
+
+
+def _engine(plan: Written) -> dict[str, Any]:
+    placement = plan.fleet.pools[0].placement
+    num_seqs, num_tokens = step_sizes_of(plan.fleet)
+    engine: dict[str, Any] = {
+        "device": "cpu" if plan.is_on_cpu else "cuda",
+        "tensor_parallel_size": placement.num_gpus,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": num_tokens,
+    }
+    if not plan.is_on_cpu:
+        engine["gpu_memory_utilization"] = MEMORY_SHARE
+    if placement.kv != "bf16":  # which is the models' own, as the default is
+        engine["kv_cache_dtype"] = placement.kv
+    room = min(pool.placement.num_kv_tokens for pool in plan.fleet.pools)
+    if room < placement.shape.max_model_len:  # no worker could hold the longest request
+        engine["max_model_len"] = plan.load.longest_tokens
+    return engine
+
+
+def served_model(model: str, repository: str) -> str:
+    """A name of the planner's own table stands for its repository; a directory for its path."""
+    if repository:
+        return repository
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+def _on_pods(model: str) -> str:
+    """Models are on a volume there; bundled ones are in the image."""
+    return model if (ASSETS / model).is_dir() else f"/models/{model.rstrip('/').rsplit('/', 1)[-1]}"
+
+
+def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": 8000},  # a request_timeout_s would cut streams
+        "applications": [
+            {
+                "name": "disagg",
+                "route_prefix": "/",
+                "import_path": "disagg.app.build:build",
+                "args": dict(args),
+            }
+        ],
+    }
+
+
+_SERVE_NOTES = (
+    f"Set {CLUSTER_KEY} (`openssl rand -hex 32`) and {API_KEY} where Ray's nodes start, then:",
+    f"  serve deploy {SERVE_FILE}            on a Ray cluster (docs/deploying.md), or",
+    f"  disagg serve --config {SERVE_FILE}   on this machine",
+)
+_KUBERAY_NOTES = (
+    "Needs KubeRay 1.5.1 or newer, the image `disagg` (deploy/kuberay/Dockerfile), a volume claim",
+    "`models` with the model's directory, and these secrets (docs/deploying.md):",
+    "  kubectl create secret generic disagg --from-literal=cluster-key=... \\",
+    "      --from-literal=api-key=...",
+    f"  kubectl apply -f {KUBERAY_FILE}",
+)
+
+
+def _places(plan: Written) -> tuple[str, ...]:
+    """Where the pools' GPUs are of two kinds, which nodes carry which resource."""
+    if not plan.has_unlike_gpus:
+        return ()
+    return tuple(
+        f"Nodes with {pool.placement.gpu.name}: `ray start --resources='{{\"{role}\": N}}'`, for N"
+        " workers."
+        for role, pool in plan.pools.items()
+    )
+
+
+def _header(plan: Written, notes: Sequence[str]) -> str:
+    fleet, load = plan.fleet, plan.load
+    workers = " + ".join(
+        f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"
+        for pool in fleet.pools
+    )
+    lines = (
+        f"Written by: {plan.command}",
+        f"{workers} for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
+        f" {load.mean_output_tokens:,.0f} tokens. Predicted, and not measured, for 95 %:",
+        f"TTFT {fleet.ttft_s * 1e3:,.0f} ms, TPOT {fleet.tpot_s * 1e3:.1f} ms;"
+        f" ${fleet.usd_per_hour:,.2f} an hour.",
+        *notes,
+    )
+    return "".join(f"# {line}\n" for line in lines)
+
+
+class _Text(str):
+    """Is written as a block of lines."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # what pods have in common is written out for each
+
+
+_Dumper.add_representer(
+    _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+)
+
+
+def _dump(*documents: Mapping[str, Any]) -> str:
+    text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+    return text

@@ -1,0 +1,169 @@
+"""What engines were published to reach at their most load, and what the roofline predicts for it.
+
+Taken are all runs of the tables below that the formulas describe: tensor parallelism (no data
+parallel attention, no pipelines), weights that leave a tenth of the memory or more to KV, lengths
+of 1,000 tokens or more in or out. One run for each engine, format and family of GPUs fitted the
+share in `efficiency.MATMUL`; the others were not used for it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.planner.efficiency import efficiency_of
+from disagg.planner.gpus import GPUS
+from disagg.planner.roofline import Placement
+from disagg.planner.shapes import SHAPES
+from disagg.planner.sizing import MAX_BATCH
+from disagg.time_model import StepFeatures
+
+_TRT = "https://github.com/NVIDIA/TensorRT-LLM/blob/"
+_GPUSTACK = "https://docs.gpustack.ai/latest/performance-lab/"
+SOURCES = {
+    "trt-1.0": f"{_TRT}00f37686aa854010d68bcbd0f4ab000221541ca6/docs/source/performance/"
+    "perf-overview.md (TensorRT-LLM 1.0, read 2026-11-23)",
+    "trt-1.2": f"{_TRT}03e27c7d5ff0c6e89f8328838c0a8e64f1b34f9d/docs/source/developer-guide/"
+    "perf-overview.md (TensorRT-LLM 1.2, read 2026-11-23)",
+    "14b-h100": f"{_GPUSTACK}qwen3-14b/h100 (2025-11-13)",
+    "14b-a100": f"{_GPUSTACK}qwen3-14b/a100 (2025-11-13)",
+    "32b-h100": f"{_GPUSTACK}qwen3-32b/h100 (2025-11-13)",
+    "20b-h100": f"{_GPUSTACK}gpt-oss-20b/h100 (2025-11-04)",
+    "120b-h100": f"{_GPUSTACK}gpt-oss-120b/h100 (2025-11-12)",
+}
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One published run.
+
+    Attributes:
+        num_in, num_out: mean tokens of a request.
+        tokens_per_s: of all its GPUs; of answers, or (`is_total`) of prompts and answers.
+        source: one of `SOURCES`.
+        is_fitted: whether the engine's share in `efficiency.MATMUL` was chosen to meet it.
+    """
+
+    engine: str
+    model: str
+    gpu: str
+    num_gpus: int
+    weights: str
+    kv: str
+    num_in: int
+    num_out: float
+    tokens_per_s: float
+    source: str
+    is_total: bool = False
+    is_fitted: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """In `efficiency.MATMUL`."""
+        weights = SHAPES[self.model].products_in(self.weights)
+        return self.engine, weights, GPUS[self.gpu].family
+
+    def placement(self) -> Placement:
+        shape, gpu = SHAPES[self.model], GPUS[self.gpu]
+        efficiency = efficiency_of(gpu, shape.products_in(self.weights), self.engine)
+        return Placement(shape, gpu, self.num_gpus, self.weights, self.kv, efficiency)
+
+    def predicted_tokens_per_s(self, worker: Placement | None = None) -> float:
+        """As `tokens_per_s` counts them; of `placement()`, or of another worker."""
+        worker = worker or self.placement()
+        made_per_s = saturated_tokens_per_s(worker, self.num_in, self.num_out)
+        return made_per_s * ((self.num_in + self.num_out) / self.num_out if self.is_total else 1.0)
+
+
+def saturated_tokens_per_s(worker: Placement, num_in: float, num_out: float) -> float:
+    """Tokens/s of answers while there are always more requests.
+
+    As many sequences decode as the memory holds. In each step every one gains a token, and as many
+    prompt tokens are computed as let new requests replace those that end.
+    """
+    mean_tokens = num_in + num_out / 2
+    batch = max(1, min(MAX_BATCH, int(worker.num_kv_tokens / mean_tokens)))
+    num_new = batch * num_in / num_out
+    step = StepFeatures(
+        round(num_new), num_new * (num_in + 1) / 2, batch, round(batch * mean_tokens)
+    )
+    return batch / worker.step_s(step)
+
+
+def _table(
+    model: str,
+    gpu: str,
+    num_gpus: int,
+    weights: str,
+    tokens_per_s: dict[tuple[int, int], float],
+    *,
+    kv: str = "fp8",
+    source: str = "trt-1.0",
+    fitted: tuple[int, int] | None = None,
+) -> list[Run]:
+    """A column of TensorRT-LLM's tables: tokens/s of answers by (in, out)."""
+    return [
+        Run("tensorrt-llm", model, gpu, num_gpus, weights, kv, *lengths, figure, source,
+            is_fitted=lengths == fitted)
+        for lengths, figure in tokens_per_s.items()
+    ]  # fmt: skip
+
+
+def _total(
+    engine: str, model: str, weights: str, source: str, *figures: tuple[int, float, float],
+    num_gpus: int = 1, fitted: int = 0,
+) -> list[Run]:  # fmt: skip
+    """Runs of GPUStack: (in, out, tokens/s in all). `out` is the mean of what was generated."""
+    gpu = "a100-80gb" if source.endswith("a100") else "h100"
+    return [
+        Run(engine, model, gpu, num_gpus, weights, "bf16", num_in, num_out, figure, source, True,
+            num_in == fitted)
+        for num_in, num_out, figure in figures
+    ]  # fmt: skip
+
+
+RUNS = (
+    *_table("llama-3.1-8b", "h100", 1, "fp8", fitted=(2048, 128), tokens_per_s={
+        (1000, 1000): 15220, (1000, 2000): 13899, (2048, 128): 3450, (2048, 2048): 9305,
+        (5000, 500): 3459, (20000, 2000): 1351}),
+    *_table("llama-3.1-8b", "h200", 1, "fp8", {
+        (1000, 1000): 17744, (1000, 2000): 16828, (2048, 128): 3538, (2048, 2048): 12194,
+        (5000, 500): 3902, (20000, 2000): 1804}),
+    *_table("llama-3.1-70b", "h100", 2, "fp8", {
+        (1000, 1000): 4205, (1000, 2000): 4146, (2048, 128): 762, (2048, 2048): 3082,
+        (5000, 500): 898, (20000, 2000): 437}),
+    *_table("llama-3.1-70b", "h200", 1, "fp8", {
+        (1000, 1000): 2909, (1000, 2000): 2994, (2048, 128): 442, (2048, 2048): 2003,
+        (5000, 500): 566, (20000, 2000): 283}),
+    *_table("llama-3.1-70b", "h200", 2, "fp8", source="trt-1.2", tokens_per_s={
+        (1000, 1000): 2 * 2587, (1024, 8192): 2 * 2009, (8192, 1024): 2 * 537}),
+    *_table("llama-3.1-405b", "h200", 8, "fp8", {
+        (1000, 1000): 3330, (1000, 2000): 3722, (2048, 128): 456, (2048, 2048): 2948,
+        (5000, 500): 650, (20000, 2000): 505}),
+    *_table("llama-3.1-70b", "b200", 1, "fp4", fitted=(2048, 128), tokens_per_s={
+        (1000, 1000): 7007, (1000, 2000): 6271, (2048, 128): 1339, (2048, 2048): 4783,
+        (5000, 500): 1459, (20000, 2000): 665}),
+    *_table("llama-3.1-70b", "gb200", 1, "fp4", {
+        (1000, 1000): 7326, (1000, 2000): 6513, (2048, 128): 1450, (2048, 2048): 5646,
+        (5000, 500): 1602, (20000, 2000): 755}),
+    *_table("llama-3.1-405b", "b200", 4, "fp4", {
+        (1000, 1000): 5209, (1000, 2000): 4933, (2048, 128): 749, (2048, 2048): 4212,
+        (5000, 500): 1048, (20000, 2000): 672}),
+    *_table("gpt-oss-20b", "h100", 1, "bf16", kv="bf16", source="trt-1.2", fitted=(8192, 1024),
+            tokens_per_s={(1000, 1000): 11557, (1024, 8192): 8617, (8192, 1024): 3366,
+                          (32768, 1024): 785}),
+    *_table("gpt-oss-20b", "h200", 1, "bf16", kv="bf16", source="trt-1.2", tokens_per_s={
+        (1000, 1000): 13858, (1024, 8192): 12743, (8192, 1024): 4015, (32768, 1024): 915}),
+    *_total("sglang", "qwen3-14b", "fp8-block", "14b-h100", (2000, 100, 14764.26),
+            (4000, 199.6, 12257.62), (32000, 99.6, 10014.29), fitted=2000),
+    *_total("vllm", "qwen3-14b", "bf16", "14b-h100", (2000, 100, 10597.19),
+            (4000, 199.6, 9218.03), (32000, 98.6, 8298.56), fitted=2000),
+    *_total("tensorrt-llm", "qwen3-32b", "fp8-block", "32b-h100", (2000, 100, 5901.95),
+            (4000, 199.8, 4929.16), (32000, 78.3, 4068.16), fitted=2000),
+    *_total("tensorrt-llm", "qwen3-14b", "bf16", "14b-a100", (2000, 100, 7474.00),
+            (4000, 199.5, 6418.65), (32000, 99.3, 4413.82), fitted=2000),
+    *_total("vllm", "qwen3-14b", "bf16", "14b-a100", (2000, 100, 5967.13),
+            (4000, 199.6, 5153.42), (32000, 98.9, 4430.14), fitted=2000),
+    *_total("vllm", "gpt-oss-20b", "bf16", "20b-h100", (2000, 94.0, 32113.65),
+            (4000, 104.6, 33236.17), (32000, 93.5, 29730.30), fitted=2000),
+    *_total("vllm", "gpt-oss-120b", "bf16", "120b-h100", (2000, 98.1, 34083.02),
+            (4000, 136.1, 34491.13), (32000, 99.6, 32471.01), num_gpus=2),
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""`disagg plan --write`: what is advised is what Serve, KubeRay and our own checks read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from disagg.cli.main import main
+from disagg.cli.plan_kuberay import RAY_VERSION
+from disagg.cli.serve_arguments import add_arguments
+from disagg.cli.serve_config import config_from_arguments
+from disagg.kernels.devices import Device, Gpus
+from disagg.planner.device_plan import plan_devices
+from disagg.planner.shapes import SHAPES
+from disagg.planner.step_sizes import step_sizes
+from tests.cli.test_plan import refused
+from tests.pods import check_pods, config_of
+
+SECRETS = {"DISAGG_CLUSTER_KEY": "a key of this test", "DISAGG_API_KEY": "another-key"}
+APART = (
+    *("llama-3-8b", "--requests-per-s", "200", "--input-tokens", "2000", "--output-tokens", "100"),
+    *("--ttft", "0.5", "--tpot", "0.015", "--tensor-parallel-size", "1"),
+)
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "kuberay" / "rayservice.yaml"
+
+
+def written(
+    directory: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """The plan, the Serve YAML, and the documents of the KubeRay file."""
+    assert main(["plan", *words, "--write", str(directory), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    serve = yaml.safe_load((directory / "serve.yaml").read_text())
+    return plan, serve, list(yaml.safe_load_all((directory / "rayservice.yaml").read_text()))
+
+
+def test_files_say_what_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "new" / "fleet"
+    plan, serve, kuberay = written(to, capsys, *APART, "--link", "nvlink")
+    assert plan["disaggregate"]
+    config = config_of(serve, SECRETS)
+    (tier,) = config.tiers
+    prefill, decode = plan["apart"]["pools"]
+    assert (tier.prefill.num_replicas, tier.decode.num_replicas) == (
+        prefill["num_workers"],
+        decode["num_workers"],
+    )
+    assert tier.prefill.num_gpus == tier.decode.num_gpus == tier.engine.tensor_parallel_size == 1
+    assert (tier.ttft_slo_s, tier.tpot_slo_s) == (0.5, 0.015)
+    sizes = (tier.engine.max_num_seqs, tier.engine.max_num_batched_tokens)
+    assert sizes == step_sizes(SHAPES["llama-3-8b"], "NVIDIA H100")
+    assert tier.model == "meta-llama/Meta-Llama-3-8B"
+    assert tier.engine.max_model_len is None  # KV of the model's longest request fits
+    assert config.transfer_prior is not None and config.transfer_prior.bytes_per_s == 400e9
+    service, policy = kuberay
+    (on_pods,) = check_pods(service).tiers
+    assert on_pods.model == "/models/Meta-Llama-3-8B"
+    for field in ("engine", "ttft_slo_s", "tpot_slo_s", "name"):
+        assert getattr(on_pods, field) == getattr(tier, field)
+    assert on_pods.decode.num_replicas == tier.decode.num_replicas
+    # The devices that the fleet costs are those that its workers take.
+    gpus = Gpus((Device("", "NVIDIA H100 80GB HBM3"),) * plan["apart"]["num_gpus"], "the cluster")
+    assert plan_devices(config, gpus).config == config
+    assert policy == list(yaml.safe_load_all(DEPLOYED.read_text()))[1]
+
+
+def test_pods_are_those_of_the_deployed_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for Redis, autoscaling, and the numbers of the fleet."""
+    _, _, (ours, _) = written(tmp_path, capsys, *APART)
+    theirs = next(yaml.safe_load_all(DEPLOYED.read_text()))
+    pods = {}
+    for name, file in (("ours", ours), ("theirs", theirs)):
+        cluster = file["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            for container in group["template"]["spec"]["containers"]:
+                container["env"] = [e for e in container["env"] if "REDIS" not in e["name"]]
+        for group in cluster["workerGroupSpecs"]:
+            group.update(replicas=0, minReplicas=0, maxReplicas=0)
+            group["rayStartParams"]["resources"] = json.loads(group["rayStartParams"]["resources"])
+        for extra in ("gcsFaultToleranceOptions", "enableInTreeAutoscaling"):
+            cluster.pop(extra, None)
+        pods[name] = cluster
+    assert pods["ours"] == pods["theirs"]
+    assert theirs["spec"]["rayClusterConfig"]["rayVersion"] == RAY_VERSION
+
+
+def test_workers_that_do_both_have_several_gpus_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("llama-3.1-70b", "--requests-per-s", "1", "--ttft", "2", "--tensor-parallel-size", "2")
+    kv = ("--kv-cache-dtype", "int8")
+    plan, serve, (service, _) = written(tmp_path, capsys, *words, *kv)
+    assert not plan["disaggregate"]
+    (tier,) = config_of(serve, SECRETS).tiers
+    (pool,) = plan["together"]["pools"]
+    assert (tier.prefill.num_replicas, tier.decode.num_replicas) == (0, pool["num_workers"])
+    assert tier.engine.tensor_parallel_size == tier.decode.num_gpus == 2
+    assert tier.engine.kv_cache_dtype == "int8"
+    assert tier.engine.max_model_len == 1280  # two H100s have no room for 131,072 tokens of KV
+    assert check_pods(service).tiers[0].decode.num_gpus == 2
+
+
+def test_pools_on_unlike_gpus_say_which_nodes_they_want(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = ("--gpu", "h100", "--gpu", "h200", "--price", "h100=1", "--price", "h200=1.2")
+    plan, serve, _ = written(tmp_path, capsys, *APART, *gpus)
+    kinds = {pool["role"]: pool["gpu"] for pool in plan["apart"]["pools"]}
+    assert plan["disaggregate"] and len(set(kinds.values())) == 2
+    (tier,) = config_of(serve, SECRETS).tiers
+    assert (tier.prefill.resources, tier.decode.resources) == ({"prefill": 1}, {"decode": 1})
+    text = (tmp_path / "serve.yaml").read_text()
+    for role, gpu in kinds.items():
+        assert f"# Nodes with {gpu}: `ray start --resources='{{\"{role}\": N}}'`" in text
+
+
+def test_what_is_written_can_be_served_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`disagg serve --config` reads Serve's YAML, with its secrets from the environment."""
+    words = ("demo-large", "--gpu", "cpu", "--price", "cpu=0.05", "--requests-per-s", "2")
+    lengths = ("--input-tokens", "100", "--output-tokens", "20")
+    _, serve, (service, _) = written(tmp_path, capsys, *words, *lengths)
+    assert check_pods(service).tiers[0].model == "demo-large"  # the image has it
+    on_pods = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert on_pods["http_options"]["host"] == "0.0.0.0"  # else no other pod reaches them
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["--config", str(tmp_path / "serve.yaml")])
+    config = config_from_arguments(arguments)
+    assert config.tiers == config_of(serve, SECRETS).tiers
+    assert config.tiers[0].engine.device == "cpu" and config.tiers[0].decode.num_gpus == 0
+    assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
+    assert (config.cluster_key, config.http.api_key) == tuple(SECRETS.values())
+
+
+def test_files_that_are_there_stay_unless_forced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("llama-3-8b", "--requests-per-s", "20", "--write", str(tmp_path))
+    (tmp_path / "serve.yaml").write_text("mine")
+    assert "has serve.yaml already; --force overwrites" in refused(capsys, *words)
+    assert (tmp_path / "serve.yaml").read_text() == "mine"
+    assert main(["plan", *words, "--force"]) == 0
+    assert f"Written: {tmp_path}/serve.yaml" in capsys.readouterr().out
+    assert "disagg plan llama-3-8b --requests-per-s 20" in (tmp_path / "serve.yaml").read_text()
+
+
+def test_what_cannot_be_served_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = ("--write", str(tmp_path / "fleet"))
+    load = ("llama-3-8b", "--requests-per-s", "20")
+    assert "There is a fleet only for a load" in refused(capsys, "llama-3-8b", *to)
+    assert "widens fp8 weights to 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
+    assert "no kernels for AMD's GPUs" in refused(capsys, *load, "--gpu", "mi300x", *to)
+    unlike = ("llama-3-70b", "--requests-per-s", "1000", *to)
+    assert "Plan with --tensor-parallel-size 4 to write" in refused(capsys, *unlike)
+    (tmp_path / "file").write_text("")
+    assert "is a file; give a directory" in refused(
+        capsys, *load, "--write", str(tmp_path / "file")
+    )
+    assert "Cannot write to" in refused(capsys, *load, "--write", str(tmp_path / "file" / "in"))
+    assert not (tmp_path / "fleet").exists()
