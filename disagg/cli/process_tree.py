@@ -26,6 +26,7 @@ from disagg.app.processes import runs
 
 PREFIX = "disagg-"
 MARK = "DISAGG_RUN"  # variable with the directory of the run, for all its processes
+NUM_LOOKS = 5
 
 STILL_S = 10.0
 STILL_WORK = 0.2  # of a processor; a start on a busy machine has 0.8, one that hangs 0.02 to 0.1
@@ -74,22 +75,31 @@ def end_dead_runs() -> list[EndedProcess]:
 def end_run(directory: Path) -> list[EndedProcess]:
     """Kill the processes of a run, other than this one, and remove its directory.
 
-    Some of Ray's overwrite their environment with a title: they are children of others.
+    Looks until there are none: Ray may start one while others are killed.
     """
+    ended = []
+    for _ in range(NUM_LOOKS):
+        found = _processes_of(directory)
+        if not found:
+            break
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                ended.append(EndedProcess(process.pid, process.name()))
+                process.kill()
+        psutil.wait_procs(list(found), timeout=2)
+    shutil.rmtree(directory, ignore_errors=True)
+    return ended
+
+
+def _processes_of(directory: Path) -> set[psutil.Process]:
+    """Some of Ray's overwrite their environment with a title: they are children of others."""
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if _is_of(process, directory):
                 found |= {process, *process.children(recursive=True)}
     found.discard(psutil.Process())
-    ended = []
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            ended.append(EndedProcess(process.pid, process.name()))
-            process.kill()
-    psutil.wait_procs(list(found), timeout=2)
-    shutil.rmtree(directory, ignore_errors=True)
-    return ended
+    return found
 
 
 def end_run_elsewhere(directory: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,16 @@ class Command:
     def output(self) -> str:
         return self._output.read_text()
 
+    def messages(self) -> list[str]:
+        """The sentences of its lines."""
+        return [str(each["message"]) for each in self._lines()]
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """The lines of one event."""
-        found = [json.loads(each) for each in self.output().splitlines() if each.startswith("{")]
-        return [each for each in found if each["event"] == name]
+        return [each for each in self._lines() if each["event"] == name]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(each) for each in self.output().splitlines() if each.startswith("{")]
 
     def wait_ready(self) -> None:
         self.wait_for("ready")
@@ -122,6 +128,14 @@ class Command:
         found: psutil.Process = until(alone, why=lambda: f"{words}: {self.named(words)}")
         return found
 
+    def running(self, module: str) -> psutil.Process:
+        """The process below it that runs this Python module."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if module in process.cmdline():
+                    return process
+        raise AssertionError(f"nobody runs {module}: {self.family()}")
+
     def ended(self) -> int:
         """Its exit status, when it and all that it started are gone."""
         try:
@@ -129,6 +143,16 @@ class Command:
         finally:
             self.process.kill()
             self.process.wait()
+
+    @contextlib.contextmanager
+    def killed_at_the_end(self) -> Iterator[None]:
+        """If it lives still when the block ends. Nothing may be left then."""
+        try:
+            yield
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.assert_nothing_left()
 
     def assert_only_own_lines(self) -> None:
         others = [line for line in self.output().splitlines() if not line.startswith("{")]

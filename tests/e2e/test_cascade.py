@@ -1,10 +1,12 @@
 """`disagg serve demo-small demo-large --cascade` as a user starts it: hard tasks escalate, easy
-ones stream from the small model, and a calibration against the server writes a threshold."""
+ones stream from the small model, and a calibration against the server writes a threshold.
+
+The user's home directory is read-only, and the server ends when Ray's control store dies.
+"""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from disagg.cli.main import main
 from tests import plain_http
-from tests.e2e.served import Served, served
+from tests.e2e.command import Command, until
 from tests.otlp_collector import OtlpCollector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -36,11 +38,23 @@ def collector() -> Iterator[OtlpCollector]:
 
 
 @pytest.fixture(scope="module")
-def server(collector: OtlpCollector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    arguments = [SMALL, LARGE, "--cascade", "--no-haproxy", "--num-threads", "1", "--no-redis"]
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
-    with served(arguments, tmp_path_factory.mktemp("cascade"), environment) as running:
-        yield running
+def server(collector: OtlpCollector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """Its home is read-only: nothing but logs would be kept there, and they go elsewhere."""
+    directory = tmp_path_factory.mktemp("cascade")
+    (directory / "home").mkdir()
+    environment = {
+        "HOME": str(directory / "home"),
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+    }
+    command = Command(
+        f"{SMALL} {LARGE} --cascade --no-haproxy --num-threads 1 --no-redis",
+        directory,
+        environment,
+        mounts=f"mount -t tmpfs -o ro tmpfs {directory}/home",
+    )
+    with command.killed_at_the_end():
+        command.wait_ready()
+        yield command
 
 
 def body(question: str, **fields: Any) -> dict[str, Any]:
@@ -50,7 +64,7 @@ def body(question: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("question", [*EASY, *HARD])
 def test_easy_tasks_stream_from_the_small_model_and_hard_ones_escalate(
-    server: Served, question: str
+    server: Command, question: str
 ) -> None:
     model, answer = (SMALL, EASY[question]) if question in EASY else (LARGE, HARD[question])
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -62,7 +76,7 @@ def test_easy_tasks_stream_from_the_small_model_and_hard_ones_escalate(
 
 
 def test_header_debug_page_span_and_metrics_say_why(
-    server: Served, collector: OtlpCollector
+    server: Command, collector: OtlpCollector
 ) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
@@ -89,7 +103,7 @@ def test_header_debug_page_span_and_metrics_say_why(
         assert name in metrics
 
 
-def test_errors_and_probes_pass_serves_own_proxy(server: Served) -> None:
+def test_errors_and_probes_pass_serves_own_proxy(server: Command) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="at most") as too_long:
             client.completions.create(model=SMALL, prompt="x" * 50_000, max_tokens=4)
@@ -103,7 +117,7 @@ def test_errors_and_probes_pass_serves_own_proxy(server: Served) -> None:
 
 
 def test_a_server_is_calibrated_against(
-    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, written = tmp_path / "prompts.jsonl", tmp_path / "cascade.yaml"
     lines = ({"prompt": question, "label": label} for question, label in (EASY | HARD).items())
@@ -115,21 +129,32 @@ def test_a_server_is_calibrated_against(
     assert written.read_text().startswith("cascade:\n  signal: ")
 
 
-def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Served) -> None:
-    """Last in this file: Serve starts another worker, which is not waited for."""
+def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Command) -> None:
+    """Serve starts another worker, which is not waited for."""
     url, question = f"{server.url}/v1/chat/completions", next(iter(HARD))
     for process in server.named(f"{LARGE}-prefill") + server.named(f"{LARGE}-decode"):
         process.kill()
-    deadline = time.monotonic() + 60
-    while num_large_workers(server):
-        assert time.monotonic() < deadline, "they are still there"
-        time.sleep(0.02)
+    until(lambda: not num_large_workers(server), why=lambda: "they are still there")
     answer = plain_http.post(url, json=body(question), timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == SMALL
     assert "demo-large unavailable, demo-small kept (" in answer.headers["x-disagg-cascade"]
 
 
-def num_large_workers(server: Served) -> int:
+def test_logs_are_kept_beside_a_read_only_home(server: Command) -> None:
+    assert server.events("logs")[0]["directory"].startswith("/tmp/")
+
+
+def test_the_end_of_rays_control_store_ends_the_command(server: Command) -> None:
+    """Last in this file. A node's end is in `test_gpus.py`."""
+    server.one("gcs_server").kill()
+    assert server.ended() == 1
+    (line,) = server.events("broken")
+    assert "Ray's gcs_server process died" in line["message"]
+    server.assert_only_own_lines()
+    server.assert_nothing_left()
+
+
+def num_large_workers(server: Command) -> int:
     pool = plain_http.get(f"{server.url}/ready").json()["pools"][LARGE]
     return int(pool["num_prefill"] + pool["num_decode"])

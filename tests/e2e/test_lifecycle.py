@@ -1,8 +1,8 @@
 """It starts, stops and heals as it says: real signals to a real `disagg serve` under streams.
 
-After each end nothing may be left: no process, port, directory or shared memory. More ends
-are in `test_gpus.py` and `test_wheel.py`, of servers that are started for something else. A cluster
-of others is in `test_running_cluster.py`.
+After each end nothing may be left: no process, port, directory or shared memory. More ends are in
+`test_serve.py`, `test_cascade.py`, `test_gpus.py` and `test_wheel.py`, of servers that are started
+for something else. A cluster of others is in `test_running_cluster.py`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
     # On a busy machine the last test's streams may need longer than the usual 60 s to end.
     command = Command(f"{MODEL} --drain-s {TIMEOUT_S:g}", tmp_path_factory.mktemp("home"))
-    try:
+    with command.killed_at_the_end():
         command.wait_ready()
         yield command
-    finally:
-        command.process.kill()
-        command.process.wait()
-        command.assert_nothing_left()
 
 
 def test_only_this_machine_reaches_any_of_its_ports(served: Command) -> None:
@@ -177,25 +173,6 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     command.assert_nothing_left()
 
 
-def test_what_a_killed_run_leaves_ends_at_the_next_start(home: Path) -> None:
-    """The command and the process that serves are killed together: nobody is left to clean up."""
-    command = Command(ONE_WORKER, home)
-    try:
-        command.wait_ready()
-        (server,) = [
-            each for each in command.family() if "disagg.cli.server_process" in _words(each)
-        ]
-    finally:
-        command.process.send_signal(signal.SIGSTOP)
-        server.kill()
-        command.process.kill()
-        command.process.wait()
-    following = Command(f"{MODEL} --ray-address 127.0.0.1:{free_port()}", home)
-    assert following.ended() == 2
-    following.assert_nothing_left()
-    command.assert_nothing_left()
-
-
 def test_a_dead_cluster(home: Path) -> None:
     port = free_port()
     said = refusal_of(Command(f"{MODEL} --ray-address 127.0.0.1:{port}", home))
@@ -251,27 +228,6 @@ def test_no_place_for_logs(home: Path) -> None:
     assert "nor /tmp can be written to; name a place with --log-dir" in said
 
 
-def test_a_read_only_home_is_no_reason_to_fail(home: Path) -> None:
-    """Nothing but logs would be kept there, and they go elsewhere.
-
-    Its end is that of Ray's control store, as a node's is in `test_gpus.py`.
-    """
-    (home / "of-the-user").mkdir()
-    own = {"HOME": str(home / "of-the-user")}
-    command = Command(ONE_WORKER, home, own, mounts=f"mount -t tmpfs -o ro tmpfs {own['HOME']}")
-    try:
-        command.wait_ready()
-        assert ask(command.url).status_code == 200
-        assert command.events("logs")[0]["directory"].startswith("/tmp/")
-        command.one("gcs_server").kill()
-    finally:
-        assert command.ended() == 1
-    (line,) = command.events("broken")
-    assert "Ray's gcs_server process died" in line["message"]
-    command.assert_only_own_lines()
-    command.assert_nothing_left()
-
-
 @pytest.mark.parametrize("program", ["gcs/gcs_server", "raylet/raylet"])
 def test_a_start_that_stands_still(home: Path, program: str) -> None:
     """One of Ray's processes stops itself before it has done anything, whoever wakes it up."""
@@ -284,9 +240,3 @@ def test_a_start_that_stands_still(home: Path, program: str) -> None:
     mounts = f"mount --bind {frozen} {directory}/core/src/ray/{program}"
     said = refusal_of(Command(MODEL, home, mounts=mounts))
     assert "Starting Ray came to a standstill" in said
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return list(process.cmdline())
-    return []

@@ -2,7 +2,8 @@
 
 Serve's own proxy takes HAProxy's place in `test_cascade.py`.
 
-A worker's death costs time and nothing else: the text is that of a single engine.
+A worker's death costs time and nothing else: the text is that of a single engine. In the end all
+that could clean up is killed, and the next start does it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from disagg.cli.ports import free_port
 from disagg.config import EngineConfig
 from tests import plain_http
-from tests.e2e.served import Served, served
+from tests.e2e.command import Command
 from tests.e2e.single_engine import SingleEngine
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
 from tests.tiny_model import write_tiny_model
@@ -47,7 +49,7 @@ SPANS = {
 WEIGHTS = r"weights .* of .* \(100 %\)"
 BLOCKS = r"allocating [\d,]+ KV blocks; a step has up to \d+ sequences and [\d,]+ tokens"
 NUM_STREAMS = 8
-STREAM_TOKENS = 200
+STREAM_TOKENS = 120
 # Who takes a stream over computes its KV in another order. In none of these answers do the two most
 # likely tokens lie closer than 4e-4; with another text it was 1e-5, which rounding decides.
 STREAM_PROMPT = 2 * (
@@ -77,18 +79,19 @@ def server(
     model: Path,
     collector: OtlpCollector,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Served]:
+) -> Iterator[Command]:
     """Two ingresses, one prefill worker, two decode workers, an embedded Redis."""
     flags = "--served-model-name tiny --dtype float32 --num-threads 1"
     pools = "--ingress 2 --prefill 1 --decode 2"
-    arguments = [str(model), *flags.split(), *pools.split()]
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
-    with served(arguments, tmp_path_factory.mktemp("serve"), environment) as running:
-        yield running
+    command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("serve"), environment)
+    with command.killed_at_the_end():
+        command.wait_ready()
+        yield command
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
+def client(server: Command) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -185,7 +188,7 @@ def test_errors_are_sentences(client: openai.OpenAI) -> None:
         client.completions.create(model="huge", prompt="x", max_tokens=4)
 
 
-def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpCollector) -> None:
+def test_a_trace_goes_through_all_processes(server: Command, collector: OtlpCollector) -> None:
     trace_id = secrets.token_hex(16)
     answer = plain_http.post(
         f"{server.url}/v1/chat/completions",
@@ -212,19 +215,19 @@ def test_a_trace_goes_through_all_processes(server: Served, collector: OtlpColle
     assert len({json.dumps(span.resource, sort_keys=True) for span in spans.values()}) == 3
 
 
-def test_the_start_was_told_in_few_lines(server: Served) -> None:
-    lines = server.log.read_text().splitlines()
+def test_the_start_was_told_in_few_lines(server: Command) -> None:
+    lines = server.messages()
     for pool in ("tiny-prefill", "tiny-decode: slowest of 2"):
         for words in (WEIGHTS, BLOCKS, "warming up"):
             assert sum(bool(re.fullmatch(f"{pool}: {words}", line)) for line in lines) == 1, lines
 
 
 def test_an_embedded_redis_that_dies_is_replaced(
-    server: Served, client: openai.OpenAI, reference: SingleEngine
+    server: Command, client: openai.OpenAI, reference: SingleEngine
 ) -> None:
     (redis,) = server.named("valkey-server")
     redis.kill()
-    while "Redis died; an empty one has taken its place" not in server.log.read_text():
+    while "Redis died; an empty one has taken its place" not in server.output():
         prompt = "asked while there is no Redis " * 9
         answer = client.chat.completions.create(
             model="tiny",
@@ -236,7 +239,7 @@ def test_an_embedded_redis_that_dies_is_replaced(
     assert len(server.named("valkey-server")) == 1
 
 
-def test_metrics_and_probes(server: Served, client: openai.OpenAI) -> None:
+def test_metrics_and_probes(server: Command, client: openai.OpenAI) -> None:
     client.completions.create(model="tiny", prompt="counted", max_tokens=1)
     for path in ("/live", "/ready", "/health", "/version"):
         answer = plain_http.get(server.url + path, headers={"x-request-id": "mine"})
@@ -250,11 +253,11 @@ def test_metrics_and_probes(server: Served, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_no_stream_notices_a_workers_death(
-    server: Served, reference: SingleEngine, role: str
+    server: Command, reference: SingleEngine, role: str
 ) -> None:
     """Greedy and seeded streams go on elsewhere, from the token at which their worker died.
 
-    Last in this file: Serve starts another worker, which is not waited for.
+    Serve starts another worker, which is not waited for.
     """
     under_way = asyncio.Event()
 
@@ -278,7 +281,7 @@ async def test_no_stream_notices_a_workers_death(
         reference.chat(STREAM_PROMPT.format(i), STREAM_TOKENS, temperature=i % 2, seed=i)
         for i in range(NUM_STREAMS)
     ]
-    victim = server.workers(role)[0]
+    victim = server.named(f"tiny-{role}")[0]
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="-", max_retries=0
     ) as client:
@@ -286,3 +289,19 @@ async def test_no_stream_notices_a_workers_death(
         await under_way.wait()
         victim.send_signal(signal.SIGKILL)
         assert await asyncio.gather(*streams) == expected
+
+
+def test_what_a_killed_run_leaves_ends_at_the_next_start(server: Command, tmp_path: Path) -> None:
+    """The command and the process that serves are killed together: nobody is left to clean up.
+
+    Last in this file.
+    """
+    serving = server.running("disagg.cli.server_process")
+    server.process.send_signal(signal.SIGSTOP)
+    serving.kill()
+    server.process.kill()
+    server.process.wait()
+    following = Command(f"demo-small --ray-address 127.0.0.1:{free_port()}", tmp_path)
+    assert following.ended() == 2
+    following.assert_nothing_left()
+    server.assert_nothing_left()
