@@ -20,7 +20,7 @@ BENCH := tests/bench tests/scripts tests/kernels/grid
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
-PARTS := test-commands test-clusters test-models test-together test-parts
+PARTS := test-clusters test-commands test-models test-parts test-together
 
 .PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench soak clients clean
 
@@ -41,15 +41,16 @@ serve: $(READY)
 chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
-# Tests of the running system wait more than they compute. Without ARGS three parts run at a time:
-# beside more, a start of Ray takes longer than the 30 s that Ray gives its node. What fails there runs
-# once more alone, and then it must pass. Each part ends with its 15 slowest tests. Those of `bench/`
-# and `scripts/`, and kernels for all GPUs, are `make test-bench`.
+# Tests of the running system wait more than they compute. Without ARGS four parts run at a time: two of
+# these, as more starts of Ray at once would take longer than the 30 s that Ray gives its node, and two
+# that give way to them. What fails there runs once more alone, and then it must pass. Each part ends
+# with its 15 slowest tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are
+# `make test-bench`.
 ifeq ($(ARGS),)
 test: style
-	@echo "All tests, for about 15 minutes: tail -f $(VENV)/parts/*/out"; \
+	@echo "All tests, for 10 to 15 minutes: tail -f $(VENV)/parts/*/out"; \
 	began_s=$$(date +%s); rm -rf $(VENV)/parts; mkdir $(VENV)/parts; \
-	$(MAKE) --no-print-directory --keep-going --jobs=3 $(PARTS) types || \
+	$(MAKE) --no-print-directory --keep-going --jobs=4 $(PARTS) types || \
 	$(MAKE) --no-print-directory test-again; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
@@ -63,7 +64,7 @@ test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
 test-together: FILES = $(TOGETHER)
 test-parts: FILES = $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES),--ignore=$(each))
 test-models test-together test-parts: NICELY = nice -n 10 env
-# Shown when all of a part have run, as three write at a time.
+# Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
 	$(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1; status=$$?; \
