@@ -136,7 +136,9 @@ class Link:
     def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
         """Send peers, and ids of those that have left. Does nothing while the link is down."""
         if self._connection is not None and self._connection.is_up:
-            self._connection.send(Peers(tuple(peers), tuple(gone)))
+            gone = tuple(gone)
+            self._connection.send(Peers(tuple(peers), gone))
+            self._connection.forget_peers(gone)
 
     def introduce(self, peer: Peer) -> None:
         """Send a peer that the worker may not know (any more)."""
@@ -250,6 +252,11 @@ class _WorkerConnection(Connection):
             self.send(Peers((peer,)))
         if len(self._introduced) > NUM_INTRODUCED:
             del self._introduced[next(iter(self._introduced))]
+
+    def forget_peers(self, gone: Iterable[str]) -> None:
+        """The worker has forgotten them. One that comes back is introduced again."""
+        for worker_id in gone:
+            self._introduced.pop(worker_id, None)
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         if self._streams.pop(stream_id, None) is not None and cancel:

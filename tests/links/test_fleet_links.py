@@ -26,6 +26,10 @@ from tests.links.fakes import (
 )
 
 
+def introduced(worker: FakeWorker) -> list[str]:
+    return [peer.worker_id for message in worker.of_type(Peers) for peer in message.peers]
+
+
 def gone_of(worker: FakeWorker) -> list[str]:
     return [worker_id for message in worker.of_type(Peers) for worker_id in message.gone]
 
@@ -41,7 +45,7 @@ async def fleet() -> AsyncIterator[tuple[FleetLinks, RecordingObserver]]:
 
 
 def peers_of(worker: FakeWorker) -> set[str]:
-    return {peer.worker_id for message in worker.of_type(Peers) for peer in message.peers}
+    return set(introduced(worker))
 
 
 async def test_workers_hear_of_peers_that_have_left() -> None:
@@ -63,6 +67,26 @@ async def test_workers_hear_of_peers_that_have_left() -> None:
         await until(lambda: not links.link("c").is_up)
         links.update([a.record])
         await until(lambda: gone_of(a) == ["b", "c"])
+
+
+async def test_a_peer_that_comes_back_is_introduced_again() -> None:
+    """The same worker: only its link ended, while a restarted controller did not know it."""
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+    ):
+        links.update([a.record, b.record])
+        await until(lambda: len(observer.held) == 2)
+        links.introduce("a", "b")
+        links.introduce("a", "b")  # is sent once
+        await until(lambda: introduced(a) == ["b"])
+        links.update([a.record])
+        await b.server.close()
+        await until(lambda: gone_of(a) == ["b"])
+        links.update([a.record, b.record])
+        links.introduce("a", "b")
+        await until(lambda: introduced(a) == ["b", "b"])
 
 
 async def test_workers_come_and_go_with_the_membership() -> None:
