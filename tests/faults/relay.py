@@ -79,20 +79,40 @@ class Relay:
     async def _carry_frames(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Frames are read while others are on their way: a late one does not delay the next."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        reading = asyncio.create_task(self._read_frames(reader, under_way))
+        try:
+            while frame := await self._arrived(under_way):
+                await self._pass()
+                writer.write(frame)
+                await writer.drain()
+            await self._pass()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read_frames(
+        self, reader: asyncio.StreamReader, under_way: asyncio.Queue[tuple[float, bytes]]
+    ) -> None:
+        """Puts each frame with the time at which it arrives, and an empty one after the last."""
+        now = asyncio.get_running_loop().time
         try:
             while True:
                 for frame in await self._next_frames(reader):
-                    await self._pass()
-                    writer.write(frame)
-                await writer.drain()
-        except asyncio.IncompleteReadError:
-            await self._pass()
+                    if self.delay_s:
+                        self.happened["delay"] += 1
+                    under_way.put_nowait((now() + self.delay_s, frame))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            under_way.put_nowait((now(), b""))
+
+    async def _arrived(self, under_way: asyncio.Queue[tuple[float, bytes]]) -> bytes:
+        arrives_at, frame = await under_way.get()
+        await asyncio.sleep(max(0.0, arrives_at - asyncio.get_running_loop().time()))
+        return frame
 
     async def _next_frames(self, reader: asyncio.StreamReader) -> list[bytes]:
         frame = await _read_frame(reader)
-        if self.delay_s:
-            self.happened["delay"] += 1
-            await asyncio.sleep(self.delay_s)
         if not self._fates:
             return [frame]
         fate = self._fates.popleft()
