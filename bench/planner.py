@@ -1,7 +1,8 @@
 """Published throughput beside what the planner predicts: `python -m bench.planner`
 
 Nothing runs: both are figures of tables. Runs that a share in `planner/efficiency.py` was fitted to
-are marked; the others say how well it predicts. `--fit` prints the shares that meet those runs.
+are marked; the others say how well it predicts. `--fit` prints the shares that meet those runs. A
+second table has the lines with which a worker begins, as shares of the roofline they stand for.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ import msgspec
 
 from bench.report import finish, print_table
 from disagg.planner.efficiency import MATMUL
+from disagg.planner.gpus import GPUS
 from disagg.planner.published import RUNS, SOURCES, Run
+from disagg.planner.roofline import Placement
+from disagg.planner.shapes import SHAPES
+from disagg.time_model import StepFeatures, attended
 
 NEAR = 0.2
+LINES = (("llama-3.1-8b", "h100"), ("llama-3.1-8b", "l40s"), ("qwen3-30b-a3b", "h200"))
+CHUNKS = (64, 256, 512, 1024, 2048, 8192)
+BATCHES = (1, 64, 256)
+CONTEXT_TOKENS = 1000
 
 
 def main() -> None:
@@ -35,6 +44,9 @@ def main() -> None:
                 if run.is_fitted
             ]
         )
+    print()
+    lines = [row for model, gpu in LINES for row in lines_of(model, gpu)]
+    print_table(lines)
     held_out = [row for row in rows if row["held out"]]
     finish(
         "planner",
@@ -44,6 +56,7 @@ def main() -> None:
         num_held_out=len(held_out),
         num_held_out_near=sum(map(is_near, held_out)),
         near=NEAR,
+        lines=lines,
     )
 
 
@@ -65,6 +78,25 @@ def row_of(run: Run) -> dict[str, str | float | bool]:
 
 def is_near(row: dict[str, str | float | bool]) -> bool:
     return abs(float(row["ratio"]) - 1.0) <= NEAR
+
+
+def lines_of(model: str, gpu: str) -> list[dict[str, str | float]]:
+    """Seconds of steps by the prior of a worker's time model, as shares of the roofline's."""
+    worker = Placement(SHAPES[model], GPUS[gpu])
+    lines = worker.time_model()
+    prompts = {f"{num} prompt": StepFeatures(num, attended(num, 0)) for num in CHUNKS}
+    decodes = {
+        f"{num} decoding": StepFeatures(0, 0.0, num, num * CONTEXT_TOKENS) for num in BATCHES
+    }
+    return [
+        {
+            "lines": f"{model} {gpu}",
+            "step": what,
+            "ms": worker.step_s(step) * 1e3,
+            "share": round(lines.step_s(step) / worker.step_s(step), 2),
+        }
+        for what, step in {**prompts, **decodes}.items()
+    ]
 
 
 def fitted(run: Run) -> float:

@@ -106,6 +106,11 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         """The model that a worker reports, or the default until it does."""
         return cls(costs.coefficients) if costs is not None else cls()
 
+    @property
+    def context_s(self) -> float:
+        """Of one token more in the context of a sequence that decodes."""
+        return self.coefficients[4]
+
     def step_s(self, features: StepFeatures) -> float:
         seconds: float = sum(map(mul, self.coefficients, features.row()))
         return seconds

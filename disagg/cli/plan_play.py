@@ -1,7 +1,8 @@
 """`disagg plan --play`: planned fleets serve their load in the simulator before one is advised.
 
-Router, scheduler and admission are the product's; engines take the times of the planner's prior, so
-this checks queueing, batches and routing, and not the rooflines.
+Router, scheduler and admission are the product's. Steps take what the planner's rooflines say, and
+workers learn lines from them as they do from real steps. So this checks queueing, batches and
+routing, and not the rooflines.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def _play(
         max_num_batched_tokens=num_tokens,
         times=first.placement.time_model(max(1, last.batch)),
         decode_times=last.placement.time_model(max(1, last.batch)),
+        steps=first.placement,
+        decode_steps=last.placement,
         kv_nbytes=first.placement.kv_nbytes_per_token,
         bytes_per_s=link_bytes_per_s * num_links(first.placement, last.placement),
         latency_s=TRANSFER_LATENCY_S,

@@ -95,7 +95,7 @@ class Workload(msgspec.Struct, frozen=True, dict=True):
         if self.longest_tokens > limit:
             num_long = sum(prompt + output > limit for prompt, output in self.lengths)
             raise ContextLengthExceeded(
-                f"{num_long / len(self.lengths):.1%} of the requests are longer than the"
+                f"{num_long:,} of {len(self.lengths):,} requests are longer than the"
                 f" {limit:,} tokens that {shape.name} takes, the longest {self.longest_tokens:,}."
                 " Take a model with a longer context, or leave these requests out."
             )

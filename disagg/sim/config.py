@@ -13,6 +13,7 @@ from disagg.messages import Role
 from disagg.router.baselines import OURS, POLICIES
 from disagg.sim.scaling import check_slos
 from disagg.sim.simulated_worker import WorkerSpec
+from disagg.sim.steps import StepTimes
 from disagg.sim.trace import TRACE_BLOCK_TOKENS
 from disagg.time_model import StepTimeModel
 
@@ -60,6 +61,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: of each worker; each holds `block_size` tokens.
     times: step times of one worker.
     decode_times: of decode workers, where their GPUs are others; None: `times`.
+    steps, decode_steps: what steps of the largest model take, where that is no straight line;
+        `times` is then what workers believe until they have measured. None: `times`.
     speed: how much faster than in the trace requests come.
     bytes_per_s: of each worker's network card, in each direction; transfers share it.
     latency_s: of a transfer between two workers, before its first byte.
@@ -81,6 +84,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 1024
     times: StepTimeModel = H100_8B
     decode_times: StepTimeModel | None = None
+    steps: StepTimes | None = None
+    decode_steps: StepTimes | None = None
     kv_nbytes: int = H100_8B_KV_NBYTES
     bytes_per_s: float = 25e9
     latency_s: float = 1e-3
@@ -209,6 +214,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The `number`th of a pool."""
         prefix = "" if model == LARGEST else f"{model}-"
         block_nbytes = int(self.sizes[model] * self.block_size * self.kv_nbytes)
+        times = self.times_of(model, role)
+        steps = (self.decode_steps if role == "decode" else None) or self.steps
         return WorkerSpec(
             worker_id=f"{prefix}{role}-{number}",
             role=role,
@@ -219,5 +226,6 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
-            times=self.times_of(model, role),
+            times=times,
+            steps=steps if steps is not None and model == LARGEST else times,
         )

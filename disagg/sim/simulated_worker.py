@@ -37,7 +37,7 @@ from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
 from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
-from disagg.sim.steps import StepRun, TimedRunner, move_on, num_alike
+from disagg.sim.steps import StepRun, StepTimes, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
@@ -59,7 +59,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    times: StepTimeModel
+    times: StepTimeModel  # which it believes until it has measured
+    steps: StepTimes
 
 
 class SimulatedWorker:
@@ -248,7 +249,7 @@ class SimulatedWorker:
         self._events, self._kv_events, self._num_told = events, kv_events, 0
         is_plain = not kv_events and all(map(self._may_wait, events))
         num_more = num_alike(self._engine) if is_plain else 0
-        self._run = StepRun(self._engine.last_plan.features, self.spec.times, now, num_more)
+        self._run = StepRun(self._engine.last_plan.features, self.spec.steps, now, num_more)
         if num_more:
             self._status = self._core.status()
         self._plan_turn(self._run.ends_s)

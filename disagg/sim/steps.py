@@ -9,13 +9,24 @@ or waits for admission) is never inside a run; the real scheduler plans and appl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Protocol
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.sim.answers import SimulatedConfidence
-from disagg.time_model import StepFeatures, StepTimeModel
+from disagg.time_model import StepFeatures
+
+
+class StepTimes(Protocol):
+    """How long steps take: lines (`StepTimeModel`), or a roofline of the planner."""
+
+    def step_s(self, features: StepFeatures, /) -> float: ...
+
+    @property
+    def context_s(self) -> float:
+        """Of one token more in the context of a sequence that decodes."""
 
 
 class TimedRunner:
@@ -56,15 +67,15 @@ class StepRun:
     """One planned step, and up to `num_more` like it, of an engine at `began_s`."""
 
     def __init__(
-        self, features: StepFeatures, times: StepTimeModel, began_s: float, num_more: int
+        self, features: StepFeatures, times: StepTimes, began_s: float, num_more: int
     ) -> None:
         self.features = features
         self.began_s = began_s
         self.num_more = num_more
-        self._first_end_s = began_s + times.step_s(features)
         self._step_s = times.step_s(features)
+        self._first_end_s = began_s + self._step_s
         # Each step reads one token more of every sequence than the one before.
-        self._longer_s = times.coefficients[4] * features.num_decoding
+        self._longer_s = times.context_s * features.num_decoding
 
     @property
     def ends_s(self) -> float:

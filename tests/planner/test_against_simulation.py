@@ -1,12 +1,14 @@
 """A planned fleet, played by the product's own router and scheduler, holds what was planned.
 
-The simulator's steps follow the planner's prior; what is compared is the queueing and the batches.
+The simulator's steps take what the planner's rooflines say; what is compared is the queueing and
+the batches.
 """
 
 from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from disagg.planner.gpus import GPUS, LINKS
@@ -44,6 +46,7 @@ def test_a_planned_fleet_holds_its_slos_in_the_simulator() -> None:
         block_size=BLOCK,
         max_num_seqs=2 * decode.batch,
         times=worker.time_model(decode.batch),
+        steps=worker,
         kv_nbytes=worker.kv_nbytes_per_token,
         bytes_per_s=LINKS["400g"],
         latency_s=TRANSFER_LATENCY_S,
@@ -54,3 +57,25 @@ def test_a_planned_fleet_holds_its_slos_in_the_simulator() -> None:
     assert played.ttft_p95_s == pytest.approx(fleet.ttft_s, rel=0.4)
     assert played.tpot_p95_s == pytest.approx(fleet.tpot_s, rel=0.2)
     assert played.utilisation == pytest.approx(prefill.busy, rel=0.2)
+
+
+def test_simulated_steps_are_those_of_the_roofline() -> None:
+    """A chunk of 256 tokens takes less than the lines say that workers begin with."""
+    fast, slow = (Placement(SHAPES["llama-3-8b"], GPUS[name]) for name in ("h100", "l40s"))
+    config = SimConfig(
+        num_prefill=1,
+        num_decode=0,
+        max_num_batched_tokens=1024,
+        times=fast.time_model(),
+        decode_times=slow.time_model(),
+        steps=fast,
+        decode_steps=slow,
+    )
+    request = [TraceRequest(0.0, 256, 3)]
+    alone = simulate(config, request)
+    assert alone.ttft_p50_s == pytest.approx(fast.prefill_s(256))
+    assert fast.time_model().prefill_s(256) > 1.4 * fast.prefill_s(256)
+    assert alone.tpot_p50_s == pytest.approx(fast.decode_step_s(1, 257.5), rel=1e-3)
+    apart = simulate(msgspec.structs.replace(config, num_decode=1), request)
+    assert apart.ttft_p50_s == pytest.approx(alone.ttft_p50_s)
+    assert apart.tpot_p50_s > slow.decode_step_s(1, 257.5)  # and the transfer
