@@ -140,7 +140,8 @@ def write(directory: Path, plan: Written) -> list[Path]:
     }
     texts = {
         SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + _dump(here),
-        KUBERAY_FILE: _header(plan, _KUBERAY_NOTES) + _dump(service, policy_of()),
+        KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
+        + _dump(service, policy_of()),
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -254,6 +255,16 @@ def _places(plan: Written) -> tuple[str, ...]:
         f"Nodes with {pool.placement.gpu.name}: `ray start --resources='{{\"{role}\": N}}'`, for N"
         " workers."
         for role, pool in plan.pools.items()
+    )
+
+
+def _selectors(plan: Written) -> tuple[str, ...]:
+    """The same for pods, whose nodes' labels only the cluster knows."""
+    if not plan.has_unlike_gpus:
+        return ()
+    groups = ", ".join(f"{role} on {pool.placement.gpu.name}" for role, pool in plan.pools.items())
+    return (
+        f"Give each group's pods the nodeSelector (nvidia.com/gpu.product) of its GPUs: {groups}.",
     )
 
 

@@ -118,6 +118,7 @@ def test_pools_on_unlike_gpus_say_which_nodes_they_want(
     assert (tier.prefill.resources, tier.decode.resources) == ({"prefill": 1}, {"decode": 1})
     text = (tmp_path / "serve.yaml").read_text()
     for role, gpu in kinds.items():
+        assert f"{role} on {gpu}" in (tmp_path / "rayservice.yaml").read_text()
         assert f"# Nodes with {gpu}: `ray start --resources='{{\"{role}\": N}}'`" in text
 
 
