@@ -8,12 +8,15 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+from msgspec.structs import replace
+
 from disagg.text.incoming import Take
 
 CallIdStyle: TypeAlias = Literal["openai", "mistral"]
 
 
-class CallDelta(NamedTuple):
+class CallDelta(msgspec.Struct, frozen=True, gc=False):
     """More of one call, the how many-th of its answer, from 0.
 
     arguments: the next of the call's JSON.
@@ -39,7 +42,7 @@ def joined(deltas: Iterable[CallDelta]) -> list[CallDelta]:
     for _, group in groups:
         first, *others = group
         arguments = "".join((first.arguments, *(each.arguments for each in others)))
-        whole.append(first._replace(arguments=arguments))
+        whole.append(replace(first, arguments=arguments))
     return whole
 
 
@@ -72,7 +75,7 @@ class Sink:
         self._reasoning = ""
         self._text = ""
         self._calls: list[CallDelta] = []
-        self._arguments: list[list[str]] = []  # of each of `_calls`
+        self._arguments: list[str] = []  # more of the last call's
 
     def reasoning(self, text: str) -> None:
         if text and self._is_open:
@@ -93,21 +96,27 @@ class Sink:
         """
         self.end_call()
         if not self.is_full:
+            if self._arguments:
+                self._give_arguments()
             self._is_open = True
             number, self._has_arguments = self.num_calls, False
             self.num_calls += 1
             self._calls.append(CallDelta(number, "", call_id or self._new_id(number), name))
-            self._arguments.append([])
 
     def arguments(self, text: str) -> None:
         """More JSON of the call that has begun."""
         if self.is_full or not text:
             return
         self._has_arguments = True
-        if not self._calls:
-            self._calls.append(CallDelta(self.num_calls - 1))
-            self._arguments.append([])
-        self._arguments[-1].append(text)
+        self._arguments.append(text)
+
+    def _give_arguments(self) -> None:
+        text = "".join(self._arguments)
+        self._arguments = []
+        if self._calls:
+            self._calls[-1] = replace(self._calls[-1], arguments=text)
+        else:
+            self._calls.append(CallDelta(self.num_calls - 1, text))
 
     def end_call(self) -> None:
         """The call that has begun is complete; nothing where none is open."""
@@ -125,15 +134,11 @@ class Sink:
 
     def take(self) -> AnswerDelta:
         """What was put here since the last call."""
-        calls: list[CallDelta] = []
-        if self._calls:
-            calls = [
-                CallDelta(call.number, "".join(pieces), call.id, call.name)
-                for call, pieces in zip(self._calls, self._arguments, strict=True)
-            ]
-            self._calls, self._arguments = [], []
-        delta = AnswerDelta(self._reasoning, self._text, calls)
+        if self._arguments:
+            self._give_arguments()
+        delta = AnswerDelta(self._reasoning, self._text, self._calls)
         self._reasoning = self._text = ""
+        self._calls = []
         return delta
 
     def _new_id(self, number: int) -> str:
@@ -153,9 +158,10 @@ class Trimmed:
 
     def __call__(self, text: str) -> None:
         shown = text.rstrip()
-        if shown and not self._spaces:
-            self._take(shown)
-        elif shown:
+        if shown == text and not self._spaces:
+            self._take(text)
+            return
+        if shown:
             self._take("".join((*self._spaces, shown)))
             self._spaces.clear()
         if len(shown) < len(text):

@@ -61,6 +61,10 @@ class AnswerReader:
     Args:
         answer_id: makes the calls' ids, which must differ within a conversation.
         prompt_tail: the last characters of the prompt.
+
+    Attributes:
+        is_reasoning: whether what was pushed ends inside the reasoning.
+        is_done: the only call that is wanted is complete.
     """
 
     def __init__(self, syntax: AnswerSyntax, answer_id: str, prompt_tail: str = "") -> None:
@@ -73,19 +77,12 @@ class AnswerReader:
             is_reasoning=is_open,
         )
         self._reading = _read(self._text, self._sink, syntax, is_open)
-
-    @property
-    def is_reasoning(self) -> bool:
-        return self._sink.is_reasoning
+        self.is_reasoning = is_open
+        self.is_done = False
 
     @property
     def has_called(self) -> bool:
         return self._sink.num_calls > 0
-
-    @property
-    def is_done(self) -> bool:
-        """The only call that is wanted is complete."""
-        return self._sink.is_full
 
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerDelta:
         """What `text`, the next of the answer, adds.
@@ -93,11 +90,14 @@ class AnswerReader:
         Args:
             is_cut: the model did not end the answer itself.
         """
-        self._text.push(text, is_end=is_end)
-        next(self._reading, None)
+        sink = self._sink
+        if is_end or not self._text.passes(text):
+            self._text.push(text, is_end=is_end)
+            next(self._reading, None)
         if is_end and not is_cut:
-            self._sink.end()
-        return self._sink.take()
+            sink.end()
+        self.is_reasoning, self.is_done = sink.is_reasoning, sink.is_full
+        return sink.take()
 
 
 def read_arguments_of(function: str) -> Reader:

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from disagg.text.value_end import JsonEnd, ValueEnd
+from disagg.text.value_end import JsonEnd, Search, ValueEnd
 
 Result = TypeVar("Result")
 Reading: TypeAlias = Generator[None, None, Result]
@@ -57,6 +57,21 @@ class Incoming:
         self._at = 0
         self._is_over = False
         self._record: list[str] | None = None
+        self._take: Take = ignore  # of a reader that waits with nothing unread
+        self._search: Search | None = None  # what it looks for; None: no reader waits so
+
+    def passes(self, text: str) -> bool:
+        """Hands `text` on at once if its reader looks for nothing in it; returns whether it did.
+
+        Does what `push` and a step of the reader would do, at half the cost: so go most tokens.
+        """
+        search = self._search
+        if search is None or search(text):
+            return False
+        if self._record is not None:
+            self._record.append(text)
+        self._take(text)
+        return True
 
     def push(self, text: str, *, is_end: bool) -> None:
         """More of the answer; `is_end`: nothing follows."""
@@ -135,7 +150,10 @@ class Incoming:
                 return found.group()
             if self._is_over:
                 return ""
+            if self._at == len(text):
+                self._take, self._search = take, marks.first.search
             yield
+            self._search = None
 
     def collect(self, marks: Marks) -> Reading[tuple[str, str]]:
         """As `until`: what came before the mark, and the mark."""
@@ -173,12 +191,15 @@ class Incoming:
     def value(self, value_end: ValueEnd, take: Take) -> Reading[bool]:
         """As `json_value`, for what `value_end` finds the end of."""
         while (yield from self.more()):
+            self._search = None
             end = value_end.find(self._text, self._at)
             stop = len(self._text) if end is None else end
             if stop > self._at:
                 take(self._read(stop))
             if end is not None:
                 return True
+            self._take, self._search = take, value_end.next_mark()
+        self._search = None
         return False
 
     def _read(self, end: int) -> str:

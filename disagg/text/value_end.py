@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+Search: TypeAlias = Callable[[str], re.Match[str] | None]
 
 _STRING_END = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 _JSON = re.compile(r'["{}\[\]]')
@@ -14,6 +17,9 @@ _PYTHON = re.compile(r"""["'(){}\[\],]""")
 class ValueEnd(Protocol):
     def find(self, text: str, start: int) -> int | None:
         """The end of the value in `text`, which continues it at `start`; None: it goes on."""
+
+    def next_mark(self) -> Search | None:
+        """Finds whatever the next `find` would look at; None: text must go to `find`."""
 
 
 class _Strings:
@@ -46,6 +52,12 @@ class _Strings:
     def is_inside(self) -> bool:
         return bool(self._quote)
 
+    def next_mark(self, outside: Search) -> Search | None:
+        """See `ValueEnd`. Args: outside: finds what matters outside of strings."""
+        if not self._quote:
+            return outside
+        return None if self._is_escaped else _STRING_END[self._quote].search
+
 
 class JsonEnd:
     """Of one JSON value."""
@@ -77,6 +89,9 @@ class JsonEnd:
                 return None
         return None
 
+    def next_mark(self) -> Search | None:
+        return None if self._is_scalar else self._strings.next_mark(_JSON.search)
+
 
 class PythonEnd:
     """Of a Python literal that is an argument: what follows it is a comma or a bracket's end."""
@@ -99,3 +114,6 @@ class PythonEnd:
             elif char != ",":
                 self._depth -= 1
         return None
+
+    def next_mark(self) -> Search | None:
+        return self._strings.next_mark(_PYTHON.search)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.text.answer_delta import CallDelta
 from disagg.text.answer_reader import AnswerReader, AnswerSyntax, read_arguments_of
 from disagg.text.reasoning import reasoning_format_of
 from disagg.text.tool_parsers.registry import NAMES
@@ -120,7 +121,7 @@ def test_nothing_is_held_back_longer_than_it_is_open() -> None:
     (begun,) = reader.push(' <tool_call>{"name": "look", "arguments": {', is_end=False).calls
     assert (begun.name, begun.arguments) == ("look", "{")
     (more,) = reader.push('"where": "he', is_end=False).calls
-    assert more == (0, '"where": "he', "", "")
+    assert more == CallDelta(0, '"where": "he')
     whole = AnswerReader(syntax_of("llama3_json"), "answer")
     assert whole.push(" so", is_end=False).text == " so"
     assert whole.push(" {", is_end=False).text == " {"

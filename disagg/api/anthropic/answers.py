@@ -111,26 +111,28 @@ class MessageFrames:
 
     def piece(self, piece: ChoiceDelta) -> bytes:
         """What continues the open call comes first: a block that has ended cannot grow."""
-        events = b"".join(
-            self._grow_call(call.arguments) for call in piece.calls if call.number == self._kind
-        )
-        new_calls = [call for call in piece.calls if call.number != self._kind]
+        events, num_grown = [], 0
+        for call in piece.calls:
+            if call.number != self._kind:
+                break
+            events.append(self._grow_call(call.arguments))
+            num_grown += 1
         if piece.reasoning:
             if self._kind != "thinking":
-                events += self._begin("thinking", _thinking(""))
-            events += self._grow(b"thinking_delta", b"thinking", piece.reasoning)
+                events.append(self._begin("thinking", _thinking("")))
+            events.append(self._grow(b"thinking_delta", b"thinking", piece.reasoning))
         if piece.text:
             if self._kind != "text":
-                events += self._begin("text", {"type": "text", "text": ""})
-            events += self._grow(b"text_delta", b"text", piece.text)
-        for call in new_calls:
+                events.append(self._begin("text", {"type": "text", "text": ""}))
+            events.append(self._grow(b"text_delta", b"text", piece.text))
+        for call in piece.calls[num_grown:]:
             if self._kind != call.number:
                 block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                events += self._begin(call.number, block)
-            events += self._grow_call(call.arguments)
+                events.append(self._begin(call.number, block))
+            events.append(self._grow_call(call.arguments))
         if piece.finish_reason is not None:
             self._end = _end(piece)
-        return events
+        return b"".join(events)
 
     def closing(self, run: RunningJob) -> bytes:
         usage = _usage(run)

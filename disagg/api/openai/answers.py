@@ -184,7 +184,8 @@ class Answer:
             piece.num_reasoning_tokens += 1
         if reasoning and self._include_reasoning:
             piece.reasoning += reasoning
-        piece.text += said
+        if said:
+            piece.text += said
         if calls:
             piece.calls += calls
 

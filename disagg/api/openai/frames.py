@@ -8,6 +8,7 @@ fails ends without `[DONE]`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -142,17 +143,20 @@ class ChatFrames(OpenAIFrames):
         return b"".join(events)
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
+        """Of most tokens it is one of the three."""
         if not (piece.reasoning or piece.calls):
             return self._text(piece.text)
+        if not (piece.reasoning or piece.text):
+            return b"{%b}" % _call_deltas(piece.calls)
         parts = []
         if piece.reasoning:
             reasoning = _to_json(piece.reasoning)
-            parts.append(b'"reasoning_content":' + reasoning + b',"reasoning":' + reasoning)
+            parts.append(b'"reasoning_content":%b,"reasoning":%b' % (reasoning, reasoning))
         if piece.text:
             parts.append(b'"content":' + _to_json(piece.text))
         if piece.calls:
-            parts.append(b'"tool_calls":' + _to_json([_call_delta(call) for call in piece.calls]))
-        return b"{" + b",".join(parts) + b"}"
+            parts.append(_call_deltas(piece.calls))
+        return b"{%b}" % b",".join(parts)
 
     def _text(self, text: str) -> bytes:
         return b'{"content":' + _to_json(text) + b"}"
@@ -189,8 +193,13 @@ class CompletionFrames(OpenAIFrames):
         return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
 
 
-def _call_delta(call: CallDelta) -> ToolCallDelta:
-    delta = ToolCallDelta(call.number, FunctionDelta(call.arguments))
+def _call_deltas(calls: Sequence[CallDelta]) -> bytes:
+    return b'"tool_calls":[%b]' % b",".join(map(_call_delta, calls))
+
+
+def _call_delta(call: CallDelta) -> bytes:
+    """For each token of arguments, so without structs."""
     if call.name:
-        delta.id, delta.type, delta.function.name = call.id, "function", call.name
-    return delta
+        function = FunctionDelta(call.arguments, call.name)
+        return _to_json(ToolCallDelta(call.number, function, call.id, "function"))
+    return b'{"index":%d,"function":{"arguments":%b}}' % (call.number, _to_json(call.arguments))

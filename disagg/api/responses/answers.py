@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.responses.requests import ResponsesRequest
@@ -159,22 +160,25 @@ class ResponseFrames:
     def piece(self, piece: ChoiceDelta) -> bytes:
         """What continues the open call comes first: an item that is done cannot grow."""
         self._answer = piece
-        open_number = self._call.number if self._kind == "call" else None
-        events = [
-            self._grow(b"function_call_arguments", call.arguments)
-            for call in piece.calls
-            if call.number == open_number and call.arguments
-        ]
-        if piece.reasoning:
-            events += [self._begin("reasoning"), self._grow(b"reasoning_text", piece.reasoning)]
-        if piece.text:
-            events += [self._begin("message"), self._grow(b"output_text", piece.text)]
+        events, num_grown = [], 0
         for call in piece.calls:
-            if call.number == open_number:
-                continue
+            if self._kind != "call" or call.number != self._call.number:
+                break
+            if call.arguments:
+                events.append(self._grow(b"function_call_arguments", call.arguments))
+            num_grown += 1
+        if piece.reasoning:
+            if self._kind != "reasoning":
+                events.append(self._begin("reasoning"))
+            events.append(self._grow(b"reasoning_text", piece.reasoning))
+        if piece.text:
+            if self._kind != "message":
+                events.append(self._begin("message"))
+            events.append(self._grow(b"output_text", piece.text))
+        for call in piece.calls[num_grown:]:
             if call.number != self._call.number:
                 events.append(self._end_item())
-                self._call = call._replace(arguments="")
+                self._call = replace(call, arguments="")
             events.append(self._begin("call"))
             if call.arguments:
                 events.append(self._grow(b"function_call_arguments", call.arguments))
@@ -243,7 +247,7 @@ class ResponseFrames:
         if self._kind == "reasoning":
             return _reasoning(self._job, len(self._items), text, status)
         if self._kind == "call":
-            return _call(self._call._replace(arguments=text), status)
+            return _call(replace(self._call, arguments=text), status)
         said = None if status == "in_progress" else text
         return _message(self._job, len(self._items), said, status)
 
