@@ -49,7 +49,7 @@ READY_POLL_S = 0.02
 PRIORITY_WITHOUT_SLO = 1  # after those that ask for no priority
 
 
-class Transfer(msgspec.Struct):
+class LastPull(msgspec.Struct):
     """The last pull from one worker to another, as `GET /debug/requests/{id}` shows it."""
 
     source: str
@@ -67,7 +67,7 @@ class Explanation(msgspec.Struct):
 
     routes: tuple[Decision, ...]  # oldest first
     cascade: CascadeDecision | None
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LastPull, ...]
 
 
 class IngressCore:
@@ -321,15 +321,15 @@ class IngressCore:
             return None
         return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
 
-    def _transfers(self, routes: Iterable[Decision]) -> tuple[Transfer, ...]:
+    def _transfers(self, routes: Iterable[Decision]) -> tuple[LastPull, ...]:
         statuses = {record.worker_id: status for record, status in self.fleet.reports()}
-        found: dict[tuple[str, str], Transfer] = {}
+        found: dict[tuple[str, str], LastPull] = {}
         for route in (decision.route for decision in routes):
             status = statuses.get(route.decode)
             for each in status.transfers if status is not None else ():
                 if each.source_id in (route.prefill, route.lender):
                     pair = (each.source_id, route.decode)
-                    found[pair] = Transfer(*pair, each.lane, each.latency_s, each.bytes_per_s)
+                    found[pair] = LastPull(*pair, each.lane, each.latency_s, each.bytes_per_s)
         return tuple(found.values())
 
 
