@@ -258,18 +258,21 @@ async def test_ingresses_are_kept_in_step_beside_their_requests(
 
 
 async def test_a_board_that_is_away_is_said_once_and_so_is_its_return(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tenants then have their limits once for each ingress: nobody knew."""
+    monkeypatch.setattr(limits_module, "SYNC_S", 0.01)
 
     class Away(FakeBoard):
         is_away = True
+        num_asked = 0
         threads: ClassVar[set[str]] = set()
 
         def exchange(
             self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
         ) -> Mapping[str, bytes]:
             self.threads.add(threading.current_thread().name)
+            self.num_asked += 1
             if self.is_away:
                 raise Unavailable("The board is away.")
             return super().exchange(ingress_id, entry, gone)
@@ -278,7 +281,8 @@ async def test_a_board_that_is_away_is_said_once_and_so_is_its_return(
     task = asyncio.create_task(keep_in_step(limits, board, "one"))
     while limits.is_shared:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await asyncio.sleep(2.5 * SYNC_S)
+    while board.num_asked < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
     board.is_away = False
     while not limits.is_shared:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -297,7 +301,8 @@ async def test_no_request_waits_for_a_board_that_hangs(own_redis: EmbeddedRedis)
     with pytest.raises(Unavailable):
         board.exchange("one", limits.entry())
     task = asyncio.create_task(keep_in_step(limits, board, "one"))
-    await asyncio.sleep(2 * SYNC_S)
+    while limits.is_shared:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
     assert num_admitted(limits) == 5
     own_redis.start()
     assert not task.done()
