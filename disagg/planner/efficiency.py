@@ -65,6 +65,8 @@ MATMUL = {
     ("tensorrt-llm", "mxfp4", "hopper"): 0.49,
     ("vllm", "mxfp4", "hopper"): 0.22,
     ("tensorrt-llm", "fp4", "blackwell"): 0.40,
+    ("tensorrt-llm", "fp4-experts", "blackwell"): 0.07,
+    ("tensorrt-llm", "mxfp4", "blackwell"): 0.79,
 }
 ENGINES = tuple(sorted({engine for engine, _, _ in MATMUL}))
 
@@ -73,7 +75,7 @@ def efficiency_of(gpu: Gpu, weights: str, engine: str = "") -> Efficiency:
     """What that engine reaches with weights of that format on that GPU.
 
     Args:
-        weights: one of `shapes.NBYTES`, or "mxfp4" of experts.
+        weights: as `ModelShape.products_in` has it.
         engine: one of `ENGINES`; empty: what a good one reaches. That is assumed for bf16, and for
             other formats the best of those published, on this family of GPUs if there are any.
 

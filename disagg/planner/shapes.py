@@ -96,8 +96,10 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self._nbytes(1, read, dtype)
 
     def products_in(self, weights: str) -> str:
-        """Format of the products that decide how fast it is: that of its experts, if fixed."""
-        return "mxfp4" if self.has_mxfp4_experts else weights
+        """Format of the products that decide how fast it is: that of its experts, if published."""
+        if self.has_mxfp4_experts:
+            return "mxfp4"
+        return "fp4-experts" if self.num_experts and weights == "fp4" else weights
 
     @property
     def num_latent_flop(self) -> int:

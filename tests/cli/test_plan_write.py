@@ -172,3 +172,13 @@ def test_what_cannot_be_served_is_not_written(
     )
     assert "Cannot write to" in refused(capsys, *load, "--write", str(tmp_path / "file" / "in"))
     assert not (tmp_path / "fleet").exists()
+
+
+def test_a_serve_yaml_of_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    for applications in ([], [{"import_path": "other:app", "args": {}}], "disagg"):
+        file.write_text(yaml.safe_dump({"applications": applications}))
+        assert main(["serve", "--config", str(file)]) == 2
+        assert "without disagg as its only application" in capsys.readouterr().err

@@ -26,14 +26,16 @@ def test_every_run_has_a_source_that_can_be_read() -> None:
     assert {run.source for run in RUNS} == set(SOURCES)
     for source in SOURCES.values():
         assert source.startswith("https://") and "202" in source
-    lengths = [(run.key, run.model, run.gpu, run.num_gpus, run.num_in, run.num_out) for run in RUNS]
-    assert len(set(lengths)) == len(RUNS)
+    same = [msgspec.structs.replace(run, tokens_per_s=0.0) for run in RUNS]
+    assert len(set(same)) == len(RUNS)
 
 
 def test_runs_that_were_not_fitted_are_predicted() -> None:
     """Goal: 12 runs within 20 %, 6 of them not fitted. docs/planning.md says where it fails."""
     held_out = [row_of(run) for run in RUNS if not run.is_fitted]
-    assert sum(map(is_near, held_out)) >= 0.75 * len(held_out) > 40
+    assert len(held_out) > 100 and sum(map(is_near, held_out)) >= 0.7 * len(held_out)
+    prompts = [row for row in held_out if float(row["in"]) >= 2 * float(row["out"])]
+    assert len(prompts) > 50 and sum(map(is_near, prompts)) >= 0.85 * len(prompts)
 
 
 def test_a_faster_engine_is_predicted_to_be_faster() -> None:
