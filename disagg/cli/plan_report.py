@@ -140,7 +140,7 @@ def show(
         f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
         f" {first.weights_nbytes / 1e9:.1f} GB in {first.weights};"
         f" KV {first.kv_nbytes_per_token / 1024:g} KiB a token in {first.kv}"
-        f" ({shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}),"
+        f" ({shape.num_layers} layers, {_kv_of(shape)}),"
         f" from {shape.source}.",
         soft_wrap=True,
     )
@@ -156,6 +156,12 @@ def show(
         console.print(f"Prices unless given: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
     for note in notes:
         console.print(note, soft_wrap=True)
+
+
+def _kv_of(shape: ModelShape) -> str:
+    if shape.latent_size:
+        return f"a latent vector of {shape.latent_size} values"
+    return f"{shape.num_kv_heads} KV heads of {shape.head_dim}"
 
 
 def _table(title: str, *columns: str) -> Table:

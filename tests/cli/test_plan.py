@@ -286,6 +286,8 @@ def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "widens fp8 weights to 16 bits" in notes("llama-3-8b", "--weights", "fp8")
     latent = notes("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
     assert "cannot serve deepseek-r1 yet: its attention is multi-head latent" in latent
+    heads = printed(capsys, "deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
+    assert "68.625 KiB a token in bf16 (61 layers, a latent vector of 576 values)" in heads
     four = notes("qwen3-30b-a3b", "--gpu", "gb200", "--weights", "fp4")
     assert "refuses NVFP4 checkpoints" in four
     assert "disagg serve` " not in notes("qwen3-30b-a3b", "--tensor-parallel-size", "1")
