@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: Positive = 1  # ranks of a worker, one process and one device each
     dtype: DType = "auto"
     kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
-    quantization: Literal["int8", "int4"] | None = None  # of weights, when they are loaded
+    quantization: Literal["int8", "int4", "fp8"] | None = None  # of weights, when they are loaded
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit

@@ -55,6 +55,7 @@ THIRD_PARTY = {
         "models/communicator.py",
         "models/decoder.py",
         "models/gguf_values.py",
+        "models/packed_values.py",
         "models/quantized_values.py",
         "models/rope_tables.py",
         "models/weights.py",

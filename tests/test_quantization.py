@@ -20,6 +20,7 @@ from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
+from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.rank_parts import weights_nbytes
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
@@ -88,9 +89,16 @@ def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
     assert it.value.param == "quantization"
     dense = describe_model(ASSETS / "demo-small").config
     check_quantization(INT8, dense, "cpu")
-    with pytest.raises(StartupError, match="a kernel for CPUs only; set device = 'cpu', or leave"):
-        check_quantization(INT8, dense, "cuda")
+    check_quantization(INT8, dense, "cuda")
     check_quantization(EngineConfig(), dense, "cuda")
+    fp8 = msgspec.structs.replace(INT8, quantization="fp8")
+    check_quantization(fp8, dense, "cuda")
+    with pytest.raises(StartupError, match="on GPUs only; set 'int8' or 'int4', or leave it out"):
+        check_engine(fp8, describe_model(ASSETS / "demo-small"))
+    packed = replace(dense, quantized=QuantizedFormat(name="AWQ", layout="awq", bits=4))
+    check_quantization(INT8, packed, "cpu")
+    with pytest.raises(StartupError, match=r"already \(AWQ\), and stay so on a GPU; set device"):
+        check_quantization(INT8, packed, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

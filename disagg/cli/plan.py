@@ -164,11 +164,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write_svg(args.plot, charts)
     notes += left_out
-    if shape.widened_from:
-        notes.append(
-            f"The weights of this checkpoint are quantised ({shape.widened_from}), and widened when"
-            f" they are loaded: its size here is that in {args.weights}."
-        )
+    if shape.quantized:
+        notes.append(_how_quantized(shape, args.weights))
     notes += not_served(shape, args.weights)
     if not args.engine:
         notes += _assumed(shape, every)
@@ -207,6 +204,14 @@ def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
                 f" assumed. Published runs reached {reached}: --engine plans with that."
             )
     return notes
+
+
+def _how_quantized(shape: ModelShape, weights: str) -> str:
+    begin = f"The weights of this checkpoint are quantised ({shape.quantized}), and"
+    if not shape.packed_nbytes or weights != "bf16":
+        return f"{begin} widened when they are loaded: its size here is that in {weights}."
+    but = "; those of experts are widened" if shape.num_experts else ""
+    return f"{begin} stay so on a GPU, where products are in bf16: its size here is so{but}."
 
 
 def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:

@@ -84,10 +84,12 @@ def not_served(shape: ModelShape, weights: str) -> list[str]:
             " attention. This is a plan for another engine."
         )
     if weights != "bf16":
-        how = "refuses NVFP4 checkpoints" if weights == "fp4" else "widens fp8 weights to 16 bits"
+        how = (
+            "refuses NVFP4 checkpoints" if weights == "fp4" else "multiplies fp8 weights in 16 bits"
+        )
         reasons.append(
             f"`disagg serve` {how}, so it cannot serve what is planned with --weights {weights};"
-            " plan with --weights bf16 for what it can."
+            " plan with --weights bf16, of the quantised checkpoint too, for what it can."
         )
     return reasons
 

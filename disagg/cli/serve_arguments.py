@@ -206,9 +206,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--quantization",
-        choices=("int8", "int4"),
-        help="of weights, when they are loaded: int8 has a scale for each row of a matrix, int4 for"
-        " 32 numbers of one; dense models on CPUs (docs/models.md#quantised-weights)",
+        choices=("int8", "int4", "fp8"),
+        help="of weights, when they are loaded: int8 and, on GPUs, fp8 have a scale for each row of"
+        " a matrix, int4 for 32 numbers of one; dense models (docs/models.md#quantised-weights)",
     )
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"

@@ -11,12 +11,13 @@ from disagg.kernels.cpu_library import SAMPLING, STEP, cpu_flags, find_library
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.ops import Ops
+from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
 from disagg.kernels.torch_sampling import TorchSampling
 
-Quantization: TypeAlias = Literal["int8", "int4"]
-_BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}
+Quantization: TypeAlias = Kind
+_BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
 _AMX = "amx_bf16"
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
@@ -41,19 +42,23 @@ def ops_for(
     if prompt_attention not in ("triton", "sdpa"):
         raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
+        if quantization is not None and quantization not in _BITS:
+            raise ValueError(f"{quantization} weights are multiplied on GPUs only")
         return TorchOps(
             bits=16 if quantization is None else _BITS[quantization],
             prompts=_compiled_prompts() if dtype == torch.bfloat16 else None,
-        )
-    if quantization is not None:
-        raise ValueError(
-            f"{quantization} weights are multiplied on CPUs only, not on {device.type}"
         )
     from disagg.kernels.triton_ops import TritonOps
 
     properties = torch.cuda.get_device_properties(device)
     use_sdpa = prompt_attention == "sdpa"
-    return TritonOps(num_heads, properties.multi_processor_count, use_sdpa=use_sdpa)
+    return TritonOps(
+        num_heads,
+        properties.multi_processor_count,
+        use_sdpa=use_sdpa,
+        major=properties.major,
+        quantization=quantization,
+    )
 
 
 def _compiled_prompts() -> PromptAttention | None:

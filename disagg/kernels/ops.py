@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.packed_matrix import PackedMatrix
 
 Weight: TypeAlias = Any  # what an implementation made of a matrix; only it looks inside
 Paging: TypeAlias = Any  # what an implementation derived from one batch; only it looks inside
@@ -71,13 +72,23 @@ class PagedBatch(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on rows of tokens. `kv_cache` is the slab of `engine/device/kv_cache.py`."""
+    """Operations on rows of tokens. `kv_cache` is the slab of `engine/device/kv_cache.py`.
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Weight:
+    Attributes:
+        keeps_packed: whether matrices may be packed ones, which are then multiplied as they are.
+    """
+
+    keeps_packed: bool
+
+    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""
         ...
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Weight:
+    def pack_table(self, weight: Tensor | PackedMatrix) -> Weight:
+        """As `pack`, of the matrix that makes logits."""
+        ...
+
+    def pack_gated(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:
         """Prepare the stacked gate and up matrices [2 * inner, in] for `project_gated`."""
         ...
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 from disagg.kernels.ops import Experts
+from disagg.kernels.packed_matrix import PackedMatrix
 
 SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
 
@@ -186,3 +187,9 @@ def paged_attention(
             weights = scores.softmax(-1)
         parts.append(torch.einsum("hqk,hkd->qhd", weights, values))
     return torch.cat(parts).to(q.dtype)
+
+
+def packed_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b: [num_rows, num_in] in, [num_rows, num_out] out."""
+    wide_bias = None if bias is None else bias.float()
+    return functional.linear(x.float(), weight.widened(torch.float32), wide_bias).to(x.dtype)

@@ -18,6 +18,7 @@ from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
 from disagg.kernels.ops import Experts, PagedBatch
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
 from disagg.kernels.torch_experts import TorchExperts
 
@@ -32,6 +33,8 @@ class TorchOps:
         prompts: compiled attention, for a model in bfloat16; None: torch's.
     """
 
+    keeps_packed = False
+
     def __init__(
         self, *, bits: Literal[4, 8, 16] = 16, prompts: PromptAttention | None = None
     ) -> None:
@@ -45,10 +48,17 @@ class TorchOps:
         self._scratch = torch.empty(0, 0)
         self._prompts = prompts
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Linear:
+        assert isinstance(weight, Tensor)
         return self._linear(weight, bias)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> tuple[Linear, Linear]:
+    def pack_table(self, weight: Tensor | PackedMatrix) -> Linear:
+        return self.pack(weight, None)
+
+    def pack_gated(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None
+    ) -> tuple[Linear, Linear]:
+        assert isinstance(weight, Tensor)
         gate, up = weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return self._linear(gate, gate_bias), self._linear(up, up_bias)

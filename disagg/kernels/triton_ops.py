@@ -1,4 +1,6 @@
-"""The operations of a decoder on CUDA: cuBLAS for matrices, our Triton kernels for the rest."""
+"""The operations of a decoder on CUDA: cuBLAS for matrices of floats, our Triton kernels for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Experts, PagedBatch
+from disagg.kernels.packed_linear import PackedProduct
+from disagg.kernels.packed_matrix import PackedMatrix, quantized
+from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import LONG_ROWS, PagedWork, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
@@ -77,7 +82,11 @@ class TritonOps:
         num_multiprocessors: of the device; decides how finely long contexts are cut.
         use_sdpa: for the prompts that `sdpa_prompt` can do.
         long_rows: of a tile of a prompt, a power of two.
+        major: of the device's compute capability.
+        quantization: of matrices that are packed, but not of the table that makes logits.
     """
+
+    keeps_packed = True
 
     def __init__(
         self,
@@ -86,17 +95,29 @@ class TritonOps:
         *,
         use_sdpa: bool = False,
         long_rows: int = LONG_ROWS,
+        major: int = 9,
+        quantization: Kind | None = None,
     ) -> None:
         self._use_sdpa = use_sdpa
         self._long_rows = long_rows
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        self._major, self._quantization = major, quantization
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Matrix | PackedProduct:
+        if isinstance(weight, Tensor) and self._quantization is not None:
+            weight = quantized(weight, self._quantization)
+        if isinstance(weight, PackedMatrix):
+            return PackedProduct(weight, bias, self._num_programs, self._major)
         return Matrix(weight, bias)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Matrix:
-        return Matrix(weight, bias)
+    def pack_table(self, weight: Tensor | PackedMatrix) -> Matrix | PackedProduct:
+        return Matrix(weight, None) if isinstance(weight, Tensor) else self.pack(weight, None)
+
+    def pack_gated(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None
+    ) -> Matrix | PackedProduct:
+        return self.pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
         return TritonExperts(experts)
@@ -104,14 +125,14 @@ class TritonOps:
     def mix_experts(self, x: Tensor, logits: Tensor, experts: TritonExperts) -> Tensor:
         return experts(x, logits)
 
-    def project(self, x: Tensor, weight: Matrix) -> Tensor:
+    def project(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
         return weight(x)
 
-    def project_gated(self, x: Tensor, weight: Matrix) -> Tensor:
+    def project_gated(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
         return silu_mul(weight(x))
 
     def project_add_norm(
-        self, x: Tensor, weight: Matrix, residual: Tensor, norm: Tensor, eps: float
+        self, x: Tensor, weight: Matrix | PackedProduct, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(weight(x), residual, norm, eps)
 

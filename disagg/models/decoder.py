@@ -95,7 +95,7 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
         self._norm = weights.norm
-        self._lm_head = self.ops.pack(weights.lm_head, None)
+        self._lm_head = self.ops.pack_table(weights.lm_head)
         self._embedding = self._table(weights)
         self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
@@ -142,7 +142,7 @@ class Decoder:
             return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias))
         assert layer.router is not None
 
-        def by_expert(rows: Tensor | None) -> Any:
+        def by_expert(rows: Any) -> Any:
             return None if rows is None else rows.view(experts.num_experts, -1, *rows.shape[1:])
 
         shared = shared_gate = None
@@ -313,20 +313,25 @@ def load_model(
     progress: Progress | None = None,
     quantization: Quantization | None = None,
     communicator: Communicator | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
     """Load a checkpoint's weights, or a rank's part of them, into a decoder that is ready to run.
 
     Args:
         progress: called with (bytes loaded, bytes in all) after each tensor.
         quantization: of matrices, each as soon as its layer was read.
+        ops: as in `Decoder`.
 
     Raises:
         ModelError: the weights do not fit the model's config, or are damaged.
     """
     share = WHOLE if communicator is None else communicator.share
-    weights = load_weights(model, dtype, device, progress, share)
     config = share.config(model.config)
-    decoder = Decoder(config, weights, quantization=quantization, communicator=communicator)
+    ops = ops or ops_for(device, config.num_heads, quantization, dtype)
+    weights = load_weights(
+        model, dtype, device, progress, share, keeps_packed=ops.keeps_packed and not quantization
+    )
+    decoder = Decoder(config, weights, ops, communicator=communicator)
     del weights
     _give_back_freed_memory()
     if device.type == "cpu":

@@ -22,8 +22,8 @@ ReadPiece = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class _Affine:
-    """A matrix as numbers, zero points and scales.
+class Affine:
+    """A matrix as numbers, zero points and scales: (number - zero point) * scale.
 
     Attributes:
         numbers: those of some rows: float32 [rows, in].
@@ -54,7 +54,7 @@ def widened(
         ValueError: pieces contradict each other, for which only their values show it.
     """
     (first, end), columns = box or ((0, stored.shape[0]), (0, stored.shape[1]))
-    affine = _affine(stored, read)
+    affine = affine_of(stored, read)
     out = torch.empty(end - first, columns[1] - columns[0], dtype=dtype)
     for begin in range(first, end, _ROWS_AT_ONCE):
         rows = slice(begin, min(begin + _ROWS_AT_ONCE, end))
@@ -81,7 +81,7 @@ def _combined(
     return values
 
 
-def _affine(stored: QuantizedStored, read: ReadPiece) -> _Affine:
+def affine_of(stored: QuantizedStored, read: ReadPiece) -> Affine:
     match stored.format.layout:
         case "plain":
             return _plain(stored, read)
@@ -93,7 +93,7 @@ def _affine(stored: QuantizedStored, read: ReadPiece) -> _Affine:
             return _gptq(stored, read)
 
 
-def _plain(stored: QuantizedStored, read: ReadPiece) -> _Affine:
+def _plain(stored: QuantizedStored, read: ReadPiece) -> Affine:
     numbers, block = read("weight"), stored.format.block
     end = next(end for end in stored.pieces if end.startswith("weight_scale"))
     scales = _table(read(end))
@@ -103,10 +103,10 @@ def _plain(stored: QuantizedStored, read: ReadPiece) -> _Affine:
         zeros = None if zeros is None else zeros.repeat_interleave(block[0], 0)[: stored.shape[0]]
     size = stored.format.group_size if block is None else block[1]
     groups = _groups(scales, stored.shape[1], size)
-    return _Affine(lambda rows: numbers[rows].float(), zeros, scales, groups)
+    return Affine(lambda rows: numbers[rows].float(), zeros, scales, groups)
 
 
-def _packed(stored: QuantizedStored, read: ReadPiece) -> _Affine:
+def _packed(stored: QuantizedStored, read: ReadPiece) -> Affine:
     num_out, num_in = stored.shape
     words, bits = read("weight_packed"), stored.format.bits
     said = read("weight_shape").tolist()
@@ -118,10 +118,10 @@ def _packed(stored: QuantizedStored, read: ReadPiece) -> _Affine:
         packed = read("weight_zero_point")
         zeros = _unpacked(packed.T, bits)[:, :num_out].T.contiguous().sub_(offset)
     groups = _named_groups(stored, read, "weight_g_idx", scales)
-    return _Affine(lambda rows: _unpacked(words[rows], bits).sub_(offset), zeros, scales, groups)
+    return Affine(lambda rows: _unpacked(words[rows], bits).sub_(offset), zeros, scales, groups)
 
 
-def _awq(stored: QuantizedStored, read: ReadPiece) -> _Affine:
+def _awq(stored: QuantizedStored, read: ReadPiece) -> Affine:
     words, scales = read("qweight"), _table(read("scales").T)
     in_a_word = WORD_BITS // stored.format.bits
 
@@ -134,19 +134,19 @@ def _awq(stored: QuantizedStored, read: ReadPiece) -> _Affine:
 
     zeros = _unpacked(read("qzeros"), stored.format.bits, _AWQ_PLACES)
     zeros = zeros[:, : stored.shape[0]].T.contiguous()
-    return _Affine(
+    return Affine(
         numbers, zeros, scales, _groups(scales, stored.shape[1], stored.format.group_size)
     )
 
 
-def _gptq(stored: QuantizedStored, read: ReadPiece) -> _Affine:
+def _gptq(stored: QuantizedStored, read: ReadPiece) -> Affine:
     words, bits, scales = read("qweight"), stored.format.bits, _table(read("scales").T)
     # One word less one in each number: where a number is 0, it borrows from the next, as the sum
     # gives back.
     ones = stored.format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, bits))
     zeros = _unpacked(read("qzeros").add(ones), bits)[:, : stored.shape[0]].T.contiguous()
     groups = _named_groups(stored, read, "g_idx", scales)
-    return _Affine(
+    return Affine(
         lambda rows: _unpacked(words[:, rows].T.contiguous(), bits), zeros, scales, groups
     )
 
@@ -158,7 +158,8 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
         places: in a word, of its numbers in their order; by default from the lowest bits on.
     """
     in_order = range(WORD_BITS // bits) if places is None else places
-    shifts = torch.tensor([bits * place for place in in_order], dtype=torch.int32)
+    places_of_bits = [bits * place for place in in_order]
+    shifts = torch.tensor(places_of_bits, dtype=torch.int32, device=words.device)
     numbers = words.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1)
     return numbers.flatten(1).float()
 
@@ -173,7 +174,7 @@ def _groups(scales: Tensor, num_in: int, size: int | None) -> Tensor | None:
     """The group of each column; None where all have the same number of them."""
     if size is None or scales.shape[1] * size == num_in or scales.shape[1] == 1:
         return None
-    return torch.arange(num_in) // size
+    return torch.arange(num_in, device=scales.device) // size
 
 
 def _named_groups(
@@ -189,5 +190,6 @@ def _named_groups(
     if int(groups.min()) < 0 or int(groups.max()) > most:
         raise ValueError(f"{end} names groups beyond 0 to {most}")
     # GPTQ names them in any case; to look them up takes half as long as all the rest.
-    in_order = torch.equal(groups, torch.arange(num_in) // (size or num_in))
+    usual = torch.arange(num_in, device=groups.device) // (size or num_in)
+    in_order = torch.equal(groups, usual)
     return _groups(scales, num_in, size) if in_order else groups

@@ -7,12 +7,15 @@ the vocabulary's tables. Biases that follow a sum over ranks belong to the first
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from disagg.kernels.int4_groups import num_groups
+from disagg.kernels.packed_sizes import Kind, quantized_nbytes
+from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.model_config import ModelConfig
+from disagg.models.packing import fields_packed, packed_parts_nbytes, packing_of
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
@@ -77,8 +80,9 @@ def weights_nbytes(
     widens: bool = False,
     quantization: str | None = None,
     share: Share = WHOLE,
+    kept: Mapping[str, StoredTensor] | None = None,
 ) -> int:
-    """Of all tensors on a device.
+    """Of all tensors on a CPU, or on a GPU without `quantization`.
 
     Args:
         itemsize: of a float as it is computed with.
@@ -86,16 +90,55 @@ def weights_nbytes(
         quantization: "int8": matrices have 8 bits a value and a float a row, but a table that is
             only looked up, and not multiplied with, stays as it is. "int4": all matrices have 4
             bits a value and two floats a group.
+        kept: tensors of the checkpoint, of whose matrices those that `packing` knows stay packed.
     """
-    kept: list[Part] = []
+    if kept is not None:
+        return _packed_nbytes(config, itemsize, share, kept)
+    looked_up: list[Part] = []
     if quantization == "int8" and not config.tie_word_embeddings:
-        kept = rank_outer_parts(config, share)["embedding"]
+        looked_up = rank_outer_parts(config, share)["embedding"]
     return sum(
         _nbytes(part, itemsize, widens)
-        if quantization is None or len(part.shape) != 2 or part in kept
+        if quantization is None or len(part.shape) != 2 or part in looked_up
         else _quantized_nbytes(part.shape, itemsize, quantization)
         for part in rank_parts(config, share)
     )
+
+
+def quantized_on_gpu_nbytes(config: ModelConfig, itemsize: int, kind: Kind) -> int:
+    """As `weights_nbytes`, of floats whose matrices in layers are quantised on a GPU."""
+    nbytes = 0
+    for has_experts, fields in _all_fields(config, WHOLE):
+        names = fields_packed(has_experts)
+        for field, parts in fields.items():
+            if field in names:
+                shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+                nbytes += quantized_nbytes(kind, shape, itemsize)
+            else:
+                nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
+    return nbytes
+
+
+def _packed_nbytes(
+    config: ModelConfig, itemsize: int, share: Share, kept: Mapping[str, StoredTensor]
+) -> int:
+    nbytes = 0
+    for has_experts, fields in _all_fields(config, share):
+        names = (*fields_packed(has_experts), "lm_head")
+        for field, parts in fields.items():
+            packing = packing_of(kept, parts) if field in names else None
+            if packing is not None:
+                nbytes += packed_parts_nbytes(packing, parts)
+            else:
+                nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
+    return nbytes
+
+
+def _all_fields(config: ModelConfig, share: Share) -> Iterator[tuple[bool, Fields]]:
+    """What lies outside the layers, and all layers, with whether they have experts."""
+    yield False, rank_outer_parts(config, share)
+    for layer in range(config.num_layers):
+        yield config.experts_in(layer) is not None, rank_layer_parts(config, layer, share)
 
 
 def _quantized_nbytes(shape: Shape, itemsize: int, quantization: str) -> int:

@@ -1,4 +1,4 @@
-"""Weights from safetensors or GGUF into the fused tensors of a decoder.
+"""Weights from safetensors or GGUF into the fused tensors of a decoder, or into packed matrices.
 
 Checks every name, shape and value before the first forward pass. `parts` defines which tensors are
 fused, and in which order. Nothing here computes.
@@ -6,30 +6,38 @@ fused, and in which order. Nothing here computes.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ModelError
+from disagg.kernels.packed_matrix import PackedMatrix, stack
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
-from disagg.models.parts import Part, layer_parts, outer_parts
+from disagg.models.packed_values import packed_values
+from disagg.models.packing import Packing, packed_fields, packing_of
+from disagg.models.parts import Fields, Part, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.tensor_check import check_weights
 
+log = logging.getLogger(__name__)
+
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
+Matrix: TypeAlias = Any  # a Tensor; a `PackedMatrix` where `load_weights` keeps it
 
 _NAN_SCALE = 255  # of MXFP4
 
@@ -40,27 +48,28 @@ class LayerWeights:
 
     Of a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
     expert after the other. Where scales are given, these matrices are MXFP4: bytes of two values.
+    Other matrices are packed where `load_weights` keeps them so.
     """
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden, num_heads * head_dim]
+    output: Matrix  # [hidden, num_heads * head_dim]
     output_bias: Tensor | None
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
+    gate_up: Matrix  # [2 * intermediate, hidden]
     gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
+    down: Matrix  # [hidden, intermediate]
     down_bias: Tensor | None
     sinks: Tensor | None = None  # [num_heads]
     router: Tensor | None = None  # [num_experts, hidden]
     router_bias: Tensor | None = None
     gate_up_scales: Tensor | None = None  # uint8 [rows of gate_up, hidden / 32]: powers of two
     down_scales: Tensor | None = None
-    shared_gate_up: Tensor | None = None  # [2 * shared intermediate, hidden]
-    shared_down: Tensor | None = None
+    shared_gate_up: Matrix | None = None  # [2 * shared intermediate, hidden]
+    shared_down: Matrix | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
 
 
@@ -75,7 +84,7 @@ class DecoderWeights:
     embedding: Tensor  # [vocab, hidden]
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]
+    lm_head: Matrix  # [vocab, hidden]
 
 
 def load_weights(
@@ -84,11 +93,14 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     share: Share = WHOLE,
+    *,
+    keeps_packed: bool = False,
 ) -> DecoderWeights:
     """Read a checkpoint, cast to `dtype`, onto `device`; layers are read later, one by one.
 
     Args:
         share: what is read of it; shapes are then those of this part.
+        keeps_packed: quantised matrices that `packing` knows become `PackedMatrix`.
 
     Raises:
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
@@ -98,12 +110,22 @@ def load_weights(
     config = model.config
     outer = rank_outer_parts(config, share)
     layers = [rank_layer_parts(config, layer, share) for layer in range(config.num_layers)]
-    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share)
+    kept = model.tensors if keeps_packed and config.quantized is not None else None
+    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share, kept=kept)
     reader = _Reader(model.tensors, dtype, device, total_nbytes, progress)
-    tables = {field: reader.read(parts) for field, parts in outer.items()}
+    tables: dict[str, Any] = {}
+    for field, parts in outer.items():
+        packing = packing_of(kept, parts) if kept is not None and field == "lm_head" else None
+        tables[field] = reader.read(parts, packing)
     tables.setdefault("lm_head", tables["embedding"])
+
+    def read(index: int, fields: Fields) -> LayerWeights:
+        has_experts = config.experts_in(index) is not None
+        packings = {} if kept is None else dict(packed_fields(fields, has_experts, kept))
+        return _layer({name: reader.read(its, packings.get(name)) for name, its in fields.items()})
+
     # The reader goes with the last layer, and its mapped files with it.
-    return DecoderWeights(layers=(reader.read_layer(fields) for fields in layers), **tables)
+    return DecoderWeights(layers=(read(*each) for each in enumerate(layers)), **tables)
 
 
 def random_weights(
@@ -149,9 +171,20 @@ def _is_finite(values: Tensor, part: Part) -> bool:
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
 
 
-def _layer(fields: Mapping[str, Tensor]) -> LayerWeights:
+def _layer(fields: Mapping[str, Matrix]) -> LayerWeights:
     optional = ("qkv_bias", "q_norm", "k_norm", "output_bias", "gate_up_bias", "down_bias")
-    return LayerWeights(**{**dict.fromkeys(optional), **fields})  # type: ignore[arg-type]
+    return LayerWeights(**{**dict.fromkeys(optional), **fields})
+
+
+@contextmanager
+def _naming(name: str, file: Path) -> Iterator[None]:
+    """Turn what reading a tensor raises into `ModelError`s."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"{name} in {file} is damaged: {error}; download it again") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{name} cannot be read from {file}: {error}") from error
 
 
 class _Reader:
@@ -173,11 +206,31 @@ class _Reader:
         self._loaded_nbytes = 0
         self._opened: dict[Path, safe_open] = {}
 
-    def read_layer(self, fields: Mapping[str, list[Part]]) -> LayerWeights:
-        return _layer({field: self.read(parts) for field, parts in fields.items()})
+    def read(self, parts: list[Part], packing: Packing | None = None) -> Matrix:
+        """Stack `parts` along their first dimension. packing: how they are kept, if they are."""
+        packed = None if packing is None else self._packed(parts, packing)
+        made = self._floats(parts) if packed is None else packed
+        self._loaded_nbytes += made.nbytes
+        if self._progress is not None:
+            self._progress(self._loaded_nbytes, self._total_nbytes)
+        return made
 
-    def read(self, parts: list[Part]) -> Tensor:
-        """Stack `parts` along their first dimension."""
+    def _packed(self, parts: list[Part], packing: Packing) -> PackedMatrix | None:
+        matrices = []
+        for part in parts:
+            stored = self._stored[part.name]
+            assert isinstance(stored, QuantizedStored)
+            with _naming(part.name, stored.file):
+                own = packed_values(stored, partial(self._moved_piece, stored), packing, part.box)
+            if own is not None:
+                matrices.append(own)
+        made = stack(matrices) if len(matrices) == len(parts) else None
+        if made is None:
+            names = ", ".join(part.name for part in parts)
+            log.warning("%s: widened, as their columns are not in one order, by groups.", names)
+        return made
+
+    def _floats(self, parts: list[Part]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         dtype = torch.uint8 if parts[0].is_raw else self._dtype
         fused = torch.empty(shape, dtype=dtype, device=self._device)
@@ -191,29 +244,24 @@ class _Reader:
                     f"as {self._dtype}; the file is damaged, download it again"
                 )
             row += part.shape[0]
-        self._loaded_nbytes += fused.nbytes
-        if self._progress is not None:
-            self._progress(self._loaded_nbytes, self._total_nbytes)
         return fused
 
     def _one(self, part: Part) -> Tensor:
         name, stored = part.name, self._stored[part.name]
-        file = stored.file
-        try:
+        with _naming(name, stored.file):
             if isinstance(stored, GgufStored):
                 from disagg.models.gguf_values import read_values
 
                 return read_values(stored, part.box)
             if isinstance(stored, QuantizedStored):
                 return widened(stored, partial(self._piece, stored), self._dtype, part.box)
-            return self._read(name, file, part.box)
-        except ValueError as error:
-            raise ModelError(f"{name} in {file} is damaged: {error}; download it again") from error
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{name} cannot be read from {file}: {error}") from error
+            return self._read(name, stored.file, part.box)
 
     def _piece(self, stored: QuantizedStored, end: str) -> Tensor:
         return self._read(f"{stored.module}.{end}", stored.pieces[end].file)
+
+    def _moved_piece(self, stored: QuantizedStored, end: str) -> Tensor:
+        return self._piece(stored, end).to(self._device)
 
     def _read(self, name: str, file: Path, box: Sequence[tuple[int, int]] = ()) -> Tensor:
         if file not in self._opened:

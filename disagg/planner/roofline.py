@@ -18,7 +18,7 @@ import msgspec
 from disagg.errors import NotEnoughMemory
 from disagg.planner.efficiency import PLANNED, Efficiency, efficiency_of
 from disagg.planner.gpus import Gpu
-from disagg.planner.shapes import NBYTES, ModelShape
+from disagg.planner.shapes import ModelShape
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
 
 # Of a GPU's memory, what weights and KV may fill; activations, graphs and the driver have the rest.
@@ -70,7 +70,7 @@ class Placement(msgspec.Struct, frozen=True):
 
         Each token costs two FLOP a weight, on the datasheet's figures.
         """
-        return self.gpu.flops_per_byte(self.weights) * NBYTES[self.weights] / 2
+        return self.gpu.flops_per_byte(self.weights) * self.shape.value_nbytes(self.weights) / 2
 
     def step_s(self, step: StepFeatures) -> float:
         """Seconds of an engine step."""

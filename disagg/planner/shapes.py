@@ -15,6 +15,7 @@ from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import MXFP4_NBYTES
 from disagg.models.hub import fetch_config, is_repository
+from disagg.models.packing import value_nbytes
 
 # Of one value of a weight. fp8 has a scale for a matrix, or (fp8-block) for blocks of 128 x 128;
 # fp4 (NVFP4) has one of 8 bits for 16 values. The two tables of tokens stay in 16 bits.
@@ -33,7 +34,9 @@ class ModelShape(msgspec.Struct, frozen=True):
             through.
         num_dense_layers: without experts, in a model that has some.
         has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
-        widened_from: the format of a checkpoint whose weights are widened when they are loaded.
+        quantized: the format of a checkpoint whose weights are quantised.
+        packed_nbytes: of a value of its layers' matrices outside experts, which stay quantised on a
+            GPU; 0: they are widened when they are loaded, as those of experts are.
         latent_size: values of KV that a layer keeps of a token for all heads (multi-head latent
             attention); 0: keys and values of `num_kv_heads`.
         attention_params: of one layer, where they do not follow from the heads.
@@ -57,7 +60,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     shared_size: int = 0
     num_dense_layers: int = 0
     has_mxfp4_experts: bool = False
-    widened_from: str = ""
+    quantized: str = ""
+    packed_nbytes: float = 0.0
     latent_size: int = 0
     attention_params: int = 0
     repository: str = ""
@@ -82,6 +86,10 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Of all weights on a device, stored as `dtype`, one of `NBYTES`."""
         num_tables = 1 if self.tie_word_embeddings else 2
         return self._nbytes(num_tables, self.num_experts, dtype)
+
+    def value_nbytes(self, dtype: str) -> float:
+        """Of one value of the layers' matrices outside experts."""
+        return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]
 
     def read_nbytes(self, num_tokens: int, dtype: str) -> float:
         """Of the weights that a step of so many tokens reads.
@@ -124,10 +132,11 @@ class ModelShape(msgspec.Struct, frozen=True):
         return num_sparse * 3 * self.hidden_size * self.expert_size
 
     def _nbytes(self, num_tables: int, num_experts: float, dtype: str) -> float:
+        """Of so many tables of the vocabulary, and all layers with so many experts."""
         expert_nbytes = MXFP4_NBYTES if self.has_mxfp4_experts else NBYTES[dtype]
         experts = num_experts * self._num_params_per_expert
         tables = num_tables * self.num_head_params * TABLE_NBYTES
-        return self._num_common_params * NBYTES[dtype] + experts * expert_nbytes + tables
+        return self._num_common_params * self.value_nbytes(dtype) + experts * expert_nbytes + tables
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
         """Keys and values of all layers, with their scales."""
@@ -163,8 +172,14 @@ def read_shape(name_or_directory: str) -> ModelShape:
 def shape_of(model: ModelDescription) -> ModelShape:
     config = model.config
     numbers = {name: getattr(config, name) for name in _OF_THE_CONFIG}
-    widened_from = "" if config.quantized is None else config.quantized.name
-    shape = ModelShape(model.name, model.source, **numbers, widened_from=widened_from)
+    format = config.quantized
+    shape = ModelShape(
+        model.name,
+        model.source,
+        **numbers,
+        quantized="" if format is None else format.name,
+        packed_nbytes=0.0 if format is None else value_nbytes(format) or 0.0,
+    )
     experts = config.experts
     if experts is None:
         return shape

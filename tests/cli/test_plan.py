@@ -283,7 +283,7 @@ def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     def notes(*words: str) -> str:
         return " ".join(report(capsys, *words)["notes"])
 
-    assert "widens fp8 weights to 16 bits" in notes("llama-3-8b", "--weights", "fp8")
+    assert "multiplies fp8 weights in 16 bits" in notes("llama-3-8b", "--weights", "fp8")
     latent = notes("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
     assert "cannot serve deepseek-r1 yet: its attention is multi-head latent" in latent
     heads = printed(capsys, "deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")

@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_not_written(
     to = ("--write", str(tmp_path / "fleet"))
     load = ("llama-3-8b", "--requests-per-s", "20")
     assert "There is a fleet only for a load" in refused(capsys, "llama-3-8b", *to)
-    assert "widens fp8 weights to 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
+    assert "multiplies fp8 weights in 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
     assert "no kernels for AMD's GPUs" in refused(capsys, *load, "--gpu", "mi300x", *to)
     unlike = ("llama-3-70b", "--requests-per-s", "1000", *to)
     assert "Plan with --tensor-parallel-size 4 to write" in refused(capsys, *unlike)

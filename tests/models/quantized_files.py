@@ -38,11 +38,15 @@ class Kind:
     quantize: Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]
 
 
-def write_quantized(directory: Path, variant: str, kind: str) -> Checkpoint:
-    """Write `directory`/quantised and `directory`/floats; the model is that of the floats."""
+def write_quantized(directory: Path, variant: str, kind: str, **changes: Any) -> Checkpoint:
+    """Write `directory`/quantised and `directory`/floats; the model is that of the floats.
+
+    Args:
+        changes: of its configuration.
+    """
     floats, quantized = directory / "floats", directory / "quantised"
-    write_checkpoint(floats, variant)
-    write_checkpoint(quantized, variant)
+    write_checkpoint(floats, variant, **changes)
+    write_checkpoint(quantized, variant, **changes)
     tensors, wide = load_file(floats / "model.safetensors"), {}
     rng, stored = np.random.default_rng(7), {}
     for name, tensor in sorted(tensors.items()):
@@ -131,6 +135,11 @@ def _int8(is_symmetric: bool) -> Callable[[tuple[int, int], np.random.Generator]
     return quantize
 
 
+def _shuffled(owner: np.ndarray) -> np.ndarray:
+    """The same way for all matrices of one input, since it is their activations that order it."""
+    return np.random.default_rng(len(owner)).permutation(owner)
+
+
 def _packed(
     bits: int, group: int | None, *, is_symmetric: bool = True, is_ordered: bool = False
 ) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
@@ -146,7 +155,7 @@ def _packed(
             zeros[:] = half
         owner = np.arange(num_in) // (num_in // num_groups)
         if is_ordered:
-            rng.shuffle(owner)
+            owner = _shuffled(owner)
         less = torch.from_numpy((numbers - half) - (zeros - half)[:, owner]).float()
         pieces = {
             "weight_packed": torch.from_numpy(words(numbers, bits)),
@@ -193,7 +202,7 @@ def _gptq(
         scales = _scales(zeros.shape, 0.2 / (1 << bits), rng).half()
         owner = np.arange(num_in) // size
         if is_ordered:
-            rng.shuffle(owner)
+            owner = _shuffled(owner)
         wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
         packed_zeros = words(zeros, bits)
         if version == 1:

@@ -133,7 +133,7 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
         f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."
     )
     assert main(["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]) == 0
-    assert "quantised (AWQ), and widened when they are loaded" in capsys.readouterr().out
+    assert "quantised (AWQ), and stay so on a GPU" in capsys.readouterr().out
 
 
 def _stored(directory: Path) -> list[StoredTensor]:

@@ -57,12 +57,12 @@ def check_engine(
         return None
     chosen = choose(config, description, Share(0, config.tensor_parallel_size))
     if chosen.device == "cpu":
-        return chosen.plan_memory(model, None, largest_step)
+        return chosen.plan_memory(description, None, largest_step)
     if gpu_nbytes is None:
         return None
     is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-    return chosen.plan_memory(model, claim_nbytes, largest_step)
+    return chosen.plan_memory(description, claim_nbytes, largest_step)
 
 
 class Choices(NamedTuple):
@@ -79,17 +79,18 @@ class Choices(NamedTuple):
     max_model_len: int
 
     def plan_memory(
-        self, model: ModelConfig, claim_nbytes: int | None, largest_step: tuple[int, int]
+        self, model: ModelDescription, claim_nbytes: int | None, largest_step: tuple[int, int]
     ) -> MemoryPlan:
         """See `memory_plan.plan_memory`."""
         return plan_memory(
             self.config,
-            model,
+            model.config,
             self.shape,
             self.max_model_len,
             FORMATS[self.dtype].itemsize,
             claim_nbytes,
             largest_step,
+            None if model.config.quantized is None else model.tensors,
         )
 
 

@@ -59,8 +59,13 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: DeviceT
         why = (
             f"{model.family} has experts, and only dense models are quantised when they are loaded"
         )
-    elif device != "cpu":
-        why = "there is a kernel for CPUs only; set device = 'cpu'"
+    elif device == "cpu" and asked == "fp8":
+        why = "such weights are multiplied on GPUs only; set 'int8' or 'int4'"
+    elif device != "cpu" and model.quantized is not None:
+        why = (
+            f"the weights are quantised already ({model.quantized.name}), and stay so on a GPU; set"
+            " device = 'cpu'"
+        )
     if why:
         raise StartupError(
             f"quantization = {asked!r} is not possible: {why}, or leave it out.",

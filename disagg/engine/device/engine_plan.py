@@ -58,7 +58,7 @@ class EnginePlan:
             check_gpu(device, model, dtype)
             gpu = GpuMemory(config, device)
         claim_nbytes = None if gpu is None else gpu.claim_nbytes
-        memory = chosen.plan_memory(model, claim_nbytes, largest_step)
+        memory = chosen.plan_memory(description, claim_nbytes, largest_step)
         return cls(chosen.config, device, dtype, chosen.shape, chosen.max_model_len, memory, gpu)
 
     def room_nbytes(self) -> int | None:

@@ -6,14 +6,16 @@ weights leave has room for them. On a CPU memory does not limit them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineConfig
 from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
+from disagg.models.checkpoint import StoredTensor
 from disagg.models.model_config import ModelConfig
-from disagg.models.rank_parts import weights_nbytes
+from disagg.models.rank_parts import quantized_on_gpu_nbytes, weights_nbytes
 
 # Sequences and tokens of the largest step on a GPU of which no speed is known.
 LARGEST_STEP = 512, 8192
@@ -31,7 +33,7 @@ MOST_OF_ROOM = 4
 class MemoryPlan:
     """Attributes:
     max_num_seqs, max_num_batched_tokens: of one step.
-    weights_nbytes: of a rank in the dtype that is computed in.
+    weights_nbytes: of a rank, as they are kept.
     workspace_nbytes: what steps need on the device besides weights and KV.
     """
 
@@ -67,6 +69,7 @@ def plan_memory(
     itemsize: int,
     claim_nbytes: int | None,
     largest_step: tuple[int, int] = LARGEST_STEP,
+    tensors: Mapping[str, StoredTensor] | None = None,
 ) -> MemoryPlan:
     """Choose the sizes of steps. All ranks of a worker choose alike.
 
@@ -76,17 +79,19 @@ def plan_memory(
         itemsize: of a number that the model computes with.
         claim_nbytes: of the GPU's memory; None on a CPU.
         largest_step: the sequences and tokens that a step on a GPU should have if there is room.
+        tensors: of a quantised checkpoint, which keeps some of its matrices packed on a GPU.
 
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
     """
-    model_nbytes = weights_nbytes(
-        model,
-        itemsize,
-        widens=claim_nbytes is None,
-        quantization=config.quantization,
-        share=shape.share,
-    )
+    if claim_nbytes is None:
+        model_nbytes = weights_nbytes(
+            model, itemsize, widens=True, quantization=config.quantization, share=shape.share
+        )
+    elif config.quantization is not None:
+        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization)
+    else:
+        model_nbytes = weights_nbytes(model, itemsize, share=shape.share, kept=tensors)
     model = shape.share.config(model)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:

@@ -21,9 +21,11 @@ from tests.kernels.compiling import (
     check_without_spills,
 )
 from tests.kernels.compiling_experts import GPT_OSS, QWEN3, check_products, check_routing
+from tests.kernels.compiling_packed import FORMATS, check_adding, check_packed
 from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
 
 ARCHES = sorted(SHARED_NBYTES)
+FEW_FORMATS = ("fp8 blocks", "int8 rows", "int4 groups of 32 with zeros")
 SHAPES = [  # rows, head_dim, block_size, window
     (16, 64, 16, 0),
     (16, 128, 64, 0),
@@ -113,6 +115,25 @@ def test_products_of_experts(
 @pytest.mark.parametrize("arch", ARCHES)
 def test_routing(arch: int, assembler: Assembler) -> None:
     check_routing(assembler, arch)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        *((name, arch) for arch in (90, 100) for name in FORMATS),
+        *((name, arch) for arch in (80, 89, 120) for name in FEW_FORMATS),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 32, 4096])
+def test_products_of_packed_weights(
+    name: str, num_rows: int, arch: int, assembler: Assembler
+) -> None:
+    check_packed(assembler, FORMATS[name], num_rows, arch, is_split=num_rows <= 32)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_sum_of_splits(arch: int, assembler: Assembler) -> None:
+    check_adding(assembler, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

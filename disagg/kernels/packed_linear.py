@@ -1,0 +1,305 @@
+"""Products with packed weights in Triton: they are widened in registers, in no other memory.
+
+Numbers become the type of the activations by shifts, which is exact. The scales multiply float32
+sums, so a product differs from one with the widened weight only by not rounding the weight. e4m3
+needs no GPU that knows it.
+
+A step of few rows has too few tiles for all of a GPU's multiprocessors: programs then share the
+columns of a tile, and a second kernel adds up what they made, always in the same order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_sizes import BITS, Kind, part_size
+
+MIN_ROWS = 16
+MAX_ROWS = 128  # where groups of warps multiply: on H100 and B200, by their major capability
+WARP_GROUPS = 9, 10
+# Elsewhere there are fewer registers for a tile and less shared memory, and so there are for many
+# small groups. Of taller tiles of int4, Triton 3.7 makes a program without instructions for a B200.
+MAX_ROWS_OF_WARPS = 64
+FEW_WARPS_ROWS = 32
+WIDTH = 128  # rows of a weight that a program multiplies
+FEW_ROWS, NARROW = 8, 64  # up to so many rows of `x`, half of it: more programs for the same bytes
+BAND = 8  # tiles of rows whose programs lie side by side, so that they share what the L2 holds
+MOST_SPLITS = 16
+MOST_SPLIT_ROWS = 256  # of more, tiles suffice
+LEAST_CHUNKS = 4  # of a program, so that loads overlap with products
+_BLOCK = 1024
+
+
+@triton.jit
+def _numbers_of(
+    units, part: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Part `part` of units as DTYPE: numbers of 8 bits as they are, of 4 bits by `_base` more."""
+    if BITS == 4:
+        # 0x4300 is bfloat16's 128, 0x6400 float16's 1024: the last bit of the fraction counts 1.
+        bits = (units >> (4 * part)) & 15
+        if tl.bfloat16 == DTYPE:
+            return (bits | 0x4300).to(tl.bfloat16, bitcast=True)
+        return (bits | 0x6400).to(tl.float16, bitcast=True).to(DTYPE)
+    elif IS_FLOAT:
+        # e4m3's exponent and digits, where DTYPE has its own, count from another exponent.
+        if part == 0:
+            sign, rest = (units << 8) & -32768, units << 4
+        else:
+            sign, rest = units & -32768, units >> 4
+        if tl.bfloat16 == DTYPE:
+            return (sign | (rest & 0x07F0)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
+        half = sign | ((rest << 3) & 0x3F80)
+        return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+    else:
+        return (units >> (8 * part)).to(tl.int8).to(DTYPE)
+
+
+@triton.jit
+def _base(zero, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What `_numbers_of` is too much, for a zero: all are whole numbers that DTYPE has."""
+    if BITS == 8:
+        return zero.to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        return (zero.to(tl.int32) + 136).to(DTYPE)
+    else:
+        return (zero.to(tl.int32) + 1032).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_own_chunks"])
+def _packed_linear_kernel(
+    x_ptr,
+    units_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_out,
+    num_in,
+    num_chunks,
+    num_own_chunks,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BAND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """One tile of x W^T, of all columns or of `num_own_chunks` chunks of them.
+
+    Args:
+        x_ptr: [num_rows, num_in].
+        out_ptr: [num_rows, num_out]; where IS_SPLIT, as many float32 ones as there are splits.
+        GROUP: numbers that share a scale; 0: all of a row.
+        TOGETHER: parts of a chunk that share a scale.
+    """
+    PARTS: tl.constexpr = 16 // BITS
+    CHUNK: tl.constexpr = PARTS * PART
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    program, split = tl.program_id(0), tl.program_id(1)
+    num_tiles = tl.cdiv(num_out, WIDTH)
+    first_tile = program // (BAND * num_tiles) * BAND
+    height = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, BAND)
+    local = program % (BAND * num_tiles)
+    rows = (first_tile + local % height) * ROWS + tl.arange(0, ROWS)
+    columns = local // height * WIDTH + tl.arange(0, WIDTH)
+    own = tl.minimum(columns, num_out - 1)  # what lies beyond is computed, and not stored
+    depth = tl.arange(0, PART)
+    unit_ptrs = units_ptr + own.to(tl.int64)[:, None] * (num_chunks * PART) + depth[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
+    is_row = (rows < num_rows)[:, None]
+    acc = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
+    if HAS_ZEROS and GROUP == 0:
+        base = _base(tl.load(zeros_ptr + own), BITS, DTYPE)[:, None]
+    first = split * num_own_chunks
+    for chunk in range(first, tl.minimum(first + num_own_chunks, num_chunks)):
+        units = tl.load(unit_ptrs + chunk * PART)
+        for begin in tl.static_range(0, PARTS, TOGETHER):
+            if GROUP:
+                # Of a chunk that is filled up, the last groups may not exist, nor columns of x.
+                group = (chunk * CHUNK + begin * PART) // GROUP
+                places = tl.minimum(group, (num_in - 1) // GROUP) * num_out + own
+                scale = tl.load(scales_ptr + places).to(tl.float32)
+                if HAS_ZEROS:
+                    base = _base(tl.load(zeros_ptr + places), BITS, DTYPE)[:, None]
+                sums = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
+            else:
+                sums = acc
+            for part in tl.static_range(begin, begin + TOGETHER):
+                at = (chunk * CHUNK + part * PART + depth)[None, :]
+                x = tl.load(x_ptrs + at, mask=is_row & (at < num_in), other=0.0)
+                w = _numbers_of(units, part, BITS, IS_FLOAT, DTYPE)
+                if HAS_ZEROS:
+                    w -= base
+                elif BITS == 4:
+                    w -= 136.0 if tl.bfloat16 == DTYPE else 1032.0
+                sums = tl.dot(w, tl.trans(x), sums, input_precision="ieee")
+            if GROUP:
+                acc += sums * scale[:, None]
+            else:
+                acc = sums
+    if GROUP == 0:
+        acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
+    if IS_SPLIT:
+        out_ptr += split.to(tl.int64) * num_rows * num_out
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_out + columns[:, None]
+    mask = (rows < num_rows)[None, :] & (columns < num_out)[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def _add_splits_kernel(
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    num_values,
+    num_out,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    splits = tl.arange(0, SPLITS)
+    mask = (splits < NUM_SPLITS)[:, None] & (places < num_values)[None, :]
+    partial_ptrs = partial_ptr + splits.to(tl.int64)[:, None] * num_values + places[None, :]
+    total = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + places % num_out, mask=places < num_values, other=0.0)
+        total += bias.to(tl.float32)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=places < num_values)
+
+
+_packed_linear = KernelLauncher(_packed_linear_kernel)
+_add_splits = KernelLauncher(_add_splits_kernel)
+
+
+def launch_options(rows: int) -> dict[str, int]:
+    """Warps and pipeline depth for a tile of so many rows."""
+    if rows <= FEW_WARPS_ROWS:
+        return {"num_warps": 4, "num_stages": 4}
+    return {"num_warps": 8, "num_stages": 3}
+
+
+def max_rows(kind: Kind, group: int | None, major: int) -> int:
+    """Of a tile of `x`."""
+    is_cut = group is not None and group <= part_size(kind, group)
+    if major not in WARP_GROUPS or (kind == "int4" and (is_cut or major == WARP_GROUPS[1])):
+        return MAX_ROWS_OF_WARPS
+    return MAX_ROWS
+
+
+def tile_sizes(num_rows: int, most: int) -> tuple[int, int]:
+    """Rows of `x`, at most so many, and rows of the weight that a program has."""
+    rows = max(MIN_ROWS, min(next_power_of_2(num_rows), most))
+    return rows, NARROW if num_rows <= FEW_ROWS else WIDTH
+
+
+def num_splits(num_tiles: int, num_chunks: int, num_programs: int) -> int:
+    """Programs that share the columns of a tile.
+
+    Args:
+        num_programs: that keep the device busy; with a third of them it reads at nearly full speed.
+    """
+    if 3 * num_tiles >= num_programs:
+        return 1
+    wanted = min(-(-num_programs // num_tiles), MOST_SPLITS, max(1, num_chunks // LEAST_CHUNKS))
+    return -(-num_chunks // -(-num_chunks // wanted))  # none without chunks
+
+
+class PackedProduct:
+    """x W^T + b with a packed weight, on a GPU.
+
+    Args:
+        num_programs: that keep the device busy.
+        major: of its compute capability.
+    """
+
+    def __init__(
+        self, weight: PackedMatrix, bias: Tensor | None, num_programs: int, major: int
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self._num_programs = num_programs
+        self._max_rows = max_rows(weight.kind, weight.group, major)
+        part = part_size(weight.kind, weight.group)
+        num_parts = 16 // BITS[weight.kind]
+        self._num_chunks = weight.units.shape[1] // part
+        self._sizes = {
+            "BITS": BITS[weight.kind],
+            "IS_FLOAT": weight.kind == "fp8",
+            "PART": part,
+            "GROUP": weight.group or 0,
+            "TOGETHER": min(weight.group // part, num_parts) if weight.group else num_parts,
+            "HAS_ZEROS": weight.zeros is not None,
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_rows, num_in] to [num_rows, num_out], both contiguous."""
+        weight, num_rows = self.weight, x.shape[0]
+        num_out, num_in = weight.shape
+        out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+        if not num_rows:
+            return out
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        rows, width = tile_sizes(num_rows, self._max_rows)
+        num_tiles = -(-num_rows // rows) * -(-num_out // width)
+        splits = 1
+        if num_rows <= MOST_SPLIT_ROWS:
+            splits = num_splits(num_tiles, self._num_chunks, self._num_programs)
+        target = out
+        if splits > 1:
+            target = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+        bias = None if splits > 1 else self.bias
+        _packed_linear(
+            (num_tiles, splits),
+            x,
+            weight.units,
+            weight.scales,
+            weight.zeros,
+            bias,
+            target,
+            num_rows,
+            num_out,
+            num_in,
+            self._num_chunks,
+            -(-self._num_chunks // splits),
+            ROWS=rows,
+            WIDTH=width,
+            BAND=BAND,
+            HAS_BIAS=bias is not None,
+            IS_SPLIT=splits > 1,
+            **self._sizes,
+            **launch_options(rows),
+        )
+        if splits > 1:
+            _add_splits(
+                (-(-out.numel() // _BLOCK),),
+                target,
+                self.bias,
+                out,
+                out.numel(),
+                num_out,
+                NUM_SPLITS=splits,
+                SPLITS=next_power_of_2(splits),
+                BLOCK=_BLOCK,
+                HAS_BIAS=self.bias is not None,
+                num_warps=4,
+            )
+        return out

@@ -1,0 +1,88 @@
+"""Quantised matrices in their own bits, packed again as products take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.packed_matrix import PackedMatrix, pack_units
+from disagg.models.packing import Packing
+from disagg.models.quantized_tensors import QuantizedStored
+from disagg.models.quantized_values import ReadPiece, affine_of
+
+_ROWS_AT_ONCE = 1024  # read as floats, which takes memory of their own
+_NAN = 127  # e4m3, without its sign
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # others become float32
+
+
+def packed_values(
+    stored: QuantizedStored,
+    read: ReadPiece,
+    packing: Packing,
+    box: Sequence[tuple[int, int]] = (),
+) -> PackedMatrix | None:
+    """The matrix, on the device of its pieces.
+
+    Args:
+        read: returns one piece by the end of its name.
+        packing: of `packing.packing_of`.
+        box: the rows and the columns that are wanted, first and end; empty: all.
+
+    Returns:
+        None if only the values show that it must be widened: groups of different sizes, or a part
+        of columns in an order that config.json does not speak of.
+
+    Raises:
+        ValueError: pieces contradict each other, or hold NaN, for which only their values show it.
+    """
+    num_out, num_in = stored.shape
+    (first, end), columns = box or ((0, num_out), (0, num_in))
+    affine, size = affine_of(stored, read), packing.group or num_in
+    if affine.zeros is not None and affine.zeros.shape[1] != affine.scales.shape[1]:
+        return None
+    order = None
+    if affine.groups is not None:
+        order = torch.argsort(affine.groups, stable=True)
+        in_order = torch.arange(num_in, device=order.device)
+        if not torch.equal(affine.groups[order], in_order // size):
+            return None
+        order = None if torch.equal(order, in_order) else order
+    if order is not None and columns != (0, num_in):
+        return None
+    half = 1 << (stored.format.bits - 1)
+    less = half if stored.format.layout in ("awq", "gptq") else 0  # others have a sign
+    parts = []
+    for begin in range(first, end, _ROWS_AT_ONCE):
+        numbers = affine.numbers(slice(begin, min(begin + _ROWS_AT_ONCE, end)))
+        numbers = numbers[:, slice(*columns)] if order is None else numbers[:, order]
+        parts.append(_units(numbers, less, packing))
+    groups = slice(columns[0] // size, -(-columns[1] // size))
+
+    def table(of_groups: Tensor) -> Tensor:
+        return of_groups.expand(num_out, -1)[first:end, groups].T.contiguous()
+
+    scale = next(it for end, it in stored.pieces.items() if end.startswith(("weight_sc", "scale")))
+    scales = table(affine.scales)
+    if not scales.isfinite().all():
+        raise ValueError("its scales hold NaN or infinite values")
+    return PackedMatrix(
+        packing.kind,
+        columns[1] - columns[0],
+        packing.group,
+        torch.cat(parts),
+        scales.to(_SCALES.get(scale.dtype, torch.float32)),
+        None if affine.zeros is None else table(affine.zeros.sub(less)).to(torch.int8),
+        order,
+    )
+
+
+def _units(numbers: Tensor, less: int, packing: Packing) -> Tensor:
+    """Of numbers as floats, of which so much is taken away."""
+    if packing.kind != "fp8":
+        return pack_units(numbers.sub_(less).to(torch.int8), packing.kind, packing.group)
+    stored = numbers.to(torch.float8_e4m3fn)  # exact: it was
+    if stored.view(torch.uint8).bitwise_and(_NAN).eq(_NAN).any():
+        raise ValueError("it holds NaN")
+    return pack_units(stored, packing.kind, packing.group)

@@ -1,0 +1,113 @@
+"""Which matrices of a checkpoint stay in the bits that they were quantised to, on a device that
+multiplies them so, and how many bytes they have there. Knows no torch.
+
+The headers decide it, so that memory is planned before anything is read. What is left is widened:
+matrices of experts, groups that are no power of two, and columns in the order of activations of
+which a rank has a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from disagg.kernels.packed_sizes import BITS, Kind, can_pack, packed_nbytes
+from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
+from disagg.models.parts import Fields, Part
+from disagg.models.quantized_config import QuantizedFormat
+from disagg.models.quantized_tensors import QuantizedStored
+
+# Fields of a layer; with experts, the last two are theirs.
+_FIELDS = ("qkv", "output", "shared_gate_up", "shared_down", "gate_up", "down")
+_OF_EXPERTS = 2
+_EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
+_ORDER_NBYTES = 8  # of a column
+_COLUMNS = 1
+
+
+class Packing(NamedTuple):
+    """How a matrix is kept.
+
+    Attributes:
+        group: neighbouring columns that share a scale; None: all.
+    """
+
+    kind: Kind
+    group: int | None
+    scale_nbytes: int
+    has_zeros: bool
+    has_order: bool
+
+
+def fields_packed(has_experts: bool) -> tuple[str, ...]:
+    """The fields of a layer whose matrices can be kept."""
+    return _FIELDS[:-_OF_EXPERTS] if has_experts else _FIELDS
+
+
+def packing_of(tensors: Mapping[str, StoredTensor], parts: Sequence[Part]) -> Packing | None:
+    """How the matrix that parts make up is kept; None: it is stored or computed with as floats."""
+    every = [_packing(tensors.get(part.name), part) for part in parts]
+    first = every[0]
+    if first is None:
+        return None
+    has_zeros = has_order = False
+    for each in every:
+        if each is None or each[:3] != first[:3]:
+            return None
+        has_zeros, has_order = has_zeros or each.has_zeros, has_order or each.has_order
+    return first._replace(has_zeros=has_zeros, has_order=has_order)
+
+
+def packed_parts_nbytes(packing: Packing, parts: Sequence[Part]) -> int:
+    """On a device."""
+    num_in = parts[0].shape[_COLUMNS]
+    shape = sum(part.shape[0] for part in parts), num_in
+    kind, group, scale_nbytes, has_zeros, has_order = packing
+    nbytes = packed_nbytes(kind, shape, group, scale_nbytes, has_zeros=has_zeros)
+    return nbytes + num_in * _ORDER_NBYTES * has_order
+
+
+def packed_fields(
+    fields: Fields, has_experts: bool, tensors: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, Packing]]:
+    """The fields of a layer that are kept, and how."""
+    for field in fields_packed(has_experts):
+        packing = packing_of(tensors, fields[field]) if field in fields else None
+        if packing is not None:
+            yield field, packing
+
+
+def value_nbytes(format: QuantizedFormat) -> float | None:
+    """Of a value of a matrix that is kept, as far as config.json says it; None: it is widened.
+
+    Scales are taken to have 2 bytes, and formats that may have zeros to have them.
+    """
+    group = format.group_size if format.block is None else format.block[_COLUMNS]
+    if not can_pack(group):
+        return None
+    has_zeros = format.layout in ("awq", "gptq")
+    return BITS[kind_of(format)] / 8 + (0 if group is None else (2 + has_zeros) / group)
+
+
+def kind_of(format: QuantizedFormat) -> Kind:
+    if format.dtype == "F8_E4M3":
+        return "fp8"
+    return "int4" if format.bits == 4 else "int8"
+
+
+def _packing(stored: StoredTensor | None, part: Part) -> Packing | None:
+    """Of one tensor, or the box of it that a rank has."""
+    if not isinstance(stored, QuantizedStored):
+        return None
+    format, num_in = stored.format, stored.shape[_COLUMNS]
+    scales = next(it for end, it in stored.pieces.items() if end.startswith(("weight_sc", "scale")))
+    group = format.group_size if format.block is None else format.block[_COLUMNS]
+    if scales.num_values == 1 or (group is not None and group >= num_in):
+        group = None
+    first, end = part.box[_COLUMNS] if part.box else (0, num_in)
+    is_cut = (first, end) != (0, num_in)
+    if not can_pack(group) or (is_cut and (format.has_order or first % (group or 1))):
+        return None
+    nbytes = _EXPONENT_NBYTES if scales.dtype == "F8_E8M0" else DTYPE_NBYTES[scales.dtype]
+    has_zeros = any(end in stored.pieces for end in ("qzeros", "weight_zero_point"))
+    return Packing(kind_of(format), group, nbytes, has_zeros, format.has_order)

@@ -1,0 +1,110 @@
+"""Compiles products with packed weights for GPUs that need not be here, and checks the code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from disagg.kernels import packed_linear
+from disagg.kernels.packed_linear import BAND, launch_options, max_rows, tile_sizes
+from disagg.kernels.packed_sizes import BITS, Kind, part_size
+from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
+
+
+class Format(NamedTuple):
+    """As a checkpoint has it; `group` 0: a scale for each row."""
+
+    kind: Kind
+    group: int = 0
+    has_zeros: bool = False
+
+
+FORMATS = {
+    "fp8 rows": Format("fp8"),
+    "fp8 blocks": Format("fp8", 128),
+    "int8 rows": Format("int8"),
+    "int8 groups with zeros": Format("int8", 128, True),
+    "int8 groups of 32": Format("int8", 32),
+    "int4 rows with zeros": Format("int4", 0, True),
+    "int4 groups of 64": Format("int4", 64),
+    "int4 groups of 128": Format("int4", 128),
+    "int4 groups of 128 with zeros": Format("int4", 128, True),
+    "int4 groups of 32 with zeros": Format("int4", 32, True),
+}
+SIZES = ("num_rows", "num_out", "num_in", "num_chunks", "num_own_chunks")
+
+
+def compile_product(format: Format, num_rows: int, arch: int, *, is_split: bool = False) -> Any:
+    """With bfloat16 activations; `is_split` as steps of few rows have it."""
+    part, num_parts = part_size(format.kind, format.group or None), 16 // BITS[format.kind]
+    most = max_rows(format.kind, format.group or None, arch // 10)
+    rows, width = tile_sizes(num_rows, most)
+    constants: dict[str, Any] = {
+        "BITS": BITS[format.kind],
+        "IS_FLOAT": format.kind == "fp8",
+        "PART": part,
+        "GROUP": format.group,
+        "TOGETHER": min(format.group // part, num_parts) if format.group else num_parts,
+        "ROWS": rows,
+        "WIDTH": width,
+        "BAND": BAND,
+        "HAS_ZEROS": format.has_zeros,
+        "HAS_BIAS": False,
+        "IS_SPLIT": is_split,
+        "bias_ptr": None,
+    }
+    if not format.has_zeros:
+        constants["zeros_ptr"] = None
+    types = {"units_ptr": "*i16", "zeros_ptr": "*i8", **dict.fromkeys(SIZES, "i32")}
+    types |= {"out_ptr": "*fp32"} if is_split else {}
+    kernel = packed_linear._packed_linear_kernel
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*bf16")
+        for name in kernel.arg_names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in ("num_out", "num_in")
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = launch_options(rows)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def check_packed(
+    assembler: Assembler, format: Format, num_rows: int, arch: int, *, is_split: bool = False
+) -> None:
+    """It keeps to registers, fits into shared memory, and uses the tensor cores."""
+    compiled = compile_product(format, num_rows, arch, is_split=is_split)
+    registers, spilled_nbytes = assembler()
+    print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
+    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    assert spilled_nbytes <= SPILLED_NBYTES[arch]
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)
+    # What was stored comes into registers in units, and e4m3 without a GPU that knows it.
+    if not format.has_zeros:  # which are bytes, one for each row of the weight
+        assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", ptx)
+    assert "e4m3" not in ptx
+
+
+def check_adding(assembler: Assembler, arch: int) -> None:
+    kernel = packed_linear._add_splits_kernel
+    constants: dict[str, Any] = {
+        "bias_ptr": None,
+        "NUM_SPLITS": 7,
+        "SPLITS": 8,
+        "BLOCK": packed_linear._BLOCK,
+        "HAS_BIAS": False,
+    }
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "num_values": "i32", "num_out": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(0,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]}
+    source = ASTSource(kernel, signature, constants, attributes)
+    triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+    assert assembler()[1] == 0

@@ -1,0 +1,196 @@
+"""Products with packed weights equal their reference; run by `test_interpreted.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from disagg.kernels import packed_linear, reference
+from disagg.kernels.packed_linear import PackedProduct, num_splits
+from disagg.kernels.packed_matrix import quantized
+from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.triton_ops import TritonOps
+from disagg.models.decoder import Decoder
+from disagg.models.weights import random_weights
+from tests.kernels.packed_cases import random_packed
+from tests.models.paging import SMALL, Tokens, new_slab, run_step
+
+CPU = torch.device("cpu")
+SINGLE, HALF = 2e-5, 4e-3
+HOPPER, ADA = 9, 8
+KINDS: list[tuple[Kind, int | None, bool]] = [
+    ("fp8", None, False),
+    ("fp8", 128, False),
+    ("int8", None, False),
+    ("int8", None, True),
+    ("int8", 32, True),
+    ("int4", None, False),
+    ("int4", 16, True),
+    ("int4", 32, True),
+    ("int4", 128, True),
+    ("int4", 64, False),
+    ("int4", 512, True),
+]
+
+
+@pytest.mark.parametrize("num_programs", [1, 40])
+@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 37, 80), (11, 150, 1104)])
+@pytest.mark.parametrize(("kind", "group", "has_zeros"), KINDS)
+def test_packed_linear(
+    kind: Kind,
+    group: int | None,
+    has_zeros: bool,
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    num_programs: int,
+) -> None:
+    torch.manual_seed(num_out)
+    weight = random_packed(kind, num_out, num_in, group, has_zeros=has_zeros)
+    bias = torch.randn(num_out) if num_programs > 1 else None
+    x = torch.randn(num_rows, num_in)
+    ours = PackedProduct(weight, bias, num_programs, HOPPER)(x)
+    theirs = reference.packed_linear(x, weight, bias)
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(ours, theirs, atol=SINGLE, rtol=SINGLE)
+
+
+def test_columns_are_shared_by_many_programs_and_by_one() -> None:
+    assert num_splits(num_tiles=2, num_chunks=9, num_programs=40) == 2
+    assert num_splits(num_tiles=2, num_chunks=9, num_programs=1) == 1
+    assert num_splits(num_tiles=64, num_chunks=112, num_programs=396) == 7
+    assert num_splits(num_tiles=448, num_chunks=32, num_programs=396) == 1
+    assert num_splits(num_tiles=1, num_chunks=1, num_programs=396) == 1
+
+
+@pytest.mark.parametrize("major", [HOPPER, ADA])
+def test_tiles_of_many_rows_in_bands(major: int) -> None:
+    """More than a band of tiles of rows, the last of which is lower."""
+    weight = random_packed("int4", 300, 96, 32, has_zeros=True)
+    x = torch.randn(9 * 128 + 5, 96)
+    ours = PackedProduct(weight, None, 4, major)(x)
+    torch.testing.assert_close(
+        ours, reference.packed_linear(x, weight, None), atol=SINGLE, rtol=SINGLE
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros"), [KINDS[1], KINDS[4], KINDS[8]], ids=["fp8", "int8", "int4"]
+)
+def test_half_precision(kind: Kind, group: int | None, has_zeros: bool) -> None:
+    weight = random_packed(kind, 65, 208, group, has_zeros=has_zeros, dtype=torch.float16)
+    x, bias = torch.randn(17, 208).half(), torch.randn(65).half()
+    ours = PackedProduct(weight, bias, 1, HOPPER)(x)
+    torch.testing.assert_close(ours, reference.packed_linear(x, weight, bias), atol=HALF, rtol=HALF)
+
+
+def test_columns_in_the_order_of_activations() -> None:
+    weight = random_packed("int4", 40, 96, 32, has_zeros=True, is_ordered=True)
+    x = torch.randn(3, 96)
+    ours = PackedProduct(weight, None, 1, HOPPER)(x)
+    torch.testing.assert_close(
+        ours, reference.packed_linear(x, weight, None), atol=SINGLE, rtol=SINGLE
+    )
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    weight = quantized(torch.randn(70, 600), "int8")
+    x = torch.randn(6, 600)
+    product = PackedProduct(weight, None, 40, HOPPER)
+    assert torch.equal(product(x)[4:], product(x[4:].clone()))
+
+
+class TorchUnits:
+    """What `_numbers_of` does to a tensor, done by torch: Triton's interpreter has no bfloat16."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def __lshift__(self, count: int) -> TorchUnits:
+        return TorchUnits(self.value << count)
+
+    def __rshift__(self, count: int) -> TorchUnits:
+        return TorchUnits(self.value >> count)
+
+    def __and__(self, mask: int) -> TorchUnits:
+        return TorchUnits(self.value & mask)
+
+    def __or__(self, other: TorchUnits | int) -> TorchUnits:
+        return TorchUnits(self.value | (other.value if isinstance(other, TorchUnits) else other))
+
+    def __add__(self, other: int) -> TorchUnits:
+        return TorchUnits(self.value + other)
+
+    def __mul__(self, factor: float) -> TorchUnits:
+        return TorchUnits(self.value * factor)
+
+    def to(self, dtype: tl.dtype, bitcast: bool = False) -> TorchUnits:
+        wanted = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(dtype.name, ""), None)
+        wanted = (
+            wanted or {"fp32": torch.float32, "int32": torch.int32, "int8": torch.int8}[dtype.name]
+        )
+        return TorchUnits(self.value.view(wanted) if bitcast else self.value.to(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> None:
+    """Those of all units there are, in each type of activations."""
+    bits, in_triton = 4 if kind == "int4" else 8, getattr(tl, str(dtype).removeprefix("torch."))
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for part in range(16 // bits):
+        numbers = (every.int() >> (part * bits)) & ((1 << bits) - 1)
+        wanted = numbers.float()
+        if kind == "int8":
+            wanted = numbers.to(torch.int8).float()
+        elif kind == "fp8":
+            wanted = numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        found = packed_linear._numbers_of.fn(
+            TorchUnits(every), part, bits, kind == "fp8", in_triton
+        ).value
+        assert found.dtype == dtype
+        if kind == "int4":
+            zero = torch.tensor([-8, 0, 7], dtype=torch.int8)
+            base = packed_linear._base.fn(TorchUnits(zero), bits, in_triton).value
+            assert base.dtype == dtype
+            wanted = wanted[:, None] - 8 - zero
+            found = found[:, None] - base
+        is_number = ~wanted.isnan()
+        assert torch.equal(found.float()[is_number], wanted[is_number])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) -> None:
+    """Quantised by the operations, or before; a prompt, and a step after it."""
+    weights = random_weights(SMALL, torch.float32, CPU, seed=2)
+    names = ("qkv", "output", "gate_up", "down")
+    packed, wide = [], []
+    for layer in weights.layers:
+        matrices: dict[str, Any] = {name: quantized(getattr(layer, name), kind) for name in names}
+        packed.append(replace(layer, **matrices))
+        floats: dict[str, Any] = {
+            name: each.widened(torch.float32) for name, each in matrices.items()
+        }
+        wide.append(replace(layer, **floats))
+    logits = []
+    for layers, ops in (
+        (wide, None),
+        (packed, TritonOps(6, 1)),
+        (weights.layers, TritonOps(6, 1, quantization=kind)),
+    ):
+        decoder = Decoder(SMALL, replace(weights, layers=layers), ops)
+        slab = new_slab(SMALL, 16, 8, torch.float32, fill=torch.nan)
+        tokens = Tokens(list(range(24)), [9, 2, 3])
+        run_step(decoder, slab, [(tokens, 22)], 8)
+        run_step(decoder, slab, [(tokens, 1)], 8)
+        logits.append(torch.stack(tokens.logits))
+    assert logits[0].abs().max() > 0.1
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], atol=SINGLE, rtol=SINGLE)

@@ -1,0 +1,211 @@
+"""Quantised checkpoints that stay quantised: the same floats, the same logits, bytes as counted.
+
+What a GPU multiplies is done here by the reference of its kernel; `interpreted_packed.py` compares
+the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from disagg.config import EngineConfig
+from disagg.engine.device.check import choose
+from disagg.engine.device.communicator import TorchCommunicator
+from disagg.errors import ModelError
+from disagg.kernels import reference
+from disagg.kernels.linear import PlainLinear
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.torch_ops import TorchOps
+from disagg.models.decoder import load_model
+from disagg.models.description import describe_model
+from disagg.models.packing import value_nbytes
+from disagg.models.rank_parts import weights_nbytes
+from disagg.models.share import WHOLE, Share
+from disagg.models.weights import load_weights
+from disagg.planner.shapes import shape_of
+from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.quantized_files import KINDS, write_quantized
+from tests.models.test_ranks import compute, eight_heads, on_ranks
+
+CPU = torch.device("cpu")
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+class ReferenceProduct(PlainLinear):
+    """The reference, where a decoder on a CPU wants a product."""
+
+    def __init__(self, weight: PackedMatrix, bias: Tensor | None) -> None:
+        self._matrix, self._its_bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return reference.packed_linear(x, self._matrix, self._its_bias)
+
+
+class FakeGpuOps(TorchOps):
+    """Keeps packed matrices as a GPU does."""
+
+    keeps_packed = True
+
+    def pack(self, weight: Any, bias: Tensor | None) -> Any:
+        if isinstance(weight, PackedMatrix):
+            return ReferenceProduct(weight, bias)
+        return super().pack(weight, bias)
+
+    def pack_gated(self, weight: Any, bias: Tensor | None) -> Any:
+        if isinstance(weight, PackedMatrix):
+            return (ReferenceProduct(weight, bias),)
+        return super().pack_gated(weight, bias)
+
+    def project_gated(self, x: Tensor, weight: Any) -> Tensor:
+        if len(weight) == 1:
+            return reference.silu_mul(weight[0](x))
+        return super().project_gated(x, weight)
+
+
+def _all(directory: Path, share: Share, *, keeps_packed: bool) -> dict[str, Any]:
+    model = describe_model(directory)
+    weights = load_weights(model, torch.float32, CPU, share=share, keeps_packed=keeps_packed)
+    found = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": weights.lm_head}
+    for index, layer in enumerate(weights.layers):
+        own = {each.name: getattr(layer, each.name) for each in fields(layer)}
+        found |= {f"{index}.{name}": each for name, each in own.items() if each is not None}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> None:
+    directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
+    model = describe_model(directory)
+    num_packed = {}
+    for share in (WHOLE, Share(1, 2)):
+        found = _all(directory, share, keeps_packed=True)
+        wanted = _all(tmp_path / "floats", share, keeps_packed=False)
+        assert found.keys() == wanted.keys()
+        kept = [each for each in found.values() if isinstance(each, PackedMatrix)]
+        num_packed[share] = len(kept)
+        for name, its in wanted.items():
+            own = found[name]
+            own = own.widened(torch.float32) if isinstance(own, PackedMatrix) else own
+            assert torch.equal(own, its), (name, share)
+        nbytes = sum(each.nbytes for each in found.values())
+        counted = weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+        assert nbytes == counted
+    assert num_packed[WHOLE] == 4 * model.config.num_layers
+    # Of `down`, a rank of two has 40 columns: groups of 16 are cut in two, and it is widened. In an
+    # order of activations, so is `output`, of which it has 64.
+    format = model.config.quantized
+    assert format is not None
+    cut = 1 + ("order" in kind) if format.group_size or format.block else 0
+    assert num_packed[Share(1, 2)] == (4 - cut) * model.config.num_layers
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("qwen3-mixed-windows", "fp8 blocks"),
+        ("phi3", "float rows"),
+        ("mistral-sliding", "int8 with zeros"),
+        ("llama-tied-biased-llama3", "packed with zeros"),
+        ("qwen2", "awq"),
+        ("qwen2", "gptq in order of activations"),
+        ("qwen3-moe-dense-first", "fp8 tensor"),
+        ("qwen2-moe", "gptq 8 bits"),
+    ],
+)
+def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
+    model = describe_model(write_quantized(tmp_path, variant, kind).directory)
+    logits = []
+    for ops in (FakeGpuOps(), TorchOps()):
+        decoder = load_model(model, torch.float32, CPU, ops=ops)
+        slab = new_slab(model.config, 16, 4, torch.float32)
+        tokens = Tokens([3 * place % 97 for place in range(40)], list(range(10)))
+        for count in (20, 13, 1, 1):
+            run_step(decoder, slab, [(tokens, count)], 4)
+        logits.append(torch.stack(tokens.logits))
+    assert logits[1].abs().max() > 0.5
+    torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "awq", "gptq in order of activations"])
+def test_ranks_keep_their_parts(kind: str, tmp_path: Path) -> None:
+    place = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
+    model, ids = describe_model(place), [5 * each % 97 for each in range(30)]
+    alone = compute(load_model(model, torch.float32, CPU), ids, lambda token: token)
+
+    def rank(communicator: TorchCommunicator) -> Any:
+        decoder = load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
+        return compute(decoder, ids, communicator.broadcast_)
+
+    first, _ = on_ranks(2, tmp_path, rank)
+    for found, wanted in zip(first.logits, alone.logits, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "value", "words"),
+    [
+        ("fp8 rows", "weight_scale", float("nan"), "its scales hold NaN"),
+        ("fp8 tensor", "weight", 0x7F, "it holds NaN"),
+        ("packed", "weight_shape", 7, "weight_shape says"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(
+    kind: str, end: str, value: float, words: str, tmp_path: Path
+) -> None:
+    directory = write_quantized(tmp_path, "llama", kind).directory
+    tensors = load_file(directory / "model.safetensors")
+    broken = tensors[f"{DOWN}.{end}"]
+    (broken.view(torch.uint8) if end == "weight" else broken)[0] = value
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{DOWN}.weight in .* is damaged: {words}"):
+        load_model(describe_model(directory), torch.float32, CPU, ops=FakeGpuOps())
+
+
+def test_matrices_in_different_orders_are_widened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which config.json does not say: so are parts of columns in an order that it denies."""
+    directory = write_quantized(tmp_path, "llama", "gptq in order of activations").directory
+    found = _all(directory, WHOLE, keeps_packed=True)
+    assert isinstance(found["0.down"], PackedMatrix) and found["0.down"].order is not None
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, directory / "model.safetensors")
+    found = _all(directory, WHOLE, keeps_packed=True)
+    assert isinstance(found["0.gate_up"], PackedMatrix)
+    assert isinstance(found["1.gate_up"], Tensor)
+    assert "up_proj.weight: widened" in caplog.text
+
+
+def test_a_gpu_plans_with_the_bytes_that_it_keeps(tmp_path: Path) -> None:
+    directory = write_quantized(tmp_path, "llama", "awq").directory
+    engine = EngineConfig(device="cpu", dtype="bfloat16", block_size=16, max_num_seqs=4)
+    plans = {}
+    for name, place in (("packed", directory), ("floats", tmp_path / "floats")):
+        model = describe_model(place)
+        plans[name] = choose(engine, model, WHOLE).plan_memory(model, 1 << 30, (4, 64))
+    config = describe_model(directory).config
+    assert plans["floats"].weights_nbytes == weights_nbytes(config, 2)
+    assert plans["packed"].weights_nbytes < 0.65 * plans["floats"].weights_nbytes
+    assert plans["packed"].num_kv_tokens(engine, 1 << 30) > 0
+
+
+def test_disagg_plan_counts_them(tmp_path: Path) -> None:
+    directory = write_quantized(tmp_path, "llama", "awq").directory
+    packed, floats = (shape_of(describe_model(each)) for each in (directory, tmp_path / "floats"))
+    format = describe_model(directory).config.quantized
+    assert format is not None
+    assert packed.packed_nbytes == value_nbytes(format) == 0.5 + 3 / 16
+    tables = 2 * 2 * packed.num_head_params
+    layers = floats.weights_nbytes("bf16") - tables
+    assert packed.weights_nbytes("bf16") == tables + layers * packed.packed_nbytes / 2
+    assert packed.read_nbytes(1, "bf16") == packed.weights_nbytes("bf16") - tables / 2
+    assert packed.weights_nbytes("fp8") == floats.weights_nbytes("fp8")
