@@ -58,6 +58,7 @@ def ops_for(
         use_sdpa=use_sdpa,
         major=properties.major,
         quantization=quantization,
+        dtype=dtype,
     )
 
 

@@ -35,7 +35,7 @@ BAND = 8  # tiles of rows whose programs lie side by side, so that they share wh
 MOST_SPLITS = 16
 MOST_SPLIT_ROWS = 256  # of more, tiles suffice
 LEAST_CHUNKS = 4  # of a program, so that loads overlap with products
-_BLOCK = 1024
+_BLOCK = 256
 
 
 @triton.jit
@@ -163,21 +163,24 @@ def _packed_linear_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_values"])
+@triton.jit(do_not_specialize=["num_values", "num_splits"])
 def _add_splits_kernel(
     partial_ptr,
     bias_ptr,
     out_ptr,
     num_values,
+    num_splits,
     num_out,
-    NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
+    """Add up `num_splits` times `num_values`, at most SPLITS, all of which are asked of memory at
+    once.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     splits = tl.arange(0, SPLITS)
-    mask = (splits < NUM_SPLITS)[:, None] & (places < num_values)[None, :]
+    mask = (splits < num_splits)[:, None] & (places < num_values)[None, :]
     partial_ptrs = partial_ptr + splits.to(tl.int64)[:, None] * num_values + places[None, :]
     total = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=0)
     if HAS_BIAS:
@@ -249,6 +252,17 @@ class PackedProduct:
             "HAS_ZEROS": weight.zeros is not None,
         }
 
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What decides, with the number of rows, which programs it needs."""
+        weight = self.weight
+        return (*self._sizes.values(), weight.scales.dtype, self.bias is None, *weight.shape)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the programs for all numbers of rows of `x`, which is of `dtype`."""
+        for num_rows in (1, *(1 << log for log in range(4, 9)), MOST_SPLIT_ROWS + 1):
+            self(torch.zeros(num_rows, self.weight.num_in, dtype=dtype, device=self.weight.device))
+
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, num_in] to [num_rows, num_out], both contiguous."""
         weight, num_rows = self.weight, x.shape[0]
@@ -295,9 +309,9 @@ class PackedProduct:
                 self.bias,
                 out,
                 out.numel(),
+                splits,
                 num_out,
-                NUM_SPLITS=splits,
-                SPLITS=next_power_of_2(splits),
+                SPLITS=MOST_SPLITS,
                 BLOCK=_BLOCK,
                 HAS_BIAS=self.bias is not None,
                 num_warps=4,

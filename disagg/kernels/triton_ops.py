@@ -84,6 +84,8 @@ class TritonOps:
         long_rows: of a tile of a prompt, a power of two.
         major: of the device's compute capability.
         quantization: of matrices that are packed, but not of the table that makes logits.
+        dtype: of activations; products with packed matrices are then compiled when they are packed,
+            not while a request waits. None: at their first use.
     """
 
     keeps_packed = True
@@ -97,19 +99,26 @@ class TritonOps:
         long_rows: int = LONG_ROWS,
         major: int = 9,
         quantization: Kind | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._use_sdpa = use_sdpa
         self._long_rows = long_rows
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         self._major, self._quantization = major, quantization
+        self._dtype = dtype
+        self._compiled: set[tuple[object, ...]] = set()
 
     def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Matrix | PackedProduct:
         if isinstance(weight, Tensor) and self._quantization is not None:
             weight = quantized(weight, self._quantization)
-        if isinstance(weight, PackedMatrix):
-            return PackedProduct(weight, bias, self._num_programs, self._major)
-        return Matrix(weight, bias)
+        if isinstance(weight, Tensor):
+            return Matrix(weight, bias)
+        product = PackedProduct(weight, bias, self._num_programs, self._major)
+        if self._dtype is not None and product.variant not in self._compiled:
+            product.compile(self._dtype)
+            self._compiled.add(product.variant)
+        return product
 
     def pack_table(self, weight: Tensor | PackedMatrix) -> Matrix | PackedProduct:
         return Matrix(weight, None) if isinstance(weight, Tensor) else self.pack(weight, None)

@@ -97,12 +97,12 @@ def check_adding(assembler: Assembler, arch: int) -> None:
     kernel = packed_linear._add_splits_kernel
     constants: dict[str, Any] = {
         "bias_ptr": None,
-        "NUM_SPLITS": 7,
-        "SPLITS": 8,
+        "SPLITS": packed_linear.MOST_SPLITS,
         "BLOCK": packed_linear._BLOCK,
         "HAS_BIAS": False,
     }
-    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "num_values": "i32", "num_out": "i32"}
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("num_values", "num_splits", "num_out"), "i32")
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {(0,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]}
     source = ASTSource(kernel, signature, constants, attributes)

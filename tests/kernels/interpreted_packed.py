@@ -183,7 +183,7 @@ def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) 
     for layers, ops in (
         (wide, None),
         (packed, TritonOps(6, 1)),
-        (weights.layers, TritonOps(6, 1, quantization=kind)),
+        (weights.layers, TritonOps(6, 1, quantization=kind, dtype=torch.float32)),
     ):
         decoder = Decoder(SMALL, replace(weights, layers=layers), ops)
         slab = new_slab(SMALL, 16, 8, torch.float32, fill=torch.nan)

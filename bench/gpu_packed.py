@@ -1,0 +1,212 @@
+"""Products with packed weights on a GPU, beside cuBLAS with the same weights in bf16.
+
+    python -m bench.gpu_packed [--out build/gpu] [--only "int4 g128"]
+    TRITON_INTERPRET=1 python -m bench.gpu_packed --device cpu      # a rehearsal
+
+A row is all four matrices of a layer, fused as an engine has them, over as many layers as it takes
+that nothing is left in the L2; times are of replayed graphs. `predicted us` is the time to read the
+packed bytes at the measured bandwidth, or to multiply at the measured rate, whichever is longer,
+and `of predicted` the share of that which was reached. `cuBLAS us` is of the same layer in bf16,
+and `widened us` of one that is widened into memory before each product, as some programs do for
+prompts. Each row compares a part of its results with the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
+from bench.gpu_rows import Row, parser_of, run_part
+from disagg.kernels import reference
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_sizes import BITS, UNIT_BITS, Kind, part_size
+from disagg.kernels.triton_ops import TritonOps
+
+TOLERANCE = 1.6e-2  # of the largest value
+NUM_CHECKED = 4  # rows of `x`
+MOST_MATRICES = 32
+
+
+class Format(NamedTuple):
+    kind: Kind
+    group: int | None = None
+    has_zeros: bool = False
+
+
+FORMATS = {
+    "int4 g128": Format("int4", 128, True),  # AWQ, GPTQ
+    "fp8 rows": Format("fp8"),
+    "fp8 blocks": Format("fp8", 128),
+    "int8 rows": Format("int8"),
+    "int4 g32": Format("int4", 32, True),  # --quantization int4
+}
+OF_LARGE_MODELS = ("int4 g128", "fp8 blocks")
+NUM_ROWS = (1, 16, 4096, 32, 128)
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+    def matrices(self) -> list[tuple[int, int]]:
+        heads = self.num_heads * self.head_dim
+        return [
+            (heads + 2 * self.num_kv_heads * self.head_dim, self.hidden),
+            (self.hidden, heads),
+            (2 * self.inner, self.hidden),
+            (self.hidden, self.inner),
+        ]
+
+
+SHAPES = {"llama-3-8b": Shape(4096, 14336, 32, 8), "qwen3-32b": Shape(5120, 25600, 64, 8)}
+INTERPRETED = {"tiny": Shape(64, 96, 4, 2, 16)}
+
+
+class Bench:
+    """The device, and what it gives."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device = torch.device(arguments.device)
+        self.ceilings = Ceilings.of(arguments)
+        self.is_gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        count, major = 2, 9
+        if self.is_gpu:
+            properties = torch.cuda.get_device_properties(self.device)
+            count, major = properties.multi_processor_count, properties.major
+        self.ops = TritonOps(1, count, major=major)
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        self._cublas_us: dict[tuple[Shape, int], float] = {}
+
+    def shapes(self) -> dict[str, Shape]:
+        return SHAPES if self.is_gpu else INTERPRETED
+
+    def layer(self, shape: Shape, format: Format, num_rows: int) -> dict[str, Any]:
+        """Microseconds of the four matrices."""
+        taken_s = nbytes = flops = widened_s = 0.0
+        difference = 0.0
+        for num_out, num_in in shape.matrices():
+            weights = [self._packed(num_out, num_in, format)]
+            x = self._random(num_rows, num_in)
+            count = self._count(weights[0].nbytes)
+            weights += [self._packed(num_out, num_in, format) for _ in range(count - 1)]
+            difference = max(difference, self._difference(x, weights[0]))
+            products = [self.ops.pack(each, None) for each in weights]
+            taken_s += self._seconds(products, x)
+            nbytes += weights[0].nbytes
+            flops += 2.0 * num_rows * num_out * num_in
+            if num_rows > NUM_ROWS[1] and self.is_gpu:
+                widened_s += self._widened_s(weights, x)
+        predicted_s = None
+        if self.ceilings.read and self.ceilings.matmul:
+            predicted_s = max(nbytes / self.ceilings.read, flops / self.ceilings.matmul)
+        return {
+            "us": taken_s * 1e6,
+            "cuBLAS us": self._cublas(shape, num_rows),
+            "widened us": widened_s * 1e6 or None,
+            "predicted us": predicted_s and predicted_s * 1e6,
+            "of predicted": predicted_s and predicted_s / taken_s,
+            **self.ceilings.reading(nbytes / taken_s),
+            "TFLOP/s": flops / taken_s / 1e12,
+            "MB": nbytes / 1e6,
+            "difference": difference,
+        }
+
+    def _cublas(self, shape: Shape, num_rows: int) -> float:
+        """Once for all formats."""
+        key = shape, num_rows
+        if key not in self._cublas_us:
+            taken_s = 0.0
+            for num_out, num_in in shape.matrices():
+                count = self._count(num_out * num_in * self.dtype.itemsize)
+                weights = [self._random(num_out, num_in) for _ in range(count)]
+                products = [self.ops.pack(each, None) for each in weights]
+                taken_s += self._seconds(products, self._random(num_rows, num_in))
+            self._cublas_us[key] = taken_s * 1e6
+        return self._cublas_us[key]
+
+    def _seconds(self, products: list[Any], x: Tensor) -> float:
+        def run() -> None:
+            for product in products:
+                product(x)
+
+        return seconds(run, self.device, num_timed=10) / len(products)
+
+    def _widened_s(self, weights: list[PackedMatrix], x: Tensor) -> float:
+        """By torch's own operations, which read and write more than one kernel would."""
+        few = weights[:2]
+
+        def run() -> None:
+            for weight in few:
+                torch.nn.functional.linear(x, weight.widened(x.dtype))
+
+        return seconds(run, self.device, num_timed=3) / len(few)
+
+    def _count(self, nbytes: float) -> int:
+        return max(2, min(MOST_MATRICES, round(UNCACHED_NBYTES / nbytes))) if self.is_gpu else 2
+
+    def _packed(self, num_out: int, num_in: int, format: Format) -> PackedMatrix:
+        kind, group, has_zeros = format
+        chunk = part_size(kind, group) * UNIT_BITS // BITS[kind]
+        num_units = -(-num_in // chunk) * chunk * BITS[kind] // UNIT_BITS
+        num_groups = 1 if group is None else -(-num_in // group)
+        # Of e4m3 no exponent that could make NaN: bit 6 of each number is 0.
+        units = self._integers(-(1 << 15), 1 << 15, (num_out, num_units), torch.int16)
+        units &= -0x4041 if kind == "fp8" else -1
+        scales = torch.full((num_groups, num_out), 1e-3, device=self.device).to(self.dtype)
+        zeros = None
+        if has_zeros:
+            zeros = self._integers(-8, 8, (num_groups, num_out), torch.int8)
+        return PackedMatrix(kind, num_in, group, units, scales, zeros)
+
+    def _difference(self, x: Tensor, weight: PackedMatrix) -> float:
+        """From the reference, as a share of the largest value."""
+        found = self.ops.pack(weight, None)(x)[:NUM_CHECKED].float()
+        wanted = reference.packed_linear(x[:NUM_CHECKED], weight, None).float()
+        difference = float((found - wanted).abs().max() / wanted.abs().max())
+        if not difference <= TOLERANCE:
+            raise ArithmeticError(f"differs from its reference by {difference:.2g} of the largest")
+        return difference
+
+    def _integers(self, low: int, high: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.randint(
+            low, high, shape, generator=self._generator, device=self.device, dtype=dtype
+        )
+
+    def _random(self, *shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=self._generator, device=self.device)
+        return drawn.to(self.dtype)
+
+
+def rows_of(bench: Bench, num_rows: tuple[int, ...]) -> list[Row]:
+    return [
+        Row(f"{name}, {count} rows, {shape}", partial(bench.layer, its, FORMATS[name], count))
+        for count in num_rows
+        for shape, its in bench.shapes().items()
+        for name in FORMATS
+        if shape != "qwen3-32b" or name in OF_LARGE_MODELS
+    ]
+
+
+def main() -> None:
+    arguments = parser_of(__doc__).parse_args()
+    bench = Bench(arguments)
+    if not bench.is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SystemExit("Without a GPU, set TRITON_INTERPRET=1: only the rehearsal runs here.")
+    few = (20,) if arguments.tiny else (1, 20)
+    run_part("gpu_packed", rows_of(bench, NUM_ROWS if bench.is_gpu else few), arguments)
+
+
+if __name__ == "__main__":
+    main()
