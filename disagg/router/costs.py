@@ -21,7 +21,7 @@ import msgspec
 
 from disagg.messages import HostCounts
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
-from disagg.router.slack import AddedStream, added_stream
+from disagg.router.slack import AddedStream, added_stream, first_stream_s
 from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 
@@ -247,6 +247,9 @@ def decode_cost(
         num_ends = _ends_before_place(worker, num_tokens - num_held_tokens, usual_output_tokens)
         if num_ends > 0.0:
             place_s = num_ends * usual_output_tokens * batch_s / num_decoding
+            if worker.streams is not None:  # one worker more must decode
+                first_s = first_stream_s(worker, num_tokens, num_output_tokens)
+                decode_s += first_s * (1.0 + NUM_PROMPTS_EXPECTED)
     return DecodeCost(worker, num_held_tokens, place_s, decode_s, added)
 
 

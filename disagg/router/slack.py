@@ -97,6 +97,16 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
     )
 
 
+def first_stream_s(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> float:
+    """Seconds of prompts that such a stream displaces on a worker like this without others."""
+    times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
+    assert streams is not None
+    step_s = times.decode_step_s(1, num_tokens + 0.5 * num_output_tokens)
+    rate, mixed_s = _prompt_rate(times, tpot_slo_s, 1, step_s)
+    full_rate = streams.full_prompt_rate
+    return num_output_tokens * mixed_s * max(0.0, full_rate - rate) / full_rate
+
+
 def _prompt_rate(
     times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
 ) -> tuple[float, float]:

@@ -18,10 +18,10 @@ from tests.router.fakes import COSTS, make_record, make_request, make_status
 TIGHT_S, LOOSE_S = 0.0125, 0.2  # a step without prompts takes 10 ms
 
 
-def make_fleet(tpot_slo_s: float, *names: str) -> Fleet:
+def make_fleet(tpot_slo_s: float, *names: str, max_num_seqs: int = 256) -> Fleet:
     fleet = Fleet(tpot_slo_s={"toy": tpot_slo_s})
     for name in names:
-        fleet.worker_synced(make_record(name, max_num_seqs=256), [], make_status())
+        fleet.worker_synced(make_record(name, max_num_seqs=max_num_seqs), [], make_status())
     return fleet
 
 
@@ -106,6 +106,16 @@ def test_streams_belong_together_where_the_slo_is_tight_and_not_where_it_is_loos
     assert alone_s > 20 * together_s
     alone_s, together_s = lost_s[LOOSE_S]
     assert alone_s == pytest.approx(together_s, rel=0.5) and alone_s < 0.1 * lost_s[TIGHT_S][0]
+
+
+@pytest.mark.parametrize("other", ["d1", "p1"])
+def test_nobody_waits_for_a_place_while_a_worker_without_streams_has_some(other: str) -> None:
+    """Although the first stream there displaces most prompts: the place is needed in any case."""
+    fleet = make_fleet(TIGHT_S, "p0", "d0", other, max_num_seqs=8)
+    streams(fleet, "d0", 7)
+    assert choose(fleet, TIGHT_S).decode == "d0"
+    streams(fleet, "d0", 8)
+    assert choose(fleet, TIGHT_S).decode in ({"d1"} if other == "d1" else {"p0", "p1"})
 
 
 def test_without_a_slo_no_prefill_worker_decodes() -> None:

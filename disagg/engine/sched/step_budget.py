@@ -17,9 +17,11 @@ from operator import attrgetter
 from disagg.engine.sched.sequence import Sequence
 from disagg.time_model import TPOT_SHARE, StepTimeModel, prompt_tokens_within
 
-# Slack is spent within the first number of steps, and a delay is made up within as many. A stream
-# that would need more than the second number of steps can no longer meet its SLO.
+# Slack is spent within the first number of steps, and a delay is made up within as many, or within
+# a share of the tokens that a short answer may still have. A stream that would need more than the
+# second number of steps can no longer meet its SLO.
 NUM_STEPS_TO_SPEND, NUM_STEPS_TO_RECOVER = 8, 64
+SHARE_TO_CATCH_UP = 0.25
 
 _TPOT_SLO_S = attrgetter("tpot_slo_s")
 
@@ -73,4 +75,8 @@ class StepBudget:
         usual_s = TPOT_SHARE * tpot_slo_s
         if usual_s + spare_s / NUM_STEPS_TO_RECOVER < least_s:
             return usual_s
-        return usual_s + spare_s / NUM_STEPS_TO_SPEND
+        num_steps: float = NUM_STEPS_TO_SPEND
+        if spare_s < 0.0:
+            num_left = sequence.max_num_tokens - len(sequence.tokens)
+            num_steps = min(num_steps, max(1.0, SHARE_TO_CATCH_UP * num_left))
+        return usual_s + spare_s / num_steps

@@ -106,6 +106,16 @@ def test_a_stream_spends_what_it_has_saved_and_makes_up_for_what_it_waited() -> 
     assert num_prompt_tokens(engine, 2.0) == usual
 
 
+def test_a_short_answer_makes_up_for_what_it_waited_before_it_ends() -> None:
+    """As many prompt tokens less as the delay is long, in a quarter of its tokens to come."""
+    engine, _ = engine_with_times()
+    begin(engine, stream(0.012, max_tokens=10))
+    engine.submit(new_sequence(prompt(900, 9), 4, stop_ids=NO_STOP))
+    usual = num_prompt_tokens(engine, 0.0)
+    # One token in 16 ms, which is 4 ms too late, and 8 are left: 2 ms in each of two steps.
+    assert num_prompt_tokens(engine, 0.016) == usual - 20
+
+
 def test_a_stream_that_arrives_goes_on_while_a_long_prompt_fills_steps() -> None:
     """Its client waits for the next token; the prompt takes many steps."""
     engine, kv = new_engine(60, 4, max_num_batched_tokens=8)
