@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.cli import plan_play
 from disagg.cli.main import main
 from disagg.cli.plan_play import play
 from disagg.planner.advice import advise
@@ -17,6 +18,10 @@ from disagg.planner.gpus import GPUS, LINKS
 from disagg.planner.load import Slo, Workload
 from disagg.planner.roofline import Placement
 from disagg.planner.shapes import SHAPES
+from disagg.sim.config import SimConfig
+from disagg.sim.report import SimReport
+from disagg.sim.simulation import simulate
+from disagg.sim.trace import TraceRequest
 from disagg.time_model import StepTimeFit, StepTimeModel
 
 DEMO = str(Path(__file__).parents[2] / "disagg/assets/demo-small")
@@ -236,14 +241,31 @@ def test_planned_fleets_are_played(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_workers_are_played_with_the_steps_that_they_will_have() -> None:
-    """On an H100 of up to 8,192 tokens. With 1,024, 91.0 % are in time."""
-    worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
-    load, slo, link = Workload(100.0, [(1024, 256)]), Slo(0.2, 0.015), LINKS["400g"]
-    planned = advise(load, slo, [worker], link, lambda _: 3.0)
-    apart = msgspec.structs.replace(planned, disaggregate=True, together=None)
-    _, played = play(apart, load, slo, link)
-    assert played.apart is not None and played.apart.in_time_percent > 99.0
+def test_workers_are_played_with_the_steps_that_they_will_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As large as on the slower of the pools' GPUs, and as long as each pool's roofline says."""
+    fast, slow = (Placement(SHAPES["llama-3-8b"], GPUS[name]) for name in ("h100", "l40s"))
+    load, slo, link = Workload(20.0, [(256, 16)]), Slo(0.5, 0.05), LINKS["400g"]
+    planned = advise(load, slo, [fast], link, lambda _: 3.0)
+    assert planned.apart is not None
+    pools = [
+        msgspec.structs.replace(pool, placement=placement)
+        for pool, placement in zip(planned.apart.pools, (fast, slow), strict=True)
+    ]
+    apart = msgspec.structs.replace(planned.apart, pools=tuple(pools))
+    played: list[SimConfig] = []
+
+    def few(config: SimConfig, requests: list[TraceRequest]) -> SimReport:
+        played.append(config)
+        return simulate(config, requests[:20])
+
+    monkeypatch.setattr(plan_play, "simulate", few)
+    advice = msgspec.structs.replace(planned, disaggregate=True, apart=apart, together=None)
+    plan_play.play(advice, load, slo, link)
+    (config,) = played
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 4096)
+    assert (config.steps, config.decode_steps) == (fast, slow)
 
 
 def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
