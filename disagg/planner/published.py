@@ -22,8 +22,8 @@ _GPUSTACK = "https://docs.gpustack.ai/latest/performance-lab/"
 SOURCES = {
     "trt-1.0": f"{_TRT}00f37686aa854010d68bcbd0f4ab000221541ca6/docs/source/performance/"
     "perf-overview.md (TensorRT-LLM 1.0, read 2026-11-23)",
-    "trt-1.2": f"{_TRT}03e27c7d5ff0c6e89f8328838c0a8e64f1b34f9d/docs/source/developer-guide/"
-    "perf-overview.md (TensorRT-LLM 1.2, read 2026-11-23)",
+    "trt-new": f"{_TRT}03e27c7d5ff0c6e89f8328838c0a8e64f1b34f9d/docs/source/developer-guide/"
+    "perf-overview.md (TensorRT-LLM after 1.0, read 2026-11-23)",
     "14b-h100": f"{_GPUSTACK}qwen3-14b/h100 (2025-11-13)",
     "14b-a100": f"{_GPUSTACK}qwen3-14b/a100 (2025-11-13)",
     "32b-h100": f"{_GPUSTACK}qwen3-32b/h100 (2025-11-13)",
@@ -133,7 +133,7 @@ RUNS = (
     *_table("llama-3.1-70b", "h200", 1, "fp8", {
         (1000, 1000): 2909, (1000, 2000): 2994, (2048, 128): 442, (2048, 2048): 2003,
         (5000, 500): 566, (20000, 2000): 283}),
-    *_table("llama-3.1-70b", "h200", 2, "fp8", source="trt-1.2", tokens_per_s={
+    *_table("llama-3.1-70b", "h200", 2, "fp8", source="trt-new", tokens_per_s={
         (1000, 1000): 2 * 2587, (1024, 8192): 2 * 2009, (8192, 1024): 2 * 537,
         (32768, 1024): 2 * 120}),
     *_table("llama-3.1-405b", "h200", 8, "fp8", {
@@ -148,10 +148,10 @@ RUNS = (
     *_table("llama-3.1-405b", "b200", 4, "fp4", {
         (1000, 1000): 5209, (1000, 2000): 4933, (2048, 128): 749, (2048, 2048): 4212,
         (5000, 500): 1048, (20000, 2000): 672}),
-    *_table("gpt-oss-20b", "h100", 1, "bf16", kv="bf16", source="trt-1.2", fitted=(8192, 1024),
+    *_table("gpt-oss-20b", "h100", 1, "bf16", kv="bf16", source="trt-new", fitted=(8192, 1024),
             tokens_per_s={(1000, 1000): 11557, (1024, 8192): 8617, (8192, 1024): 3366,
                           (32768, 1024): 785}),
-    *_table("gpt-oss-20b", "h200", 1, "bf16", kv="bf16", source="trt-1.2", tokens_per_s={
+    *_table("gpt-oss-20b", "h200", 1, "bf16", kv="bf16", source="trt-new", tokens_per_s={
         (1000, 1000): 13858, (1024, 8192): 12743, (8192, 1024): 4015, (32768, 1024): 915}),
     *_table("llama-3.1-405b", "h100", 8, "fp8", {
         (1000, 1000): 2919, (1000, 2000): 2895, (2048, 128): 453, (2048, 2048): 2296,
@@ -165,23 +165,23 @@ RUNS = (
     *_table("qwen3-30b-a3b", "gb200", 1, "fp4", {
         (1000, 1000): 17481, (1000, 2000): 17177, (2048, 128): 6595, (2048, 2048): 14719,
         (5000, 500): 5908, (20000, 2000): 3203}),
-    *_table("llama-3.1-70b", "h100", 2, "fp8", source="trt-1.2", tokens_per_s={
+    *_table("llama-3.1-70b", "h100", 2, "fp8", source="trt-new", tokens_per_s={
         (1000, 1000): 2 * 2209, (8192, 1024): 2 * 398}),
-    *_table("llama-3.1-70b", "b200", 1, "fp4", source="trt-1.2", tokens_per_s={
+    *_table("llama-3.1-70b", "b200", 1, "fp4", source="trt-new", tokens_per_s={
         (1000, 1000): 6920, (1024, 8192): 3242, (8192, 1024): 1362, (32768, 1024): 274}),
-    *_table("llama-3.1-70b", "gb200", 1, "fp4", source="trt-1.2", tokens_per_s={
+    *_table("llama-3.1-70b", "gb200", 1, "fp4", source="trt-new", tokens_per_s={
         (1000, 1000): 7769, (1024, 8192): 3805, (8192, 1024): 1491, (32768, 1024): 302}),
-    *_table("gpt-oss-120b", "h200", 1, "bf16", kv="bf16", source="trt-1.2", tokens_per_s={
+    *_table("gpt-oss-120b", "h200", 1, "bf16", kv="bf16", source="trt-new", tokens_per_s={
         (1000, 1000): 6868, (1024, 8192): 3543, (8192, 1024): 1828, (32768, 1024): 519}),
-    *_table("gpt-oss-120b", "gb200", 1, "bf16", source="trt-1.2", tokens_per_s={
+    *_table("gpt-oss-120b", "gb200", 1, "bf16", source="trt-new", tokens_per_s={
         (1000, 1000): 27198, (1024, 8192): 14800, (8192, 1024): 6835, (32768, 1024): 1645}),
-    *_table("gpt-oss-20b", "b200", 1, "bf16", source="trt-1.2", fitted=(8192, 1024), tokens_per_s={
+    *_table("gpt-oss-20b", "b200", 1, "bf16", source="trt-new", fitted=(8192, 1024), tokens_per_s={
         (1000, 1000): 53812, (1024, 8192): 34702, (8192, 1024): 11904, (32768, 1024): 2645}),
-    *_table("gpt-oss-20b", "gb200", 1, "bf16", source="trt-1.2", tokens_per_s={
+    *_table("gpt-oss-20b", "gb200", 1, "bf16", source="trt-new", tokens_per_s={
         (1000, 1000): 55823, (1024, 8192): 38100, (8192, 1024): 12941, (32768, 1024): 2905}),
-    *_table("qwen3-30b-a3b", "b200", 1, "fp4", source="trt-1.2", fitted=(8192, 1024), tokens_per_s={
+    *_table("qwen3-30b-a3b", "b200", 1, "fp4", source="trt-new", fitted=(8192, 1024), tokens_per_s={
         (1000, 1000): 26971, (1024, 8192): 13497, (8192, 1024): 5735, (32768, 1024): 1265}),
-    *_table("qwen3-30b-a3b", "gb200", 1, "fp4", source="trt-1.2", tokens_per_s={
+    *_table("qwen3-30b-a3b", "gb200", 1, "fp4", source="trt-new", tokens_per_s={
         (1000, 1000): 22856, (1024, 8192): 14272, (8192, 1024): 6201, (32768, 1024): 1380}),
     *_total("sglang", "qwen3-14b", "fp8-block", "14b-h100", (2000, 100, 14764.26),
             (4000, 199.6, 12257.62), (32000, 99.6, 10014.29), fitted=2000),
