@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
 
 from disagg.config_checks import parse_config
 from disagg.local import running
@@ -47,7 +48,9 @@ def _widened(file: Path) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    with no_init_weights():
+        model = transformers.LlamaForCausalLM(config).eval()
+    model.tie_weights()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored = {each.name: each for each in gguf.GGUFReader(file).tensors}
     with torch.no_grad():
