@@ -1,10 +1,12 @@
 """What weights of 8 and 4 bits cost in quality, and what they save in memory and time, on a CPU.
 
-    python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny]
+    python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny] [--quality]
 
 `weights MB`: what a process has more of once the model is loaded, each in a process of its own.
 `perplexity`: of the tokens of a fixed text. `ms/step`: a decode step of one stream, and of eight,
 after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns.
+`perplexity_on_gpus`: of the numbers and scales that a GPU would keep of the layers, widened and
+computed with here. With `--quality` nothing is timed.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ from bench.report import finish, print_table, take_turns
 from disagg.config import ASSETS
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, new_pages
-from disagg.models.decoder import load_model
+from disagg.kernels.packed_matrix import quantized
+from disagg.kernels.packed_sizes import BITS, Kind
+from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.fetched import FETCHED, cached_file, fetch
+from disagg.models.packing import fields_packed
+from disagg.models.weights import LayerWeights, load_weights
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Quantization | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
@@ -66,10 +72,9 @@ last letter from the mayor had mentioned it twice.
 class Contender:
     """A model with one kind of weights."""
 
-    def __init__(self, place: Path, quantization: Quantization | None) -> None:
-        model = describe_model(place)
-        config = model.config
-        self.decoder = load_model(model, torch.bfloat16, CPU, quantization=quantization)
+    def __init__(self, place: Path, decoder: Decoder) -> None:
+        config = describe_model(place).config
+        self.decoder = decoder
         heads = (config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.pages = new_pages(FORMATS["bfloat16"], NUM_BLOCKS, *heads, CPU)
         self.vocab_size = config.vocab_size
@@ -94,6 +99,29 @@ class Contender:
             new = logits.argmax(-1, keepdim=True)
             logits = self.decoder.forward(uniform_batch(new, position, tables), self.pages)
         return prompts_s, (time.perf_counter() - begin_s) / OUTPUT
+
+
+def as_on_a_cpu(place: Path, quantization: Quantization | None) -> Contender:
+    model = describe_model(place)
+    return Contender(place, load_model(model, torch.bfloat16, CPU, quantization=quantization))
+
+
+def as_on_a_gpu(place: Path, kind: Kind) -> Contender:
+    model = describe_model(place)
+    weights = load_weights(model, torch.bfloat16, CPU)
+
+    def widened(layer: LayerWeights) -> LayerWeights:
+        fields = fields_packed(has_experts=False)
+        matrices = {field: getattr(layer, field) for field in fields}
+        kept = {
+            field: quantized(matrix, kind).widened(torch.bfloat16)
+            for field, matrix in matrices.items()
+            if matrix is not None
+        }
+        return dataclasses.replace(layer, **kept)
+
+    weights = dataclasses.replace(weights, layers=(widened(each) for each in weights.layers))
+    return Contender(place, Decoder(model.config, weights))
 
 
 def loaded_nbytes(place: Path, quantization: Quantization | None) -> int:
@@ -128,19 +156,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
+    parser.add_argument("--quality", action="store_true", help="perplexities only")
     arguments = parser.parse_args()
     rounds, batches = arguments.rounds, [1, 8]
     if arguments.tiny:
         arguments.model, rounds, batches = "demo-small", 1, [1]
     torch.set_num_threads(arguments.threads)
     place = place_of(arguments.model)
-    memory = {name: alone(place, kind) for name, kind in KINDS.items()}
-    contenders = {name: Contender(place, kind) for name, kind in KINDS.items()}
+    contenders = {name: as_on_a_cpu(place, kind) for name, kind in KINDS.items()}
     ids = Tokenizer.from_str(describe_model(place).read_tokenizer()).encode(TEXT).ids
     table: list[dict[str, Any]] = [
-        {"weights": name, "weights MB": memory[name] / 1e6, "perplexity": each.perplexity(ids)}
-        for name, each in contenders.items()
+        {"weights": name, "perplexity": each.perplexity(ids)} for name, each in contenders.items()
     ]
+    on_gpus = {kind: as_on_a_gpu(place, kind).perplexity(ids) for kind in BITS}
+    if arguments.quality:
+        print_table(table)
+        finish("quantised", table, model=arguments.model, perplexity_on_gpus=on_gpus)
+        return
+    for row, kind in zip(table, KINDS.values(), strict=True):
+        row["weights MB"] = alone(place, kind) / 1e6
     for num_seqs in batches:
         prompts: dict[str, list[float]] = {name: [] for name in KINDS}
 
@@ -166,6 +200,7 @@ def main() -> None:
         table,
         model=arguments.model,
         num_tokens=len(ids),
+        perplexity_on_gpus=on_gpus,
         threads=arguments.threads,
         of_bfloat16=ratios,
         steps=sentences,

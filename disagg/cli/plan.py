@@ -208,8 +208,10 @@ def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
 
 def _how_quantized(shape: ModelShape, weights: str) -> str:
     begin = f"The weights of this checkpoint are quantised ({shape.quantized}), and"
-    if not shape.packed_nbytes or weights != "bf16":
-        return f"{begin} widened when they are loaded: its size here is that in {weights}."
+    if weights != "bf16":
+        return f"{begin} planned in {weights} instead: that is its size here."
+    if not shape.packed_nbytes:
+        return f"{begin} widened when they are loaded: its size here is that in bf16."
     but = "; those of experts are widened" if shape.num_experts else ""
     return f"{begin} stay so on a GPU, where products are in bf16: its size here is so{but}."
 

@@ -91,6 +91,10 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Of one value of the layers' matrices outside experts."""
         return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]
 
+    def stored_as(self, dtype: str) -> str:
+        """What the layers' matrices are in, for people."""
+        return self.quantized if self.packed_nbytes and dtype == "bf16" else dtype
+
     def read_nbytes(self, num_tokens: int, dtype: str) -> float:
         """Of the weights that a step of so many tokens reads.
 

@@ -78,6 +78,9 @@ def test_named_benches_run_one_after_another() -> None:
     quantised = results["quantised"]["rows"]
     assert [row["weights"] for row in quantised] == ["bfloat16", "int8", "int4"]
     assert all(min(row["ms/step of 1"], row["ms/prompt"]) > 0 for row in quantised)
+    on_gpus = results["quantised"]["perplexity_on_gpus"]
+    assert on_gpus.keys() == {"fp8", "int8", "int4"}
+    assert all(0.8 < each / quantised[0]["perplexity"] < 1.5 for each in on_gpus.values())
     assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
     stalls = results["stalls"]["rows"]

@@ -132,8 +132,13 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
         "The weights of quantised are widened to float32 when they are loaded:"
         f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."
     )
-    assert main(["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]) == 0
-    assert "quantised (AWQ), and stay so on a GPU" in capsys.readouterr().out
+    plan = ["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]
+    assert main(plan) == 0
+    found = capsys.readouterr().out
+    assert "quantised (AWQ), and stay so on a GPU" in found and "GB in AWQ;" in found
+    assert main([*plan, "--weights", "fp8"]) == 0
+    found = capsys.readouterr().out
+    assert "quantised (AWQ), and planned in fp8 instead" in found and "GB in fp8;" in found
 
 
 def _stored(directory: Path) -> list[StoredTensor]:
