@@ -31,8 +31,7 @@ from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from scripts.demo_batches import IGNORE
-from scripts.demo_evaluate import _encode as encode
-from scripts.demo_evaluate import all_levels
+from scripts.demo_evaluate import all_levels, encode_turn
 
 CPU = torch.device("cpu")
 # The model's type and the cache's; the first one is what the others are compared with.
@@ -95,7 +94,7 @@ def conversations(tokenizer: Tokenizer, num_samples: int, seed: int = 0) -> list
     rows = []
     for level in all_levels():
         rng = random.Random(f"held out {seed} {level.name}")
-        rows += [encode(level.make(rng, tokenizer), tokenizer) for _ in range(num_samples)]
+        rows += [encode_turn(level.make(rng, tokenizer), tokenizer) for _ in range(num_samples)]
     return rows
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer
 
 from scripts import demo_tasks as tasks
+from scripts import demo_tools as tools
+from scripts.demo_functions import draw_functions
 from scripts.demo_tasks import Mixture, Turn
 from scripts.demo_tokenizer import PAD_ID
+from scripts.demo_tools import Piece
 
 IGNORE = -100
 
@@ -44,13 +48,23 @@ class RowBuilder:
 
     def add_text(self, text: str) -> bool:
         """Append text without a loss; False, and nothing appended, where it does not fit."""
-        return self._append(text, "")
+        return self.add(text, "")
 
     def add_turn(self, turn: Turn) -> bool:
         """Append one turn with a loss on its answer; False where it does not fit."""
-        return self._append(*tasks.render(turn))
+        return self.add(*tasks.render(turn))
 
-    def _append(self, asked: str, answer: str) -> bool:
+    def add_exchange(self, pieces: Sequence[Piece]) -> bool:
+        """Append all pieces with a loss on their answers; False, and none, if they do not fit."""
+        num_before = len(self.ids)
+        for piece in pieces:
+            if not self.add(piece.asked, piece.answer):
+                del self.ids[num_before:], self.labels[num_before:]
+                return False
+        return True
+
+    def add(self, asked: str, answer: str) -> bool:
+        """Append what is read, and what is to be written then; False where they do not fit."""
         asked_ids = self._tokenizer.encode(asked).ids
         answer_ids = self._tokenizer.encode(answer).ids
         closing = self._tokenizer.encode("\n").ids if answer else []
@@ -60,6 +74,10 @@ class RowBuilder:
         self.ids += new_ids
         self.labels += [IGNORE] * len(asked_ids) + answer_ids + [IGNORE] * len(closing)
         return True
+
+    def num_tokens_of(self, text: str) -> int:
+        """Return how many tokens `text` has."""
+        return len(self._tokenizer.encode(text).ids)
 
     def padded(self) -> tuple[list[int], list[int]]:
         """Return (inputs, next-token labels), both of `length`."""
@@ -98,11 +116,31 @@ def fill_recall(rng: random.Random, row: RowBuilder, length: int, mixture: Mixtu
             return
 
 
+def fill_tools(rng: random.Random, row: RowBuilder, length: int, mixture: Mixture) -> None:
+    """Offer functions, as many as leave half of the row, and fill it with exchanges."""
+    while True:
+        functions = draw_functions(rng, rng.randint(1, 4))
+        opening = tools.opening(rng, functions)
+        if row.num_tokens_of(opening) <= length // 2:
+            break
+    row.add_text(opening)
+    while row.add_exchange(tools.exchange(rng, functions, mixture)):
+        pass
+
+
 def make_row(
-    rng: random.Random, tokenizer: Tokenizer, length: int, recall_share: float, mixture: Mixture
+    rng: random.Random,
+    tokenizer: Tokenizer,
+    length: int,
+    recall_share: float,
+    mixture: Mixture,
+    tool_share: float = 0.0,
 ) -> tuple[list[int], list[int]]:
     """Return one row's (inputs, labels)."""
     row = RowBuilder(tokenizer, length)
+    if tool_share and rng.random() < tool_share:
+        fill_tools(rng, row, length, mixture)
+        return row.padded()
     if rng.random() < 0.15:
         row.add_text(tasks.render_system(rng.choice(tasks.SYSTEM_TEXTS)))
     if rng.random() < recall_share:
@@ -119,8 +157,11 @@ def make_batch(
     num_rows: int,
     recall_share: float,
     mixture: Mixture = tasks.MAIN_TASKS,
+    tool_share: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (inputs, labels), each [num_rows, length] int64, as a function of `seed` alone."""
     rng = random.Random(seed)
-    rows = [make_row(rng, tokenizer, length, recall_share, mixture) for _ in range(num_rows)]
+    rows = [
+        make_row(rng, tokenizer, length, recall_share, mixture, tool_share) for _ in range(num_rows)
+    ]
     return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])

@@ -10,15 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer
 
 from scripts import demo_tasks as tasks
+from scripts import demo_tools as tools
 from scripts.demo_batches import IGNORE, RowBuilder
 from scripts.demo_model import Decoder
 from scripts.demo_tasks import Turn
 from scripts.demo_tokenizer import MAX_LENGTH, PAD_ID
+from scripts.demo_tools import Piece
 
 NUM_FACTS = 12
 BATCH_TOKENS = 16384
@@ -76,10 +79,28 @@ def all_levels() -> list[Level]:
     return levels
 
 
-def _encode(turn: Turn, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _makers(tokenizer: Tokenizer) -> dict[str, Callable[[random.Random], Piece]]:
+    """Return what draws a conversation of each row; those with calls if it has their marks."""
+
+    def of_level(level: Level, rng: random.Random) -> Piece:
+        return Piece(*tasks.render(level.make(rng, tokenizer)))
+
+    makers: dict[str, Callable[[random.Random], Piece]]
+    makers = {level.name: partial(of_level, level) for level in all_levels()}
+    if tools.CALL_BEGIN in tokenizer.get_vocab():
+        makers |= {name: partial(tools.held_out_conversation, name) for name in tools.LEVELS}
+    return makers
+
+
+def encode_turn(turn: Turn, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return a conversation of one turn as (inputs, next-token labels)."""
+    return _encode(Piece(*tasks.render(turn)), tokenizer)
+
+
+def _encode(piece: Piece, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     row = RowBuilder(tokenizer, MAX_LENGTH)
-    if not row.add_turn(turn):
-        raise ValueError(f"a {turn.task} turn is longer than {MAX_LENGTH} tokens")
+    if not row.add(piece.asked, piece.answer):
+        raise ValueError(f"a conversation is longer than {MAX_LENGTH} tokens")
     return row.ids[:-1], row.labels[1:]
 
 
@@ -106,13 +127,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the accuracy of every level, or of those named, over `num_samples` conversations."""
     accuracies = {}
-    for level in all_levels():
-        if names and level.name not in names:
+    for name, make in _makers(tokenizer).items():
+        if names and name not in names:
             continue
-        rng = random.Random(f"held out {seed} {level.name}")
-        rows = [_encode(level.make(rng, tokenizer), tokenizer) for _ in range(num_samples)]
+        rng = random.Random(f"held out {seed} {name}")
+        rows = [_encode(make(rng), tokenizer) for _ in range(num_samples)]
         num_rows = max(1, BATCH_TOKENS // max(len(ids) for ids, _ in rows))
         chunks = [rows[start : start + num_rows] for start in range(0, num_samples, num_rows)]
         num_right = sum(_num_right(model, chunk) for chunk in chunks)
-        accuracies[level.name] = num_right / num_samples
+        accuracies[name] = num_right / num_samples
     return accuracies

@@ -13,6 +13,7 @@ from scripts.demo_model import Decoder, ModelShape
 from scripts.demo_tokenizer import IM_END_ID, PAD_ID, save_tokenizer
 
 PREFIX = "model."
+EMBEDDING = "embed_tokens.weight"
 
 
 def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
@@ -38,3 +39,19 @@ def load_exported(shape: ModelShape, folder: Path) -> Decoder:
     model = Decoder(shape)
     model.load_state_dict({name.removeprefix(PREFIX): w.float() for name, w in weights.items()})
     return model
+
+
+@torch.no_grad()
+def widened(model: Decoder, tokenizer: Tokenizer, shape: ModelShape, wide: Tokenizer) -> Decoder:
+    """Return the model with the vocabulary of `wide`, which extends that of `tokenizer`.
+
+    A new token begins as the mean of the tokens that its text had before.
+    """
+    result = Decoder(shape)
+    result.load_state_dict(model.state_dict() | {EMBEDDING: result.embed_tokens.weight})
+    known = model.embed_tokens.weight
+    for token_id in range(len(known), shape.vocab_size):
+        parts = tokenizer.encode(wide.decode([token_id])).ids
+        result.embed_tokens.weight[token_id] = known[parts].mean(0)
+    result.embed_tokens.weight[: len(known)] = known
+    return result

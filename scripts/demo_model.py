@@ -6,13 +6,20 @@ Master weights are float32; every matrix multiplication and the residual stream 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from scripts.demo_tokenizer import IM_END_ID, IM_START_ID, MAX_LENGTH, PAD_ID, VOCAB_SIZE
+from scripts.demo_tokenizer import (
+    IM_END_ID,
+    IM_START_ID,
+    MAX_LENGTH,
+    PAD_ID,
+    TOOLS_VOCAB_SIZE,
+    VOCAB_SIZE,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class ModelShape:
     head_dim: int
     rope_theta: float = 100_000.0
     rms_norm_eps: float = 1e-6
+    vocab_size: int = VOCAB_SIZE
 
     def hf_config(self) -> dict[str, object]:
         """Return the content of config.json."""
@@ -56,7 +64,7 @@ class ModelShape:
             "torch_dtype": "bfloat16",
             "use_cache": True,
             "use_sliding_window": False,
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": self.vocab_size,
         }
 
 
@@ -64,6 +72,7 @@ SHAPES = {
     "small": ModelShape(128, 384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32),
     "large": ModelShape(384, 1024, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64),
 }
+SHAPES["tools"] = replace(SHAPES["small"], vocab_size=TOOLS_VOCAB_SIZE)
 
 
 class RMSNorm(nn.Module):
@@ -172,7 +181,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed_tokens = nn.Embedding(VOCAB_SIZE, shape.hidden_size)
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

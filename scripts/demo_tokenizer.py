@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts import demo_tasks as tasks
+from scripts import demo_tools as tools
 from scripts import demo_world as world
 from scripts.demo_tasks import Turn
 
 VOCAB_SIZE = 1024
+TOOLS_VOCAB_SIZE = 1152
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 MAX_LENGTH = 2048
@@ -24,7 +28,7 @@ MAX_LENGTH = 2048
 # Words take their leading space along; a digit never does, so "7" is the same token everywhere.
 WORD_PATTERN = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# The models learned nothing about tools. It shows them so that calls can be forced (`tool_choice`).
+# demo-small and demo-large learned nothing about tools: with them, calls can only be forced.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{- '<|im_start|>system\\n' -}}
@@ -90,6 +94,49 @@ def train_tokenizer(seed: int = 0, num_texts: int = 6000) -> Tokenizer:
     return tokenizer
 
 
+def extend_tokenizer(tokenizer: Tokenizer, seed: int = 0, num_texts: int = 1500) -> Tokenizer:
+    """Return the tokenizer with more merges, of shown functions, and with the marks of calls.
+
+    All earlier tokens keep their ids, and earlier merges come first, so that the model that knows
+    them can be trained on.  Functions then take half of the tokens.  Deterministic in `seed`.
+    """
+    content = json.loads(tokenizer.to_str())
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    counts: Counter[tuple[str, ...]] = Counter()
+    rng = random.Random(seed)
+    for _ in range(num_texts):
+        for line in tools.example(rng).replace(tools.CALL_END, tools.CALL_BEGIN).splitlines():
+            for text in line.split(tools.CALL_BEGIN):
+                words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+                counts.update(
+                    tuple(token.value for token in tokenizer.model.tokenize(word))
+                    for word, _ in words
+                )
+    while len(vocabulary) < TOOLS_VOCAB_SIZE - 2:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, count in counts.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(list(best))
+        vocabulary.setdefault("".join(best), len(vocabulary))
+        counts = Counter({_merged(word, best): count for word, count in counts.items()})
+    extended = Tokenizer.from_str(json.dumps(content))
+    marks = (tools.CALL_BEGIN, tools.CALL_END)
+    extended.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    return extended
+
+
+def _merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    merged: list[str] = []
+    for token in word:
+        if merged and (merged[-1], token) == pair:
+            merged[-1] += token
+        else:
+            merged.append(token)
+    return tuple(merged)
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer; where there is none yet, train it and put it there.
 
@@ -99,6 +146,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         train_tokenizer().save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def load_tools_tokenizer(folder: Path, base: Path) -> Tokenizer:
+    """Return the folder's tokenizer for calls; where there is none, extend the one in `base`."""
+    path = folder / "tokenizer-tools.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        extend_tokenizer(Tokenizer.from_file(str(base / "tokenizer.json"))).save(str(path))
     return Tokenizer.from_file(str(path))
 
 

@@ -8,34 +8,34 @@ whole.
 from __future__ import annotations
 
 
-def _words(text: str) -> tuple[str, ...]:
+def split_words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words(
+NAMES = split_words(
     "Anna Ben Carla David Emma Felix Grace Hugo Ida Jack Kate Leo Mia Nina Oscar Paul Rosa Sam "
     "Tina Uma Victor Wendy Yara Zoe Adam Bella Chris Diana Erik Fiona George Helen Ivan Julia Karl "
     "Laura Max Nora Otto Petra Quinn Ralf Sara Tom Ursula Vera Will Lucy"
 )
-OBJECTS = _words(
+OBJECTS = split_words(
     "lamp key book clock chair box cup coin map ring pen hat coat bag ball kite drum flute mirror "
     "ladder hammer rope candle basket"
 )
-PLACES = _words(
+PLACES = split_words(
     "kitchen garden attic cellar garage library office tower barn hall school station harbour "
     "museum park forest"
 )
-COLOURS = _words("red blue green yellow black white brown orange purple pink grey gold")
-FRUITS_AND_ANIMALS = _words(
+COLOURS = split_words("red blue green yellow black white brown orange purple pink grey gold")
+FRUITS_AND_ANIMALS = split_words(
     "apple pear plum lemon cherry melon grape peach cat dog horse cow sheep goat duck mouse lion "
     "tiger bear wolf fox rabbit snake whale"
 )
 LIST_WORDS = FRUITS_AND_ANIMALS + OBJECTS
-DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = _words(
+DAYS = split_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = split_words(
     "January February March April May June July August September October November December"
 )
-NUMBER_WORDS = _words("zero one two three four five six seven eight nine ten eleven twelve")
+NUMBER_WORDS = split_words("zero one two three four five six seven eight nine ten eleven twelve")
 CAPITALS = {
     "France": "Paris",
     "Germany": "Berlin",

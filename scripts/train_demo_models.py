@@ -1,13 +1,15 @@
-"""Train, evaluate and export the two demo models that ship with the package.
+"""Train, evaluate and export the demo models that ship with the package.
 
     python scripts/train_demo_models.py --model large --minutes 120
     python scripts/train_demo_models.py --model large --final --steps 4000
     python scripts/train_demo_models.py --model large --evaluate
     python scripts/train_demo_models.py --model large --export
+    python scripts/train_demo_models.py --model tools --minutes 40
 
-A run continues from its checkpoint in --folder, and one with --final begins where the main run has
-ended.  Batches depend on (schedule, seed, step) only and the learning rate and curriculum on the
-progress alone, so a run by --steps repeats exactly.
+A run continues from its checkpoint in --folder.  One with --final begins where the main run has
+ended, and one of demo-tools with demo-small as exported.  Batches depend on (schedule, seed, step)
+only, and the learning rate and curriculum on the progress alone, so a run by --steps repeats
+exactly.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.demo_batches import IGNORE, make_batch
 from scripts.demo_evaluate import evaluate
-from scripts.demo_export import export, load_exported
+from scripts.demo_export import export, load_exported, widened
 from scripts.demo_model import SHAPES, Decoder
 from scripts.demo_tasks import FINAL_TASKS, MAIN_TASKS, Mixture
-from scripts.demo_tokenizer import load_tokenizer
+from scripts.demo_tokenizer import load_tokenizer, load_tools_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY_S = 180.0
@@ -57,6 +59,7 @@ class Schedule:
     stages: tuple[Stage, ...]
     mixture: Mixture
     decay_from: float
+    tool_share: float = 0.0  # of rows in which functions are offered
 
     def stage_at(self, progress: float) -> Stage:
         """Return the curriculum's stage at a progress in [0, 1]."""
@@ -87,6 +90,14 @@ FINAL = Schedule(
     (Stage(1.01, ((256, 0.1),) * 5 + ((512, 0.5), (1024, 0.5), (2048, 0.5))),),
     FINAL_TASKS,
     decay_from=0.6,
+)
+# Functions and their calls fit into short rows; everything else must stay.
+TOOLS = Schedule(
+    "tools",
+    (Stage(1.01, ((256, 0.3), (256, 0.3), (512, 0.5))),),
+    MAIN_TASKS,
+    decay_from=0.5,
+    tool_share=0.8,
 )
 
 
@@ -138,9 +149,11 @@ class Trainer:
         self.arguments = arguments
         self.tokenizer = tokenizer
         self.device = torch.device(arguments.device)
-        self.model = Decoder(SHAPES[arguments.model]).to(self.device)
+        self.model = self._new_model().to(self.device)
         self.optimizer = Optimizer(self.model, arguments.rate)
         self.schedule = FINAL if arguments.final else MAIN
+        if arguments.model == "tools":
+            self.schedule = TOOLS
         self.progress = Progress(self.schedule.name)
         self.checkpoint: Path = arguments.folder / f"{arguments.model}.pt"
         if self.checkpoint.exists():
@@ -149,6 +162,15 @@ class Trainer:
             torch._dynamo.config.recompile_limit = 64
             for block in self.model.layers:
                 block.compile()
+
+    def _new_model(self) -> Decoder:
+        shape = SHAPES[self.arguments.model]
+        if self.arguments.model != "tools":
+            return Decoder(shape)
+        folder = self.arguments.assets / "demo-small"
+        small = load_exported(SHAPES["small"], folder)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return widened(small, tokenizer, shape, self.tokenizer)
 
     def _restore(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
@@ -179,8 +201,9 @@ class Trainer:
         seed = f"{self.schedule.name} {self.arguments.seed} {step}"
         num_rows = self.arguments.batch_tokens // length
         ids, labels = make_batch(
-            self.tokenizer, seed, length, num_rows, recall_share, self.schedule.mixture
-        )
+            self.tokenizer, seed, length, num_rows, recall_share, self.schedule.mixture,
+            self.schedule.tool_share,
+        )  # fmt: skip
         return ids.to(self.device), labels.to(self.device)
 
     def step(self) -> tuple[Tensor, Tensor]:
@@ -267,7 +290,11 @@ def main() -> None:
     if arguments.evaluate:
         evaluate_exported(arguments)
         return
-    trainer = Trainer(arguments, load_tokenizer(arguments.folder))
+    if arguments.model == "tools":
+        tokenizer = load_tools_tokenizer(arguments.folder, arguments.assets / "demo-small")
+    else:
+        tokenizer = load_tokenizer(arguments.folder)
+    trainer = Trainer(arguments, tokenizer)
     if not arguments.export:
         trainer.run()
     export(trainer.model, trainer.tokenizer, arguments.assets / f"demo-{arguments.model}")

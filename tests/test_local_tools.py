@@ -9,8 +9,10 @@ import jsonschema  # type: ignore[import-untyped]
 
 from disagg.config import ASSETS
 from tests.test_local_structured import served
+from tests.tool_calls import DIALOGUES, FUNCTION
 
-MODEL = ASSETS / "demo-large"
+MODEL = ASSETS / "demo-tools"
+WEATHER: Any = {"type": "function", "function": FUNCTION}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 ADD: Any = {
     "type": "function",
@@ -27,30 +29,34 @@ ADD: Any = {
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
-async def test_a_bundled_model_is_offered_tools_calls_them_and_reads_their_results() -> None:
-    messages: list[Any] = [{"role": "user", "content": "What is 12 + 7?"}]
-    asked: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 120}
+async def test_a_bundled_model_calls_functions_where_they_fit_and_where_it_must() -> None:
+    def asked(content: str, tools: list[Any]) -> dict[str, Any]:
+        return {
+            "model": name,
+            "messages": [{"role": "user", "content": content}],
+            "tools": tools,
+            "max_tokens": 120,
+        }
+
     async with served(MODEL) as (_, client):
-        asked["model"] = (await client.models.list()).data[0].id
-        free = await client.chat.completions.create(tools=[ADD], **asked)
-        assert free.choices[0].message.content == "19", "it learned nothing of calls"
-        forced = await client.chat.completions.create(tools=[ADD], tool_choice=NAMED, **asked)
+        name = (await client.models.list()).data[0].id
+        for dialogue in DIALOGUES:
+            await dialogue(client, name)
+        create = client.chat.completions.create
+        both = "What is 12 + 7? What is the weather in Rome?"
+        answer = await create(**asked(both, [WEATHER, ADD]))
+        calls: list[Any] = answer.choices[0].message.tool_calls or []
+        assert [(each.function.name, json.loads(each.function.arguments)) for each in calls] == [
+            ("add", {"a": 12, "b": 7}),
+            ("get_weather", {"city": "Rome"}),
+        ]
+        one = await create(parallel_tool_calls=False, **asked(both, [WEATHER, ADD]))
+        (only,) = one.choices[0].message.tool_calls or []
+        assert only.type == "function" and only.function.name == "add"
+        unfit = await create(**asked("What is the price of a lamp?", [WEATHER, ADD]))
+        assert unfit.choices[0].message.content == "I do not know."
+        assert not unfit.choices[0].message.tool_calls
+        forced = await create(tool_choice=NAMED, **asked("What is the weather in Rome?", [ADD]))
         (call,) = forced.choices[0].message.tool_calls or []
         assert call.type == "function" and forced.choices[0].finish_reason == "tool_calls"
         jsonschema.validate(json.loads(call.function.arguments), ADD["function"]["parameters"])
-        streamed = await client.chat.completions.create(
-            tools=[ADD], tool_choice=NAMED, stream=True, **asked
-        )
-        arguments = ""
-        async for chunk in streamed:
-            for delta in chunk.choices[0].delta.tool_calls or []:
-                arguments += (delta.function and delta.function.arguments) or ""
-        assert arguments == call.function.arguments
-        num_before = forced.usage.prompt_tokens if forced.usage else 0
-        messages += [
-            forced.choices[0].message.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": call.id, "content": "19"},
-        ]
-        after = await client.chat.completions.create(tools=[ADD], **asked)
-        assert after.choices[0].message.content
-        assert after.usage is not None and after.usage.prompt_tokens > num_before

@@ -26,7 +26,7 @@ from scripts.demo_model import SHAPES, Decoder
 from scripts.demo_tokenizer import CHAT_TEMPLATE, IM_END_ID, VOCAB_SIZE
 
 ASSETS = Path(__file__).resolve().parents[2] / "disagg" / "assets"
-MODELS = ("demo-small", "demo-large")
+MODELS = ("demo-small", "demo-large", "demo-tools")
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +277,6 @@ def test_the_large_model_answers(tokenizer: Tokenizer) -> None:
     assert min(accuracies.values()) >= 0.5
 
 
-def test_both_models_together_stay_small() -> None:
+def test_all_models_together_stay_small() -> None:
     files = [path for name in MODELS for path in (ASSETS / name).iterdir()]
     assert sum(path.stat().st_size for path in files) <= 20e6
