@@ -44,10 +44,18 @@ def extensions() -> list[Extension]:
         language="c++",
         optional=True,
     )
+    block_names = Extension(
+        "disagg.kernels._block_names",
+        sources=["csrc/block_names.cpp"],
+        extra_compile_args=COMPILED,
+        language="c++",
+        optional=True,
+    )
     if platform.machine() not in ("x86_64", "AMD64"):
-        return [sampling]
+        return [sampling, block_names]
     return [
         sampling,
+        block_names,
         Extension(
             "disagg.kernels._step_avx512_bf16",
             sources=["csrc/step.cpp"],

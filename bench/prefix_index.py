@@ -27,12 +27,14 @@ from typing import Any
 from bench.report import finish, print_table
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
-from disagg.router.prefix_index import ENTRY_NBYTES, PrefixIndex
+from disagg.router.block_names import new_block_names
+from disagg.router.prefix_index import PrefixIndex
 
 NUM_BLOCKS, NUM_BLOCKS_TINY = 10_000_000, 20_000
 NUM_WORKERS, NUM_HOLDERS = 64, 4
 CHAIN_BLOCKS, EVENT_BLOCKS = 128, 8
-GOAL = {"bytes per block and worker": 150, "total bytes": 2e9}
+GOAL = {"bytes a block": 64, "slowest ms": 5}
+FOUND_BLOCKS, NUM_LOOKUPS = 512, 200
 CASES = ("unshared", "shared", "stream", "leaves")
 
 
@@ -81,7 +83,20 @@ class Filling:
             "bytes a block": nbytes / self.index.num_blocks,
             "bytes a pair": nbytes / num_pairs,
             "slowest ms": self.slowest_s * 1e3,
+            "lookup us": self.lookup_us(),
         }
+
+    def lookup_us(self) -> float:
+        """Median time of finding a cached prompt of `FOUND_BLOCKS` blocks."""
+        prompt = [self.rng.randbytes(16) for _ in range(FOUND_BLOCKS)]
+        self.index.apply("w1", [KVEvent("stored", tuple(prompt))])
+        took_s = []
+        for _ in range(NUM_LOOKUPS):
+            began_s = time.thread_time()
+            self.index.find(prompt)
+            took_s.append(time.thread_time() - began_s)
+        self.index.apply("w1", [KVEvent("removed", tuple(prompt))])
+        return sorted(took_s)[NUM_LOOKUPS // 2] * 1e6
 
 
 def rss_nbytes() -> int:
@@ -95,7 +110,7 @@ def copied(name: BlockHash) -> BlockHash:
 
 def run(case: str, num_blocks: int) -> list[dict[str, Any]]:
     room = num_blocks if case == "stream" else 2 * num_blocks
-    filling = Filling(num_blocks, room * ENTRY_NBYTES)
+    filling = Filling(num_blocks, room * new_block_names().entry_nbytes)
     num_holders = NUM_HOLDERS if case == "shared" else 1
     filling.fill(num_holders)
     index = filling.index

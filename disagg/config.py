@@ -316,6 +316,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ucx: dict[
         str, str
     ] = {}  # "TLS": "rc,cuda" is UCX_TLS=rc,cuda for the workers (docs/security.md)
+    prefix_index_nbytes: Positive = 1 << 30  # of each ingress, at most; it grows with the fleet
     max_num_workers: Positive | None = None  # of all pools together, where some are autoscaled
     drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0  # in which streams may end at a stop
 

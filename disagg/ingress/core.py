@@ -29,6 +29,7 @@ from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics
+from disagg.ingress.index_room import IndexRoom
 from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
@@ -39,6 +40,7 @@ from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
 from disagg.router.load_report import report
 from disagg.router.pool_state import states_of
+from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
@@ -105,7 +107,9 @@ class IngressCore:
             tier.name: (tier.ttft_slo_s, tier.tpot_slo_s or 0.0) for tier in config.tiers
         }
         tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
-        self.fleet = Fleet(now=now, tpot_slo_s=tpot_slo_s)
+        index = PrefixIndex(config.prefix_index_nbytes)
+        self.fleet = Fleet(index, now=now, tpot_slo_s=tpot_slo_s)
+        self._index_room = IndexRoom(index)
         standby = Standby(self.fleet, _num_serving(config))
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
@@ -186,6 +190,7 @@ class IngressCore:
                     model, block_size=record.block_size, max_model_len=record.max_model_len
                 )
         self._models.update(_auto(self._config, self._models))
+        self._index_room.check(sum(record.num_blocks for record in records))
         self.links.update(records)
 
     def readiness(self) -> Readiness:
@@ -271,6 +276,16 @@ class IngressCore:
             "prefix_index_blocks": (
                 "Different KV blocks that this ingress knows to be cached on one or more workers",
                 lambda: index.num_blocks,
+            ),
+            "prefix_index_max_blocks": (
+                "KV blocks that this ingress has room to know (prefix_index_nbytes). With more"
+                " cached ones it forgets the oldest, and routes their requests elsewhere",
+                lambda: index.max_num_blocks,
+            ),
+            "prefix_index_evicted_blocks": (
+                "KV blocks that this ingress has forgotten for want of room since it started,"
+                " although workers may still have them",
+                lambda: index.num_evicted,
             ),
             "tenant_limits_shared": (
                 "0: tenants' rate limits are granted in full by each ingress, as the store that"

@@ -43,6 +43,13 @@ STEP = Library(
 SAMPLING = Library(
     "sampling", Path(__file__).parent / "_sampling.so", version=1, needed=(), sentence="compiled"
 )
+BLOCK_NAMES = Library(
+    "block_names",
+    Path(__file__).parent / "_block_names.so",
+    version=1,
+    needed=(),
+    sentence="compiled",
+)
 
 
 @dataclass(frozen=True, slots=True)

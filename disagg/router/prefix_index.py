@@ -1,59 +1,70 @@
-"""The prefix index: for every block hash, a bit mask of the workers that have the block cached.
+"""The prefix index: for every block hash, the set of workers that have the block cached.
 
 Fed by each worker's snapshot and KV events. `match` may be out of date (a block may be evicted
 before the request arrives); that costs time, never correctness.
 
-Hashes are spread over 256 dicts by their first byte, so that growing a dict, evicting hashes and
-clearing bits of lost workers each touch one small dict at a time, and no call takes long.
-
-Bounded in bytes. When full, the oldest hashes are evicted, except that those matched since get a
-second chance (CLOCK, an approximation of LRU; Corbató, 1968). A lost worker's bit is ignored at
-once; it is cleared dict by dict while other workers report, and reused only after that.
+Names are kept with the number of a set (`block_names.py`), and each set once, as a bit mask of
+workers: many blocks are cached by the same ones. Bounded in blocks; when full, the oldest are
+evicted, except that those matched since get a second chance. A lost worker's bit is ignored at
+once; it is cleared from a few sets at a time while other workers report, and reused only after
+that. No call takes long.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice
-from operator import and_
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
+from disagg.router.block_names import NUM_SHARDS, BlockNames, new_block_names
 
-NUM_SHARDS = 256  # one for each first byte
-NAME_NBYTES = 64  # 16 bytes, their header, and what the allocator rounds up to
-# A hash and its place in a dict that has just grown to six places per hash; usually less.
-ENTRY_NBYTES = NAME_NBYTES + 6 * 20
-EVICTED_AT_ONCE = 1 / 64  # of a shard
-MAX_NUM_MASKS = 1 << 12  # that entries share
-ASKED = 1  # the bit of a hash that was matched since the last eviction; the lowest bit
-STRIDE = 64  # hashes are looked up so many at a time, until no worker has them all
+DEFAULT_NBYTES = 1 << 30  # of names
+SETS_AT_ONCE = 64  # looked at beside a report
+NUM_SETS_BEFORE_SWEEP = 4096
+SET_NBYTES = 180  # of a set without its mask: an integer's header, a place in a dict and in a list
 
 
 class PrefixIndex:
-    """Holds at most `max_nbytes` of memory."""
+    """Holds at most `max_nbytes` of names.
 
-    def __init__(self, max_nbytes: int = 256 << 20) -> None:
-        self._max_num_blocks = max(1, max_nbytes // ENTRY_NBYTES)
-        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
-        self._masks: dict[int, int] = {}
-        self._num_blocks = 0
-        self._hand = 0  # the shard in which room is made next
+    Attributes:
+        max_num_blocks: the room for names.
+        num_evicted: names that were evicted for want of room, so far.
+    """
+
+    def __init__(
+        self,
+        max_nbytes: int = DEFAULT_NBYTES,
+        new_names: Callable[[], BlockNames] = new_block_names,
+    ) -> None:
+        self._new_names = new_names
+        self.num_evicted = 0
+        self._clear()
+        self.max_num_blocks = max(1, max_nbytes // self._names.entry_nbytes)
+
+    def _clear(self) -> None:
+        self._names = self._new_names()
+        self._masks = [0]  # by set
+        self._sets: dict[int, int] = {0: 0}  # by mask
+        self._free_sets: list[int] = []
+        self._dead_sets: list[int] = []  # whose workers are all lost; some name may still have them
+        self._num_to_purge = 0  # shards that may have such names
+        self._next_set, self._next_shard = 1, 0  # to be swept, to be purged
+        self._sweeps_at = NUM_SETS_BEFORE_SWEEP
+        self._is_sweeping = False
         self._bits: dict[str, int] = {}
         self._workers: dict[int, str] = {}
         self._alive = 0  # all bits of workers
         self._gone = 0  # bits of lost workers, which masks may still contain
-        self._leaving = 0  # of these, those that this sweep removes
-        self._num_swept = 0  # shards
+        self._leaving = 0  # of these, those that this sweep clears
         self._free_bits: list[int] = []
-        self._num_bits = 1
+        self._num_bits = 0
 
     @property
     def num_blocks(self) -> int:
-        return self._num_blocks
+        return self._names.num_names
 
     @property
     def num_bits(self) -> int:
@@ -61,8 +72,13 @@ class PrefixIndex:
         return self._num_bits
 
     @property
+    def num_sets(self) -> int:
+        """Different sets of workers."""
+        return len(self._masks) - len(self._free_sets)
+
+    @property
     def nbytes(self) -> int:
-        return sum(map(sys.getsizeof, self._shards)) + NAME_NBYTES * self._num_blocks
+        return self._names.nbytes + self.num_sets * (SET_NBYTES + self._num_bits // 7)
 
     def bit(self, worker_id: str) -> int:
         """The worker's bit until its next snapshot; 0: it is unknown."""
@@ -74,28 +90,19 @@ class PrefixIndex:
 
     def find(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The same for few workers of many."""
-        shards = self._shards
-        holders: list[int] = []  # of the blocks so far, all of them
-        last = self._alive | ASKED
-        for begin in range(0, len(block_hashes), STRIDE):
-            part = block_hashes[begin : begin + STRIDE]
-            masks = [shards[block_hash[0]].get(block_hash, 0) for block_hash in part]
-            holders += islice(accumulate(masks, and_, initial=last), 1, None)
-            last = holders[-1]
-            if last <= ASKED:  # nobody holds all
-                del holders[bisect_left(holders, True, key=lambda mask: mask <= ASKED) :]
+        masks, mask = self._masks, self._alive
+        holders: list[int] = []
+        ends: list[int] = []
+        for number, end in self._names.leading(block_hashes):
+            before, mask = mask, mask & masks[number]
+            if not mask:
                 break
-        if holders and not holders[-1] & ASKED:
-            self._ask(block_hashes[: len(holders)])
-        return PrefixMatch(holders, self._bits, self._workers)
-
-    def _ask(self, block_hashes: Sequence[BlockHash]) -> None:
-        shards = self._shards
-        for block_hash in block_hashes:
-            shard = shards[block_hash[0]]
-            mask = shard[block_hash]
-            if not mask & ASKED:
-                shard[block_hash] = self._shared(mask | ASKED)
+            if mask == before and ends:
+                ends[-1] = end
+            else:
+                holders.append(mask)
+                ends.append(end)
+        return PrefixMatch(holders, ends, self._bits, self._workers)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker has exactly these blocks cached."""
@@ -105,14 +112,13 @@ class PrefixIndex:
         self._bits[worker_id] = bit
         self._workers[bit] = worker_id
         self._alive |= bit
-        self._stored(bit, block_hashes)
+        self._stored(bit, tuple(block_hashes))
 
     def apply(self, worker_id: str, events: Iterable[KVEvent]) -> None:
         """Apply a worker's changes since its snapshot, in order. Unknown workers are ignored."""
         if worker_id not in self._bits:
             return
-        if self._gone:
-            self._sweep()
+        self._sweep()
         for event in events:
             if event.kind == "stored":
                 self._stored(self._bits[worker_id], event.block_hashes)
@@ -122,104 +128,124 @@ class PrefixIndex:
     def drop(self, worker_id: str) -> None:
         """Forget a lost worker."""
         bit = self._bits.pop(worker_id, 0)
-        if not bit:
-            return
-        del self._workers[bit]
-        self._alive &= ~bit
-        self._gone |= bit
-        if not self._alive:
-            self._shards = [{} for _ in range(NUM_SHARDS)]
-            self._num_blocks = 0
-            self._give_back(self._gone)
+        if bit:
+            del self._workers[bit]
+            self._alive &= ~bit
+            self._gone |= bit
+            if not self._alive:
+                self._clear()
 
     def _new_bit(self) -> int:
         bit = 1 << self._num_bits
         self._num_bits += 1
         return bit
 
-    def _stored(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
-        shards, known = self._shards, self._alive | ASKED
-        for block_hash in block_hashes:
-            shard = shards[block_hash[0]]
-            mask = shard.get(block_hash)
-            if mask is None:
-                shard[block_hash] = bit
-                self._num_blocks += 1
-            elif not mask & bit:
-                shard[block_hash] = self._shared(mask & known | bit)
-        if self._num_blocks > self._max_num_blocks:
-            self._make_room()
+    def _stored(self, bit: int, block_hashes: Sequence[BlockHash]) -> None:
+        masks, alive, is_changed = self._masks, self._alive, False
+        runs = self._names.sets_of(block_hashes)
+        for place, (number, end) in enumerate(runs):
+            mask = masks[number]
+            if not mask & bit:
+                runs[place] = self._set_of(mask & alive | bit), end
+                is_changed = True
+        if is_changed and self._names.put(block_hashes, runs) > self.max_num_blocks:
+            self.num_evicted += self._names.make_room(self.max_num_blocks)
 
-    def _removed(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
-        others = self._alive & ~bit
-        for block_hash in block_hashes:
-            shard = self._shards[block_hash[0]]
-            mask = shard.get(block_hash, 0)
-            if mask & others:
-                shard[block_hash] = self._shared(mask & (others | ASKED))
-            elif mask:
-                del shard[block_hash]
-                self._num_blocks -= 1
+    def _removed(self, bit: int, block_hashes: Sequence[BlockHash]) -> None:
+        masks, others, is_changed = self._masks, self._alive & ~bit, False
+        runs = self._names.sets_of(block_hashes)
+        for place, (number, end) in enumerate(runs):
+            left = masks[number] & others
+            if number and left != masks[number]:
+                runs[place] = self._set_of(left), end
+                is_changed = True
+        if is_changed:
+            self._names.put(block_hashes, runs)
 
-    def _make_room(self) -> None:
-        """Evict the oldest hashes of one shard after the other until there is room."""
-        while self._num_blocks > self._max_num_blocks:
-            shard = self._shards[self._hand]
-            self._hand = (self._hand + 1) % NUM_SHARDS
-            for block_hash in list(islice(shard, math.ceil(len(shard) * EVICTED_AT_ONCE))):
-                mask = shard.pop(block_hash)
-                if mask & ASKED:
-                    shard[block_hash] = self._shared(mask ^ ASKED)  # as the newest
-                else:
-                    self._num_blocks -= 1
+    def _set_of(self, mask: int) -> int:
+        """The number of the set of these workers."""
+        number = self._sets.get(mask)
+        if number is None:
+            if self._free_sets:
+                number = self._free_sets.pop()
+                self._masks[number] = mask
+            else:
+                number = len(self._masks)
+                self._masks.append(mask)
+            self._sets[mask] = number
+        return number
 
     def _sweep(self) -> None:
-        """Clear the bits of lost workers in one shard; after the last shard, they are free."""
-        if not self._leaving:
-            self._leaving, self._num_swept = self._gone, 0
-            if not self._leaving:
+        """Go on clearing lost workers, and sets and names that nobody needs any more."""
+        if self._num_to_purge:
+            self._names.purge(self._next_shard)
+            self._next_shard = (self._next_shard + 1) % NUM_SHARDS
+            self._num_to_purge -= 1
+        if not self._is_sweeping:
+            if not self._gone and not self._dead_sets and self.num_sets < self._sweeps_at:
                 return
-        shard, alive, leaving = self._shards[self._num_swept], self._alive, self._leaving
-        touched = [(name, mask) for name, mask in shard.items() if mask & leaving]
-        num_before = len(shard)
-        for block_hash, mask in touched:
-            if mask & alive:
-                shard[block_hash] = self._shared(mask & (alive | ASKED))
-            else:
-                del shard[block_hash]
-        self._num_blocks -= num_before - len(shard)
-        if len(shard) < num_before // 2:
-            self._shards[self._num_swept] = dict(shard.items())  # a dict never becomes smaller
-        self._num_swept += 1
-        if self._num_swept == NUM_SHARDS:
-            self._give_back(self._leaving)
+            self._is_sweeping, self._leaving, self._next_set = True, self._gone, 1
+        first = self._next_set
+        counts = self._names.counts(first, min(SETS_AT_ONCE, len(self._masks) - first))
+        for number, num_names in enumerate(counts, first):
+            self._look_at(number, num_names)
+        self._next_set = first + len(counts)
+        if self._next_set == len(self._masks):
+            self._end_sweep()
 
-    def _give_back(self, bits: int) -> None:
-        """Free bits that no mask contains any more."""
-        self._free_bits += _bits_of(bits)
-        self._gone &= ~bits
+    def _look_at(self, number: int, num_names: int) -> None:
+        mask = self._masks[number]
+        if not mask:  # free or dead
+            return
+        left = mask & ~self._leaving
+        if num_names and left == mask:
+            return
+        if self._sets.get(mask) == number:
+            del self._sets[mask]
+        self._masks[number] = left if num_names else 0
+        if not num_names:
+            self._free_sets.append(number)
+        elif left:
+            self._sets.setdefault(left, number)
+        else:
+            self._names.kill(number)
+            self._dead_sets.append(number)
+            self._num_to_purge = NUM_SHARDS
+
+    def _end_sweep(self) -> None:
+        self._is_sweeping = False
+        self._sweeps_at = 2 * self.num_sets + NUM_SETS_BEFORE_SWEEP
+        self._free_bits += _bits_of(self._leaving)  # no mask contains them any more
+        self._gone &= ~self._leaving
         self._leaving = 0
-
-    def _shared(self, mask: int) -> int:
-        """The same number as one object for all entries, which saves memory."""
-        if len(self._masks) >= MAX_NUM_MASKS:
-            self._masks.clear()
-        return self._masks.setdefault(mask, mask)
+        dead, self._dead_sets = self._dead_sets, []
+        for number in dead:
+            (num_names,) = self._names.counts(number, 1)
+            if num_names:
+                self._dead_sets.append(number)
+            else:
+                self._names.kill(number, is_dead=False)
+                self._free_sets.append(number)
 
 
 class PrefixMatch:
     """How many leading blocks of one prompt workers hold, until the index changes.
 
     Args:
-        holders: for each number of leading blocks from 1 on, the bits of those that hold so many;
-            somebody holds the last one.
+        holders: the bits of those that hold the first blocks, for growing numbers of blocks
+        ends: these numbers: `holders[i]` hold `ends[i]` leading blocks
         bits, workers: of the index.
     """
 
     def __init__(
-        self, holders: Sequence[int], bits: Mapping[str, int], workers: Mapping[int, str]
+        self,
+        holders: Sequence[int],
+        ends: Sequence[int],
+        bits: Mapping[str, int],
+        workers: Mapping[int, str],
     ) -> None:
         self._holders = holders
+        self._ends = ends
         self._bits = bits
         self._workers = workers
 
@@ -232,9 +258,9 @@ class PrefixMatch:
                 least = middle + 1
             else:
                 most = middle
-        return least
+        return self._ends[least - 1] if least else 0
 
-    def longest(self, turn: float = 0.0, among: int = ~ASKED) -> Iterator[tuple[str, int]]:
+    def longest(self, turn: float = 0.0, among: int = -1) -> Iterator[tuple[str, int]]:
         """Each worker that holds the first block, and how many it holds; most come first.
 
         Args:
@@ -242,24 +268,22 @@ class PrefixMatch:
             among: `PrefixIndex.bit` of the workers to name
         """
         holders, workers = self._holders, self._workers
-        num_blocks, before = len(holders), 0
-        while num_blocks:
-            mask = holders[num_blocks - 1] & among
-            new = mask ^ before
+        place, before = len(holders), 0
+        while place:
+            mask = holders[place - 1] & among
+            new, num_blocks = mask ^ before, self._ends[place - 1]
             if new in workers:  # it is one, as in most cases
                 yield workers[new], num_blocks
-            else:
+            elif new:
                 shift = int(turn * new.bit_length())
                 late = new & ((1 << shift) - 1)
                 for bit in chain(_bits_of(new ^ late), _bits_of(late)):
                     yield workers[bit], num_blocks
             before = mask
-            num_blocks -= 1
-            if num_blocks and holders[num_blocks - 1] & among == mask:
+            place -= 1
+            if place and holders[place - 1] & among == mask:
                 # The bits of fewer workers are a smaller number, so the masks are in order.
-                num_blocks = bisect_left(
-                    holders, -mask, hi=num_blocks, key=lambda held: -(held & among)
-                )
+                place = bisect_left(holders, -mask, hi=place, key=lambda held: -(held & among))
 
 
 def _bits_of(mask: int) -> Iterator[int]:

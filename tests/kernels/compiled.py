@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from disagg.kernels.cpu_library import SAMPLING, STEP, Found, cpu_flags, load
+from disagg.kernels.cpu_library import BLOCK_NAMES, SAMPLING, STEP, Found, cpu_flags, load
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,5 +44,12 @@ def compiled(directory: Path) -> Found:
 def compiled_sampling(directory: Path) -> ctypes.CDLL:
     """The loops that choose tokens, which every CPU can run."""
     found = load(SAMPLING, _built(directory, SAMPLING.file), cpu_flags())
+    assert found.loaded is not None, found.sentence
+    return found.loaded
+
+
+def compiled_block_names(directory: Path) -> ctypes.CDLL:
+    """The hash table of the prefix index, which every CPU can run."""
+    found = load(BLOCK_NAMES, _built(directory, BLOCK_NAMES.file), cpu_flags())
     assert found.loaded is not None, found.sentence
     return found.loaded

@@ -4,19 +4,34 @@ nothing of workers that are gone."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
-from disagg.router.prefix_index import ENTRY_NBYTES, NUM_SHARDS, PrefixIndex
+from disagg.router.block_names import NUM_SHARDS, BlockNames, CompiledNames, DictNames
+from disagg.router.prefix_index import NUM_SETS_BEFORE_SWEEP, PrefixIndex
+from tests.kernels.compiled import can_compile, compiled_block_names
 
 NAMES = [bytes([i]) * 16 for i in range(12)]
 WORKERS = ["a", "b", "c"]
 
 name_lists = st.lists(st.sampled_from(NAMES), max_size=6).map(tuple)
+NewNames: TypeAlias = Callable[[], BlockNames]
+
+
+@pytest.fixture(scope="module", params=["dicts", "compiled"] if can_compile() else ["dicts"])
+def new_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewNames:
+    if request.param == "dicts":
+        return DictNames
+    library = compiled_block_names(tmp_path_factory.mktemp("built"))
+    return lambda: CompiledNames(library)
+
+
 changes = st.one_of(
     st.tuples(st.sampled_from(["snapshot", "stored", "removed"]), name_lists),
     st.tuples(st.just("drop"), st.just(())),
@@ -40,8 +55,9 @@ def test_it_agrees_with_plain_sets(
     steps: list[tuple[str, tuple[str, tuple[BlockHash, ...]]]],
     queries: list[tuple[BlockHash, ...]],
     sweeps: int,
+    new_names: NewNames,
 ) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(new_names=new_names)
     truth: dict[str, set[BlockHash]] = {}
     for worker_id, (kind, names) in steps:
         if kind == "snapshot":
@@ -83,9 +99,9 @@ def report(index: PrefixIndex, workers: Iterable[str], num_times: int) -> None:
     turn=st.floats(0, 1),
 )
 def test_of_some_workers_it_names_those_that_hold_most_first(
-    held: dict[str, int], among: set[str], turn: float
+    held: dict[str, int], among: set[str], turn: float, new_names: NewNames
 ) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(new_names=new_names)
     for worker_id, num_blocks in held.items():
         index.snapshot(worker_id, NAMES[:num_blocks])
     bits = sum(index.bit(worker_id) for worker_id in among)
@@ -94,12 +110,16 @@ def test_of_some_workers_it_names_those_that_hold_most_first(
     assert [depth for _, depth in found] == sorted((depth for _, depth in found), reverse=True)
 
 
+def bounded(new_names: NewNames) -> PrefixIndex:
+    return PrefixIndex(20_000 * new_names().entry_nbytes, new_names)
+
+
 def random_names(rng: random.Random, num_names: int) -> list[BlockHash]:
     return [rng.randbytes(16) for _ in range(num_names)]
 
 
-def test_it_is_bounded_and_keeps_what_is_asked_for_again_and_again() -> None:
-    index, rng = PrefixIndex(max_nbytes=20_000 * ENTRY_NBYTES), random.Random(0)
+def test_it_is_bounded_and_keeps_what_is_asked_for_again_and_again(new_names: NewNames) -> None:
+    index, rng = bounded(new_names), random.Random(0)
     asked = random_names(rng, 2000)
     index.snapshot("a", asked)
     for _ in range(20):
@@ -108,8 +128,8 @@ def test_it_is_bounded_and_keeps_what_is_asked_for_again_and_again() -> None:
         assert index.match(asked) == {"a": 2000}
 
 
-def test_what_was_asked_for_leaves_after_what_was_not() -> None:
-    index, rng = PrefixIndex(max_nbytes=20_000 * ENTRY_NBYTES), random.Random(1)
+def test_what_was_asked_for_leaves_after_what_was_not(new_names: NewNames) -> None:
+    index, rng = bounded(new_names), random.Random(1)
     asked, unasked = random_names(rng, 5000), random_names(rng, 5000)
     index.snapshot("a", [*asked, *unasked])
     index.match(asked)
@@ -121,21 +141,22 @@ def test_what_was_asked_for_leaves_after_what_was_not() -> None:
     assert index.match(asked) == {}
 
 
-def test_its_bytes_are_bounded_under_new_prefixes_for_ever() -> None:
-    max_nbytes = 20_000 * ENTRY_NBYTES
-    index, rng = PrefixIndex(max_nbytes), random.Random(2)
+def test_its_bytes_are_bounded_under_new_prefixes_for_ever(new_names: NewNames) -> None:
+    max_nbytes = 20_000 * new_names().entry_nbytes
+    index, rng = bounded(new_names), random.Random(2)
+    before = index.nbytes
     index.snapshot("a", ())
     sizes = []
     for _ in range(100):
         index.apply("a", [KVEvent("stored", tuple(random_names(rng, 2000)))])
         sizes.append(index.nbytes)
         assert index.num_blocks <= 20_000
-    assert max(sizes) <= max_nbytes
+    assert max(sizes) <= before + max_nbytes
     assert index.num_blocks > 19_000
 
 
-def test_restarts_use_up_neither_bits_nor_bytes() -> None:
-    index, rng = PrefixIndex(), random.Random(3)
+def test_restarts_use_up_neither_bits_nor_bytes(new_names: NewNames) -> None:
+    index, rng = PrefixIndex(new_names=new_names), random.Random(3)
     stays, restarts = random_names(rng, 300), random_names(rng, 300)
     index.snapshot("stays", stays)
     index.snapshot("restarts", [*stays[:4], *restarts])
@@ -149,8 +170,8 @@ def test_restarts_use_up_neither_bits_nor_bytes() -> None:
     assert index.match(stays) == {"stays": 300, "restarts": 4}
 
 
-def test_restarts_that_come_faster_than_bits_are_swept_out() -> None:
-    index, rng = PrefixIndex(), random.Random(4)
+def test_restarts_that_come_faster_than_bits_are_swept_out(new_names: NewNames) -> None:
+    index, rng = PrefixIndex(new_names=new_names), random.Random(4)
     names = random_names(rng, 300)
     index.snapshot("stays", names)
     for _ in range(5 * NUM_SHARDS):
@@ -159,24 +180,24 @@ def test_restarts_that_come_faster_than_bits_are_swept_out() -> None:
     assert index.match(names) == {"stays": 300, "restarts": 4}
 
 
-def test_nothing_is_kept_of_a_worker_that_left() -> None:
-    index, rng = PrefixIndex(), random.Random(5)
+def test_nothing_is_kept_of_a_worker_that_left(new_names: NewNames) -> None:
+    index, rng = PrefixIndex(new_names=new_names), random.Random(5)
     common, own = random_names(rng, 200), random_names(rng, 20_000)
     index.snapshot("stays", common)
     before = index.nbytes
     index.snapshot("leaves", [*common, *own])
-    assert index.nbytes > before + 20_000 * 64
+    assert index.nbytes > before + 20_000 * 20
     index.drop("leaves")
     assert index.match(common) == {"stays": 200}
     assert index.match(own[:1]) == {}
-    report(index, ["stays"], NUM_SHARDS)
+    report(index, ["stays"], NUM_SHARDS + 1)
     assert index.num_blocks == 200
     assert index.nbytes <= before
     assert index.match(common) == {"stays": 200}
 
 
-def test_nothing_is_kept_when_the_last_worker_leaves() -> None:
-    index, rng = PrefixIndex(), random.Random(6)
+def test_nothing_is_kept_when_the_last_worker_leaves(new_names: NewNames) -> None:
+    index, rng = PrefixIndex(new_names=new_names), random.Random(6)
     empty = index.nbytes
     for worker_id in "ab":
         index.snapshot(worker_id, random_names(rng, 1000))
@@ -187,8 +208,8 @@ def test_nothing_is_kept_when_the_last_worker_leaves() -> None:
     assert index.match(NAMES) == {"a": 12}
 
 
-def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
-    index = PrefixIndex()
+def test_names_that_only_lost_workers_held_leave_with_the_last_holder(new_names: NewNames) -> None:
+    index = PrefixIndex(new_names=new_names)
     index.snapshot("lost", NAMES)
     index.snapshot("stays", NAMES)
     index.drop("lost")
@@ -196,8 +217,68 @@ def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
     assert index.num_blocks == 0
 
 
-def test_nobody_holds_nothing() -> None:
-    index = PrefixIndex()
+def test_nobody_holds_nothing(new_names: NewNames) -> None:
+    index = PrefixIndex(new_names=new_names)
     assert index.match(NAMES) == {}
     index.snapshot("a", NAMES)
     assert index.match(()) == {}
+
+
+def test_sets_of_workers_that_no_block_has_any_more_are_forgotten(new_names: NewNames) -> None:
+    index, rng = PrefixIndex(new_names=new_names), random.Random(7)
+    workers = [f"w{i}" for i in range(16)]
+    names = random_names(rng, 40)
+    for worker_id in workers:
+        index.snapshot(worker_id, ())
+    for _ in range(1000):
+        for worker_id in workers:
+            kind = rng.choice(("stored", "removed"))
+            index.apply(worker_id, [KVEvent(kind, tuple(rng.sample(names, 5)))])  # type: ignore[arg-type]
+    assert index.num_sets < 2 * NUM_SETS_BEFORE_SWEEP
+
+
+def test_names_of_a_wrong_length_are_not_known(new_names: NewNames) -> None:
+    """A damaged message must not shift the names behind it."""
+    index = PrefixIndex(new_names=new_names)
+    index.snapshot("a", [*NAMES[:2], b"short", b"", *NAMES[2:4]])
+    assert index.num_blocks == 4
+    assert index.match(NAMES) == {"a": 4}
+    assert index.match([NAMES[0], b"short", NAMES[1]]) == {"a": 1}
+    index.apply("a", [KVEvent("removed", (b"short", NAMES[1]))])
+    assert index.match(NAMES) == {"a": 1}
+
+
+def test_it_counts_what_it_forgets_for_want_of_room(new_names: NewNames) -> None:
+    index, rng = bounded(new_names), random.Random(8)
+    index.snapshot("a", random_names(rng, 20_000))
+    assert (index.num_blocks, index.num_evicted) == (20_000, 0)
+    index.apply("a", [KVEvent("stored", tuple(random_names(rng, 100)))])
+    assert index.num_evicted == 20_100 - index.num_blocks > 0
+
+
+def test_a_compiled_name_takes_at_most_64_bytes() -> None:
+    assert CompiledNames.entry_nbytes <= 64
+
+
+def test_both_kinds_of_names_agree(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if not can_compile():
+        return
+    compiled = CompiledNames(compiled_block_names(tmp_path_factory.mktemp("built")))
+    dicts, rng = DictNames(), random.Random(9)
+    names = random_names(rng, 300)
+    for turn in range(2000):
+        some = rng.choices(names, k=rng.randrange(1, 40))
+        if rng.random() < 0.5:
+            runs = [(rng.randrange(6), end) for end in range(1, len(some) + 1)]
+            assert compiled.put(some, runs) == dicts.put(some, runs)
+        else:
+            assert compiled.leading(some) == dicts.leading(some)
+            assert compiled.sets_of(some) == dicts.sets_of(some)
+        if turn % 50 == 0:
+            number, is_dead = rng.randrange(1, 6), rng.random() < 0.5
+            for each in (compiled, dicts):
+                each.kill(number, is_dead)
+                for shard in range(NUM_SHARDS):
+                    each.purge(shard)
+        assert compiled.counts(0, 6) == dicts.counts(0, 6)
+        assert compiled.num_names == dicts.num_names
