@@ -4,7 +4,7 @@ Frozen `msgspec` structs over msgpack; unknown fields are refused, so a version 
 an error and never as a silently dropped option. Hot messages are arrays on the wire. What comes
 from outside (HTTP) has structs of its own in `api/openai/requests.py`.
 
-    ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync
+    ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
     worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
     worker -> command line, while it starts   StartStep
 """
@@ -29,7 +29,7 @@ from disagg.worker_status import WorkerStatus as WorkerStatus
 
 T = TypeVar("T")
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
@@ -320,30 +320,45 @@ class Resync(msgspec.Struct, frozen=True, tag="resync", array_like=True):
     """The ingress missed frames: send a snapshot of what the cache holds."""
 
 
+class Frequency(msgspec.Struct, frozen=True, tag="frequency", array_like=True):
+    """How often an ingress wants to hear of cache and load: at most every `interval_s` seconds.
+
+    0: with every step. Tokens are sent with every step in any case.
+    """
+
+    interval_s: float
+
+
 class StepFrame(msgspec.Struct, frozen=True, tag="step", array_like=True):
-    """What one engine step did: tokens of this ingress's streams, cache changes, load."""
+    """What one engine step did: tokens of this ingress's streams; and, of one or more steps, cache
+    changes and the load after them.
+
+    status: None: as in the last frame that had one.
+    kept: the parts of the status that are as in that frame, and left out here: bits in the order of
+        `links.reports.RARE`.
+    """
 
     sequence_number: int  # per link, from 1, without gaps
     deltas: tuple[TokenDelta, ...]
-    kv_events: tuple[KVEvent, ...]
-    status: WorkerStatus
+    kv_events: tuple[KVEvent, ...] = ()
+    status: WorkerStatus | None = None
+    kept: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
-    """All findable blocks of a worker as of `sequence_number`."""
+    """Findable blocks of a worker as of `sequence_number`; step frames bring the others."""
 
     sequence_number: int
     block_hashes: tuple[BlockHash, ...]
     status: WorkerStatus
-    host_block_hashes: tuple[BlockHash, ...] = ()
 
 
-ToWorker: TypeAlias = Hello | Start | Prefetch | Cancel | Release | Peers | Resync
+ToWorker: TypeAlias = Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
 ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
-    Hello | Start | Prefetch | Cancel | Release | Peers | Resync
+    Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
 )
 _to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
     Challenge | Welcome | Refused | StepFrame | Snapshot

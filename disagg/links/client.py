@@ -21,11 +21,13 @@ from disagg.errors import Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
+from disagg.links.reports import restored
 from disagg.links.stream import DeltaStream
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
     Challenge,
+    Frequency,
     GenerateRequest,
     Hello,
     KVEvent,
@@ -101,6 +103,7 @@ class Link:
         self.observer = observer
         self.silence_s = silence_s
         self.max_buffer_nbytes = max_buffer_nbytes
+        self.interval_s = 0.0  # see `report_every`
         self.last_error = "not connected yet"  # for messages: why the link is not up
         self._rng = rng
         self._handshake_timeout_s = handshake_timeout_s
@@ -139,6 +142,13 @@ class Link:
             gone = tuple(gone)
             self._connection.send(Peers(tuple(peers), gone))
             self._connection.forget_peers(gone)
+
+    def report_every(self, interval_s: float) -> None:
+        """Have the worker report its cache and load at most so often, in seconds."""
+        if interval_s != self.interval_s:
+            self.interval_s = interval_s
+            if self._connection is not None and self._connection.is_up:
+                self._connection.send(Frequency(interval_s))
 
     def introduce(self, peer: Peer) -> None:
         """Send a peer that the worker may not know (any more)."""
@@ -230,7 +240,7 @@ class _WorkerConnection(Connection):
         self._stream_ids = count(1)
         self._introduced: dict[str, int] = {}  # epochs of peers; used least recently first
         self._num_received = 0  # the last step frame's number
-        self._is_synced = False
+        self._status: WorkerStatus | None = None  # the last one since a snapshot; None: none came
         self._was_heard = True  # since the last look
         self._num_silent_looks = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -289,12 +299,9 @@ class _WorkerConnection(Connection):
             self._stepped(message)
         elif isinstance(message, Snapshot):
             self._num_received = message.sequence_number
-            self._is_synced = True
+            self._status = message.status
             record, observer = self._link.record, self._link.observer
             observer.worker_synced(record, message.block_hashes, message.status)
-            if message.host_block_hashes:
-                in_host = KVEvent("stored", message.host_block_hashes, "host")
-                observer.worker_stepped(record.worker_id, (in_host,), message.status)
         else:
             raise BadFrame(f"{type(message).__name__} came after the handshake")
 
@@ -327,6 +334,8 @@ class _WorkerConnection(Connection):
                 self.trust()
                 self.is_up = True
                 self.welcomed.set_result(None)
+                if link.interval_s:
+                    self.send(Frequency(link.interval_s))
                 link.observer.link_up(link.record)
         else:
             raise BadFrame(f"{type(message).__name__} came in the middle of the handshake")
@@ -350,9 +359,11 @@ class _WorkerConnection(Connection):
             stream = streams.get(delta.stream_id)
             if stream is not None:  # otherwise it was cancelled while the delta was on its way
                 stream.put(delta)
-        if self._is_synced:
+        if self._status is not None and (step.status is not None or step.kv_events):
+            if step.status is not None:
+                self._status = restored(step.status, step.kept, self._status)
             self._link.observer.worker_stepped(
-                self._link.record.worker_id, step.kv_events, step.status
+                self._link.record.worker_id, step.kv_events, self._status
             )
 
     def _resync(self, sequence_number: int) -> None:
@@ -362,8 +373,8 @@ class _WorkerConnection(Connection):
             self.send(Cancel(stream_id))
         self._fail_streams(f"lost frames before number {sequence_number}")
         self._num_received = sequence_number
-        if self._is_synced:
-            self._is_synced = False
+        if self._status is not None:
+            self._status = None
             self._link.observer.worker_lost(self._link.record.worker_id)
         self.send(Resync())
 

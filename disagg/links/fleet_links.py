@@ -31,6 +31,22 @@ from disagg.messages import (
     WorkerStatus,
 )
 
+# Reports that an ingress takes in at most, each second; of one takes about 20 us (docs/scale.md).
+MAX_REPORTS_PER_S = 10_000
+NUM_UNLIMITED = 64  # workers that may report every step, of 10 ms and more
+LONGEST_INTERVAL_S = 0.5  # half of a heartbeat
+
+
+def report_interval_s(num_workers: int) -> float:
+    """How long each worker must wait between two reports.
+
+    It doubles with the fleet, so a few workers more or less change nothing.
+    """
+    if num_workers <= NUM_UNLIMITED:
+        return 0.0
+    doubled = 1 << (num_workers - 1).bit_length()
+    return min(doubled / MAX_REPORTS_PER_S, LONGEST_INTERVAL_S)
+
 
 class FleetLinks:
     """All links of one ingress. Everything runs on one loop.
@@ -88,6 +104,9 @@ class FleetLinks:
             )
             self._links[record.worker_id] = link
             link.open()
+        interval_s = report_interval_s(len(self._links))
+        for link in self._links.values():
+            link.report_every(interval_s)
 
     def link(self, worker_id: str) -> Link:
         """Raises `WorkerLost` when membership does not have the worker (any more)."""

@@ -1,15 +1,16 @@
 """The worker's side of its links: accepts ingresses, passes on their messages, publishes steps.
 
 Every link gets one `StepFrame` per engine step that has something for it: tokens of its streams,
-KV events, or a changed load. An idle worker sends one every `heartbeat_s`, so that the ingress can
-tell an idle worker from a dead one. Publishing never blocks.
+KV events, or a changed load (`reports.py` says how often). An idle worker sends one every
+`heartbeat_s`, so that the ingress can tell an idle worker from a dead one. Publishing never blocks.
+A snapshot is sent in parts, so that neither side's loop is held up by one.
 
 How a snapshot and KV events stay in order: when a link comes up, or asks with `Resync`, the worker
 receives `Resync` for it and passes it to the engine's thread. That thread reads the pool's block
 hashes between two steps and posts `publish_snapshot` to the loop the same way as it posts steps, so
-both arrive here in the engine's order. Before the snapshot the link gets no KV events, afterwards
-all. Events that were pending when the hashes were read are in both; applying them twice changes
-nothing, because the last event of each block is the same.
+both arrive here in the engine's order. Before the last part the link gets no KV events, afterwards
+all since the first. Events that were pending when the hashes were read are in both; applying them
+twice changes nothing, because the last event of each block is the same.
 
 Knows no engine: `receive` decides what a `Start` means. Runs on one event loop.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -25,21 +27,22 @@ from typing import TypeAlias
 
 import msgspec
 
-from disagg.blocks import HASH_NBYTES, BlockHash
+from disagg.blocks import BlockHash
 from disagg.errors import StartupError
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
 from disagg.links.frames import (
-    MAX_FRAME_NBYTES,
     BadFrame,
     fresh_nonce,
     ingress_proof,
     proofs_equal,
     worker_proof,
 )
+from disagg.links.reports import PART_NAMES, Report, Reports, parts_of
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
     Challenge,
+    Frequency,
     Hello,
     KVEvent,
     Peers,
@@ -60,9 +63,9 @@ from disagg.messages import (
 log = logging.getLogger(__name__)
 
 LinkId: TypeAlias = int
-# Half a frame, and so half of the bytes that may wait to be sent. A larger snapshot would end its
-# link, and so would the next one. Each hash has two bytes before it.
-MAX_SNAPSHOT_NAMES = MAX_FRAME_NBYTES // 2 // (HASH_NBYTES + 2)
+_NOTHING = Report()
+PART_BUFFER_NBYTES = 1 << 20  # a link with more to send gets its next part later
+PART_PAUSE_S = 0.005
 MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
 
 
@@ -172,6 +175,7 @@ class LinkServer:
     ) -> None:
         """Answer a `Resync`: the hashes of all blocks that are cached between two published steps,
         and of those in host memory."""
+        self._status = status
         link = self._links.get(link_id)
         if link is not None:
             link.publish_snapshot(tuple(block_hashes), status, tuple(host_block_hashes))
@@ -256,22 +260,26 @@ class _IngressLink(Connection):
         self._num_sent = 0  # step frames
         self._num_sent_before_beat = 0
         self._is_synced = False  # a snapshot was sent: cache events follow
-        self._status: WorkerStatus | None = None  # the last one sent
+        self._reports = Reports()
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._parts: deque[KVEvent] = deque()  # of a snapshot, still to be sent
+        self._part_timer: asyncio.Handle | None = None
+        self._loop = asyncio.get_running_loop()
 
     def opened(self) -> None:
         refusal = self._server.arrived(self)
         if refusal:
             self.end(refusal)
             return
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(
+        self._timer = self._loop.call_later(
             self._server.handshake_timeout_s, self.end, "no valid hello in time"
         )
         self.send(Challenge(WIRE_VERSION, self._nonce))
 
     def closed(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._report_timer, self._part_timer):
+            if timer is not None:
+                timer.cancel()
         self._server.gone(self)
 
     def received(self, payload: bytes) -> None:
@@ -283,12 +291,17 @@ class _IngressLink(Connection):
             return
         if isinstance(message, Hello):
             raise BadFrame("a second Hello came")
+        if isinstance(message, Frequency):
+            self._reports.interval_s = message.interval_s
+            return
         if isinstance(message, Resync):
             self._is_synced = False
+            self._parts.clear()
         elif isinstance(message, Start):
             if message.stream_id <= self._last_stream_id:
                 raise BadFrame(f"stream {message.stream_id} came after {self._last_stream_id}")
             self._last_stream_id = message.stream_id
+            self._reports.request_arrived()
         self._server.receive(self.link_id, message)
 
     def _welcome(self, hello: Hello) -> None:
@@ -325,13 +338,22 @@ class _IngressLink(Connection):
         kv_events: tuple[KVEvent, ...],
         status: WorkerStatus,
     ) -> None:
-        if not self._is_synced:
-            kv_events = ()
-        if not deltas and not kv_events and status == self._status:
+        now = self._loop.time()
+        if self._is_synced and kv_events:
+            self._reports.hold(kv_events)
+        wait_s = self._reports.wait_s(status, now)
+        if wait_s == 0.0:
+            self._send_step(deltas, self._reports.take(status, now))
             return
-        self._num_sent += 1
-        self._status = status
-        self._send_or_end(StepFrame(self._num_sent, deltas, kv_events, status))
+        if deltas:
+            self._send_step(deltas)
+        if wait_s is not None and self._report_timer is None:
+            self._report_timer = self._loop.call_later(wait_s, self._report)
+
+    def _report(self) -> None:
+        """What has waited, if no step has reported it."""
+        self._report_timer = None
+        self.publish((), (), self._server.status)
 
     def publish_snapshot(
         self,
@@ -340,24 +362,38 @@ class _IngressLink(Connection):
         host_block_hashes: tuple[BlockHash, ...],
     ) -> None:
         self._is_synced = True
-        self._status = status
-        num_names = len(block_hashes) + len(host_block_hashes)
-        if num_names > MAX_SNAPSHOT_NAMES:  # routers then know fewer prefixes, but no wrong ones
-            log.warning(
-                "A snapshot has %d of %d cached blocks; routers do not know of the others.",
-                MAX_SNAPSHOT_NAMES,
-                num_names,
-            )
-            block_hashes = block_hashes[:MAX_SNAPSHOT_NAMES]
-            host_block_hashes = host_block_hashes[: MAX_SNAPSHOT_NAMES - len(block_hashes)]
-        self._send_or_end(Snapshot(self._num_sent, block_hashes, status, host_block_hashes))
+        self._reports.restart(status, self._loop.time())
+        self._parts = deque(parts_of(block_hashes, host_block_hashes))
+        self._reports.is_holding = bool(self._parts)
+        self._send_or_end(Snapshot(self._num_sent, block_hashes[:PART_NAMES], status))
+        if self._parts and self._part_timer is None:
+            self._part_timer = self._loop.call_soon(self._send_part)
+
+    def _send_part(self) -> None:
+        """One part of a snapshot, and then the events since its first one."""
+        self._part_timer = None
+        if not self.is_open:
+            return
+        if self._parts:
+            has_room = self.num_buffered_bytes < PART_BUFFER_NBYTES
+            if has_room:
+                self._send_step((), Report((self._parts.popleft(),)))
+            pause_s = 0.0 if has_room else PART_PAUSE_S
+            self._part_timer = self._loop.call_later(pause_s, self._send_part)
+        else:
+            self._reports.is_holding = False
+            self.publish((), (), self._server.status)
 
     def beat(self, status: WorkerStatus) -> None:
         """Send the load if nothing was sent since the last beat."""
         if self._num_sent == self._num_sent_before_beat:
-            self._num_sent += 1
-            self._send_or_end(StepFrame(self._num_sent, (), (), status))
+            now = self._loop.time()
+            self._send_step((), self._reports.take(status, now, is_whole=True))
         self._num_sent_before_beat = self._num_sent
+
+    def _send_step(self, deltas: tuple[TokenDelta, ...], report: Report = _NOTHING) -> None:
+        self._num_sent += 1
+        self._send_or_end(StepFrame(self._num_sent, deltas, *report))
 
     def _send_or_end(self, message: StepFrame | Snapshot) -> None:
         try:

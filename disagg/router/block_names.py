@@ -42,8 +42,11 @@ class BlockNames(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def leading(self, names: Sequence[BlockHash]) -> list[Run]:
-        """The sets of the leading names that are here, which count as looked up."""
+    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
+        """The sets of the leading names that are here, as runs: sets and ends.
+
+        These names count as looked up.
+        """
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
         """The sets of all names."""
@@ -92,7 +95,7 @@ class DictNames:
     def nbytes(self) -> int:
         return sum(map(sys.getsizeof, self._shards)) + _NAME_NBYTES * self._num_names
 
-    def leading(self, names: Sequence[BlockHash]) -> list[Run]:
+    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         shards = self._shards
         found: list[int] = []
         for name in names:
@@ -103,7 +106,7 @@ class DictNames:
             if not value & _ASKED:
                 shard[name] = value | _ASKED
             found.append(value >> 1)
-        return _runs(found)
+        return found, list(range(1, len(found) + 1))
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
         shards = self._shards
@@ -219,18 +222,23 @@ class CompiledNames:
         number: int = self._call["nbytes"](self._table)
         return number
 
-    def leading(self, names: Sequence[BlockHash]) -> list[Run]:
+    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         joined, number = b"".join(names), len(names)
         if len(joined) != number * HASH_NBYTES:
             number = next(i for i, name in enumerate(names) if len(name) != HASH_NBYTES)
             return self.leading(names[:number])
-        return self._runs_of(joined, number, asks=True)
+        found = self._runs_of(joined, number, asks=True)
+        return self._numbers[:found], self._ends[:found]
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
         joined = b"".join(names)
         if len(joined) != len(names) * HASH_NBYTES:
             joined = b"".join(map(_of_right_size, names))
-        return self._runs_of(joined, len(names), asks=False)
+        found = self._runs_of(joined, len(names), asks=False)
+        numbers, ends = self._numbers, self._ends
+        if found == 1:  # as in most events
+            return [(numbers[0], ends[0])]
+        return list(zip(numbers[:found], ends[:found], strict=True))
 
     def put(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
         joined = b"".join(names)
@@ -243,14 +251,12 @@ class CompiledNames:
         count: int = self._put(self._table, joined, len(runs), self._numbers_at, self._ends_at)
         return count
 
-    def _runs_of(self, joined: bytes, number: int, asks: bool) -> list[Run]:
+    def _runs_of(self, joined: bytes, number: int, asks: bool) -> int:
+        """How many runs there are, in `_numbers` and `_ends`."""
         if number > self._room:
             self._reserve(number)
-        numbers, ends = self._numbers, self._ends
-        found = self._runs(self._table, joined, number, asks, self._numbers_at, self._ends_at)
-        if found == 1:
-            return [(numbers[0], ends[0])]
-        return list(zip(numbers[:found], ends[:found], strict=True))
+        found: int = self._runs(self._table, joined, number, asks, self._numbers_at, self._ends_at)
+        return found
 
     def _put_good(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
         """`put` where some names have a wrong length."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain, islice
+from operator import and_, not_
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
@@ -90,18 +91,12 @@ class PrefixIndex:
 
     def find(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The same for few workers of many."""
-        masks, mask = self._masks, self._alive
-        holders: list[int] = []
-        ends: list[int] = []
-        for number, end in self._names.leading(block_hashes):
-            before, mask = mask, mask & masks[number]
-            if not mask:
-                break
-            if mask == before and ends:
-                ends[-1] = end
-            else:
-                holders.append(mask)
-                ends.append(end)
+        masks = self._masks
+        sets, ends = self._names.leading(block_hashes)
+        held = accumulate([masks[number] for number in sets], and_, initial=self._alive)
+        holders = list(islice(held, 1, None))
+        if holders and not holders[-1]:  # nobody has all of them
+            del holders[bisect_left(holders, True, key=not_) :]
         return PrefixMatch(holders, ends, self._bits, self._workers)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
@@ -233,7 +228,7 @@ class PrefixMatch:
 
     Args:
         holders: the bits of those that hold the first blocks, for growing numbers of blocks
-        ends: these numbers: `holders[i]` hold `ends[i]` leading blocks
+        ends: these numbers: `holders[i]` hold `ends[i]` leading blocks; perhaps more of them
         bits, workers: of the index.
     """
 

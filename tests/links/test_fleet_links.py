@@ -12,7 +12,7 @@ import pytest
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links import client
-from disagg.links.fleet_links import FleetLinks
+from disagg.links.fleet_links import FleetLinks, report_interval_s
 from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Peers, Prefetch, Start, TokenDelta
 from tests.links.fakes import (
@@ -258,3 +258,22 @@ async def test_a_restarted_peer_and_a_forgotten_one_are_introduced_again(
         await until(lambda: a.of_type(Prefetch))
         told = [(p.worker_id, p.epoch) for message in a.of_type(Peers) for p in message.peers]
         assert told == [("b", 1), ("b", 2), ("c", 1), ("d", 1), ("c", 1)]
+
+
+async def test_many_workers_report_less_often() -> None:
+    numbers = (1, 64, 65, 128, 1000, 1024, 10_000)
+    assert [report_interval_s(number) for number in numbers] == [
+        0.0,
+        0.0,
+        0.0128,
+        0.0128,
+        0.1024,
+        0.1024,
+        0.5,
+    ]
+    async with fleet() as (links, _), fake_worker(make_record("a")) as a:
+        absent = [make_record(f"absent{number}", port=1) for number in range(64)]
+        links.update([a.record, *absent])
+        await until(lambda: a.server._links and a.server._links[1]._reports.interval_s == 0.0128)
+        links.update([a.record])
+        await until(lambda: a.server._links[1]._reports.interval_s == 0.0)

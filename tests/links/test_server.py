@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from disagg.errors import StartupError
-from disagg.links import server
-from disagg.links.frames import HEADER, MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
+from disagg.links import reports, server
+from disagg.links.frames import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
 from disagg.links.server import LinkClosed, LinkServer
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
     Challenge,
+    Frequency,
     Hello,
     KVEvent,
     Peers,
@@ -88,7 +89,7 @@ async def test_a_link_gets_a_snapshot_and_then_one_numbered_frame_per_step() -> 
         worker.step({1: [TokenDelta(7, (3,))]}, (), BUSY)
         first = StepFrame(1, (TokenDelta(7, (1,)), TokenDelta(9, (2,))), (event,), BUSY)
         assert await ingress.read() == first
-        assert await ingress.read() == StepFrame(2, (TokenDelta(7, (3,)),), (), BUSY)
+        assert await ingress.read() == StepFrame(2, (TokenDelta(7, (3,)),))  # no other load
 
 
 async def test_a_step_with_nothing_for_a_link_sends_nothing() -> None:
@@ -115,22 +116,49 @@ async def test_an_idle_link_hears_a_heartbeat() -> None:
         ]
 
 
-async def test_a_snapshot_that_fits_into_no_frame_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the link, and so did the one of the next link."""
-    names = [bytes([number]) * 16 for number in range(8)]
-    nbytes = len(encode(Snapshot(0, tuple(names * 1000), BUSY)))
-    assert nbytes * server.MAX_SNAPSHOT_NAMES // 8000 < MAX_FRAME_NBYTES * 0.51
-    monkeypatch.setattr(server, "MAX_SNAPSHOT_NAMES", 5)
+async def test_a_large_snapshot_comes_in_parts_and_what_happens_meanwhile_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One frame would hold up both loops, and a name that was evicted meanwhile must not return."""
+    names = tuple(bytes([number]) * 16 for number in range(10))
+    for module in (server, reports):
+        monkeypatch.setattr(module, "PART_NAMES", 3)
     async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
         worker.answers_resync = False
         await ingress.greet()
-        worker.server.publish_snapshot(1, names[:4], BUSY, names[4:])
-        snapshot = await ingress.read()
-        assert isinstance(snapshot, Snapshot)
-        assert (snapshot.block_hashes, snapshot.host_block_hashes) == (
-            tuple(names[:4]),
-            tuple(names[4:5]),
-        )
+        worker.server.publish_snapshot(1, names[:7], BUSY, names[7:])
+        removed = KVEvent("removed", (names[6],))
+        worker.step({1: [TokenDelta(7, (1,))]}, [removed], BUSY)
+        frames = [await ingress.read() for _ in range(6)]
+        assert frames[0] == Snapshot(0, names[:3], BUSY)
+        assert frames[1] == StepFrame(1, (TokenDelta(7, (1,)),))  # tokens do not wait
+        assert [each.kv_events for each in frames[2:] if isinstance(each, StepFrame)] == [
+            (KVEvent("stored", names[3:6]),),
+            (KVEvent("stored", names[6:7]),),
+            (KVEvent("stored", names[7:], "host"),),
+            (removed,),
+        ]
+
+
+async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load() -> None:
+    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        ingress.write(Frequency(0.05))
+        await until(lambda: worker.server._links[1]._reports.interval_s)
+        statuses = [WorkerStatus(num_running=1, num_context_tokens=n) for n in range(1, 6)]
+        events = [KVEvent("stored", (bytes([n]) * 16,)) for n in range(5)]
+        worker.step({}, events[:1], statuses[0])
+        for event, status in zip(events[1:], statuses[1:], strict=True):
+            worker.step({1: [TokenDelta(7, (1,))]}, [event], status)
+        frames = []
+        while not frames or frames[-1].status != statuses[-1]:
+            frame = await ingress.read()
+            assert isinstance(frame, StepFrame)
+            frames.append(frame)
+        assert sum(len(each.deltas) for each in frames) == 4
+        assert [event for each in frames for event in each.kv_events] == events
+        assert sum(each.status is not None for each in frames) <= 2
 
 
 async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:
@@ -143,7 +171,7 @@ async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:
         worker.step(events=[late], status=BUSY)
         assert await ingress.read() == StepFrame(1, (TokenDelta(1, (5,)),), (), BUSY)
         assert await ingress.read() == Snapshot(1, (b"e" * 16,), BUSY)
-        assert await ingress.read() == StepFrame(2, (), (late,), BUSY)
+        assert await ingress.read() == StepFrame(2, (), (late,))
         ingress.write(Resync())
         await until(lambda: len(worker.of_type(Resync)) == 2)
         worker.step(events=[early], status=WorkerStatus())
