@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-blocks", type=int, default=default.num_blocks, help="KV blocks per worker"
     )
+    parser.add_argument(
+        "--num-ingress",
+        type=int,
+        default=default.num_ingress,
+        help="ingresses, each with its own view of the workers (default: 1)",
+    )
     parser.add_argument("--block-size", type=int, default=default.block_size, metavar="TOKENS")
     parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
     parser.add_argument(
@@ -235,6 +241,7 @@ def run(args: argparse.Namespace) -> int:
         kv_nbytes=args.kv_bytes,
         bytes_per_s=args.link_bytes_per_s,
         faults=tuple(args.fault),
+        num_ingress=args.num_ingress,
         smaller=_smaller(args),
         num_judged_tokens=args.num_judged_tokens,
         max_shift=args.max_shift,

@@ -72,6 +72,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         would wait longer are refused.
     scale_prefill, scale_decode: autoscale that pool, starting with the number above.
     max_num_workers: of all autoscaled pools together.
+    num_ingress: each gets every so-manieth request. With more than one, workers report to each as
+        seldom as to real ones of a fleet of that size.
     smaller: smaller models of a cascade, smallest first.
     num_judged_tokens, max_shift: as in `config.CascadeConfig`, where there are smaller models.
     """
@@ -98,6 +100,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     scale_prefill: AutoscalingConfig | None = None
     scale_decode: AutoscalingConfig | None = None
     max_num_workers: int | None = None
+    num_ingress: int = 1
     smaller: tuple[SmallTier, ...] = ()
     num_judged_tokens: int = CascadeConfig().num_judged_tokens
     max_shift: float = 0.0
@@ -129,6 +132,17 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             known = ", ".join(POLICIES)
             raise RequestError(
                 f"There is no policy {self.policy!r}; there are {known}.", param="policy"
+            )
+        if self.num_ingress < 1:
+            raise RequestError(
+                f"There must be an ingress, and there are {self.num_ingress}.",
+                param="num_ingress",
+            )
+        if self.num_ingress > 1 and (self.scale_prefill or self.scale_decode):
+            raise RequestError(
+                "Pools follow the load of one ingress in a simulation; leave num_ingress at 1, or"
+                " give fixed numbers of workers.",
+                param="num_ingress",
             )
         self._check_cascade()
         for tier in self.tiers:

@@ -34,8 +34,9 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.prefill_worker.kv_export import HOLD_TTL_S
-from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet
+from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from disagg.sim.answers import SimulatedConfidence
+from disagg.sim.ingresses import EveryIngress
 from disagg.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.sim.steps import StepRun, StepTimes, TimedRunner, move_on, num_alike
 from disagg.time_model import StepTimeModel
@@ -43,7 +44,7 @@ from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from disagg.worker.streams import sequence_id
 
-LINK = 0  # there is one ingress
+LINK = 0  # all ingresses count as one: none of them is lost
 LAYOUT = "simulated"
 
 
@@ -71,7 +72,7 @@ class SimulatedWorker:
         spec: WorkerSpec,
         epoch: int,
         network: SimulatedNetwork,
-        fleet: Fleet,
+        fleet: EveryIngress,
         sureness: SimulatedConfidence,
     ) -> None:
         self.spec = spec

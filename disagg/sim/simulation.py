@@ -21,6 +21,7 @@ from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
 from disagg.ingress.escalation import Escalation
 from disagg.kvtransfer.ticket import KVTicket
+from disagg.links.fleet_links import report_interval_s
 from disagg.messages import (
     GenerateRequest,
     Prefetch,
@@ -37,6 +38,7 @@ from disagg.router.worker_view import Pool
 from disagg.sim import virtual_time
 from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import Fault, SimConfig
+from disagg.sim.ingresses import EveryIngress, SimulatedReports
 from disagg.sim.network import SimulatedNetwork
 from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
 from disagg.sim.scaling import Scaling
@@ -58,24 +60,94 @@ def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
 class _WatchedFleet(Fleet):
     """What the router knows, made current before each look."""
 
-    def __init__(self, tpot_slo_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, tpot_slo_s: Mapping[str, float], workers: Mapping[str, SimulatedWorker]
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         super().__init__(now=self.loop.time, tpot_slo_s=tpot_slo_s)
-        self.workers: dict[str, SimulatedWorker] = {}
+        self._workers = workers
         self._looked_s = -1.0
 
     def view(self) -> FleetView:
         now = self.loop.time()
         if now != self._looked_s:
             self._looked_s = now
-            for worker in self.workers.values():
+            for worker in self._workers.values():
                 worker.tell_progress()
         return super().view()
 
 
+class _Ingress:
+    """One ingress: what it knows of the workers, and how it routes. `ingress.workers.Workers`"""
+
+    def __init__(
+        self, simulation: _Simulation, number: int, slo_s: tuple[float, float], interval_s: float
+    ) -> None:
+        config, loop = simulation.config, asyncio.get_running_loop()
+        self._simulation = simulation
+        tiers = config.tiers
+        self.fleet = _WatchedFleet({tier.name: slo_s[1] for tier in tiers}, simulation.workers)
+        self.reports = SimulatedReports(loop, self.fleet, interval_s)
+        ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
+        allowed_s = ttft_slo_s if config.fair_queue else {}
+        self.queue = AdmissionQueue(self.fleet, now=loop.time, ttft_slo_s=allowed_s)
+        self.dispatcher = Dispatcher(
+            self,
+            self.fleet,
+            now=loop.time,
+            rng=random.Random(config.seed + number),
+            ttft_slo_s=allowed_s,
+            choose=new_policy(config.policy),
+            admission_queue=self.queue if config.fair_queue else None,
+            wakes=tuple(ttft_slo_s),
+        )
+        self.escalation = Escalation(
+            config.cascade,
+            ttft_slo_s,
+            generate=self.dispatcher.generate,
+            rename=lambda request, model: msgspec.structs.replace(request, model=model),
+            fleet=self.fleet.view,
+            now=loop.time,
+        )
+
+    def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        worker = self._simulation.workers.get(worker_id)
+        if worker is None:
+            raise WorkerLost(f"Worker {worker_id} is gone.")
+        if ticket is not None:
+            self.introduce(worker_id, ticket.source_id)
+        self.reports.request_arrived(worker_id)
+        return worker.stream(request, hand_over, ticket)
+
+    def release(self, ticket: KVTicket) -> None:
+        worker = self._simulation.workers.get(ticket.source_id)
+        if worker is not None:
+            worker.release(ticket.ticket_id)
+
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        worker = self._simulation.workers.get(worker_id)
+        if worker is not None:
+            self.introduce(worker_id, asked.ticket.source_id)
+            worker.prefetch(asked)
+
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        workers = self._simulation.workers
+        worker, source = workers.get(worker_id), workers.get(source_id)
+        if worker is not None and source is not None and worker is not source:
+            worker.meet(source)
+
+
 class _Simulation:
     def __init__(self, config: SimConfig, trace: Sequence[TraceRequest]) -> None:
-        self._config = config
+        self._config = self.config = config
         self._trace = trace
         self._loop = loop = asyncio.get_running_loop()
         tiers = config.tiers
@@ -83,41 +155,27 @@ class _Simulation:
         self._slo_s = (ttft_slo_s, config.tpot_slo_s)
         if config.policy not in (OURS, ALL_WORKERS):  # others do not know of it
             self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
-        self._fleet = _WatchedFleet({tier.name: self._slo_s[1] for tier in tiers})
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
-        self._workers = self._fleet.workers
+        self.workers: dict[str, SimulatedWorker] = {}
+        self._workers = self.workers
         self._past: list[SimulatedWorker] = []  # those that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
         unsure = {tier.name: tier.unsure for tier in config.smaller}
         self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
         self._nums_started: dict[Pool, int] = {}
+        interval_s = 0.0
+        if config.num_ingress > 1:
+            interval_s = report_interval_s(config.num_prefill + config.num_decode)
+        numbers = range(config.num_ingress)
+        self._ingresses = [_Ingress(self, number, self._slo_s, interval_s) for number in numbers]
+        self._heard = EveryIngress([each.reports for each in self._ingresses])
         self._start_all(tiers)
-        slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
-        allowed_s = slo_s if config.fair_queue else {}
-        admission_queue = AdmissionQueue(self._fleet, now=loop.time, ttft_slo_s=allowed_s)
-        self._dispatcher = Dispatcher(
-            self,
-            self._fleet,
-            now=loop.time,
-            rng=random.Random(config.seed),
-            ttft_slo_s=allowed_s,
-            choose=new_policy(config.policy),
-            admission_queue=admission_queue if config.fair_queue else None,
-            wakes=tuple(slo_s),
-        )
-        self._escalation = Escalation(
-            config.cascade,
-            slo_s,
-            generate=self._dispatcher.generate,
-            rename=lambda request, model: msgspec.structs.replace(request, model=model),
-            fleet=self._fleet.view,
-            now=loop.time,
-        )
+        first = self._ingresses[0]
         self._scaling = Scaling(
             tiers,
             config.max_num_workers,
-            self._dispatcher.demand,
-            admission_queue,
+            first.dispatcher.demand,
+            first.queue,
             self._reports,
             loop.call_at,
             self._join,
@@ -155,42 +213,9 @@ class _Simulation:
         in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
         return msgspec.structs.replace(report, in_time_percent=in_time)
 
-    # ingress.workers.Workers
-
-    def stream(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            raise WorkerLost(f"Worker {worker_id} is gone.")
-        if ticket is not None:
-            self.introduce(worker_id, ticket.source_id)
-        return worker.stream(request, hand_over, ticket)
-
-    def release(self, ticket: KVTicket) -> None:
-        worker = self._workers.get(ticket.source_id)
-        if worker is not None:
-            worker.release(ticket.ticket_id)
-
-    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            self.introduce(worker_id, asked.ticket.source_id)
-            worker.prefetch(asked)
-
-    def introduce(self, worker_id: str, source_id: str) -> None:
-        worker, source = self._workers.get(worker_id), self._workers.get(source_id)
-        if worker is not None and source is not None and worker is not source:
-            worker.meet(source)
-
     async def _ask(self, number: int, each: TraceRequest) -> None:
         """One client, from question to answer."""
+        escalation = self._ingresses[number % len(self._ingresses)].escalation
         request = request_of(number, each, self._config.block_size, *self._slo_s)
         arrival_s = self._loop.time()
         first_s = last_s = 0.0
@@ -198,12 +223,12 @@ class _Simulation:
         error = ""
         attempts: tuple[Attempt, ...] = ()
         try:
-            async with aclosing(self._escalation.generate(request)) as deltas:
+            async with aclosing(escalation.generate(request)) as deltas:
                 async for delta in deltas:
                     last_s = self._loop.time()
                     if delta.token_ids and not num_output_tokens:
                         first_s, num_cached_tokens = last_s, delta.num_cached_tokens
-                        attempts = self._attempts(request)
+                        attempts = _attempts(escalation, request)
                     num_output_tokens += len(delta.token_ids)
         except DisaggError as refusal:
             error = refusal.code
@@ -221,11 +246,6 @@ class _Simulation:
             )
         )
 
-    def _attempts(self, request: GenerateRequest) -> tuple[Attempt, ...]:
-        decision = self._escalation.decision(request.request_id)
-        assert decision is not None
-        return decision.attempts
-
     def _start_all(self, tiers: Sequence[TierConfig]) -> None:
         for tier in tiers:
             for role, pool in pools(tier):
@@ -239,7 +259,7 @@ class _Simulation:
         return self._config.worker(*pool, number, self._longest + 1)
 
     def _new_worker(self, spec: WorkerSpec, epoch: int) -> SimulatedWorker:
-        return SimulatedWorker(spec, epoch, self._network, self._fleet, self._sureness)
+        return SimulatedWorker(spec, epoch, self._network, self._heard, self._sureness)
 
     def _kill(self, fault: Fault) -> None:
         worker = self._workers.pop(fault.worker_id, None)
@@ -254,8 +274,9 @@ class _Simulation:
         self._workers[spec.worker_id] = self._new_worker(spec, epoch)
 
     def _reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
-        self._fleet.view()
-        return self._fleet.reports()
+        fleet = self._ingresses[0].fleet
+        fleet.view()
+        return fleet.reports()
 
     def _join(self, pool: Pool) -> str:
         """One worker more."""
@@ -275,6 +296,12 @@ class _Simulation:
             WorkDone(worker.spec.model, worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
             for worker in [*self._workers.values(), *self._past]
         ]
+
+
+def _attempts(escalation: Escalation, request: GenerateRequest) -> tuple[Attempt, ...]:
+    decision = escalation.decision(request.request_id)
+    assert decision is not None
+    return decision.attempts
 
 
 def request_of(

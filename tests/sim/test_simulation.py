@@ -3,10 +3,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from disagg.config import AutoscalingConfig
 from disagg.engine.engine import Engine
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
-from disagg.sim import simulated_worker
+from disagg.sim import simulated_worker, simulation
 from disagg.sim.config import Fault, SimConfig
 from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
@@ -110,6 +111,8 @@ def test_a_worker_that_dies_costs_time_only(worker_id: str) -> None:
         {"num_prefill": 0},
         {"speed": 0.0},
         {"policy": "sorcery"},
+        {"num_ingress": 0},
+        {"num_ingress": 2, "scale_prefill": AutoscalingConfig(min_replicas=1, max_replicas=3)},
         {"faults": (Fault("prefill-9", 1.0, 1.0),)},
     ],
 )
@@ -123,3 +126,19 @@ def test_our_policy_finds_more_than_turns_do() -> None:
     turns = simulate(msgspec.structs.replace(SMALL, policy="round-robin"), LOAD)
     assert ours.policy == OURS
     assert ours.hit_percent > turns.hit_percent
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.1])
+def test_several_ingresses_serve_all_though_each_knows_only_what_it_hears(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float
+) -> None:
+    """Reports are bounded in rate as in a large fleet; a worker dies meanwhile."""
+    monkeypatch.setattr(simulation, "report_interval_s", lambda number: interval_s)
+    config = msgspec.structs.replace(
+        SMALL, num_ingress=3, faults=(Fault("decode-0", at_s=2.0, for_s=1.0),)
+    )
+    report = simulate(config, LOAD)
+    assert report == simulate(config, LOAD)
+    assert (report.num_requests, report.num_failed) == (len(LOAD), 0)
+    one = simulate(msgspec.structs.replace(config, num_ingress=1), LOAD)
+    assert report.hit_percent > 0.9 * one.hit_percent
