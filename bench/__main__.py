@@ -33,6 +33,7 @@ BENCHES = (
     "routing",
     "sampler",
     "sampler_law",
+    "scale",
     "scheduler",
     "serving_path",
     "sim",

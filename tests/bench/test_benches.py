@@ -48,6 +48,7 @@ def test_named_benches_run_one_after_another() -> None:
         "routing",
         "sampler",
         "sampler_law",
+        "scale",
         "scheduler",
         "sim",
         "stalls",
@@ -71,6 +72,8 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
+    whole, changed = results["scale"]["rows"][:2]
+    assert 0 < changed["bytes"] < 0.2 * whole["bytes"]
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
     stored = {row["KV"]: row["bytes/token"] for row in results["kv_formats"]["rows"]}
     assert stored["int8"] == stored["fp8"] < 0.57 * stored["bfloat16"]  # scales of 32 values
