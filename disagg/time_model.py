@@ -25,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import mul
 from typing import NamedTuple
 
@@ -271,6 +272,9 @@ class StepTimeFit:
         return self._costs
 
 
+MAX_FIGURES = 64  # of a worker's sources in a report, which routing decisions go through
+
+
 class TransferTimeModel:
     """Learns, per source, the latency and bandwidth of pulling KV from it.
 
@@ -301,7 +305,7 @@ class TransferTimeModel:
         self._figures = None
         if lane:
             self._lanes[source_id] = lane
-        evidence, solver = self._sources[source_id]
+        evidence, solver = self._sources[source_id] = self._sources.pop(source_id)  # as the latest
         evidence.add(solver.relative((1.0, nbytes), seconds))
         solver.sweep(evidence)
 
@@ -316,9 +320,13 @@ class TransferTimeModel:
         self._figures = None
 
     def figures(self) -> tuple[TransferFigure, ...]:
-        """For `WorkerStatus`."""
+        """For `WorkerStatus`: of the sources that were pulled from last.
+
+        Routers take others to be like these.
+        """
         if self._figures is None:
-            self._figures = tuple(map(self._figure, self._sources or self._before_any))
+            latest = islice(reversed(self._sources), MAX_FIGURES)
+            self._figures = tuple(map(self._figure, [*latest][::-1] or self._before_any))
         return self._figures
 
     def _figure(self, source_id: str) -> TransferFigure:

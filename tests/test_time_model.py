@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
 from disagg.time_model import (
+    MAX_FIGURES,
     StepFeatures,
     StepTimeFit,
     StepTimeModel,
@@ -238,3 +239,13 @@ def test_a_transfer_that_looks_free_per_byte_has_a_finite_bandwidth() -> None:
         model.observe("source", nbytes, 1e-3 / (1 + turn % 18))
     (figure,) = model.figures()
     assert 0.0 < figure.bytes_per_s < float("inf")
+
+
+def test_a_report_has_the_sources_that_were_pulled_from_last() -> None:
+    """With a thousand sources, all of them would be 70 kB in each report."""
+    model = TransferTimeModel()
+    for number in (*range(100), 3):
+        model.observe(f"source-{number}", 1 << 20, 1e-3)
+    named = [figure.source_id for figure in model.figures()]
+    assert len(named) == MAX_FIGURES
+    assert named[-2:] == ["source-99", "source-3"]
