@@ -151,7 +151,7 @@ async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load()
         worker.step({}, events[:1], statuses[0])
         for event, status in zip(events[1:], statuses[1:], strict=True):
             worker.step({1: [TokenDelta(7, (1,))]}, [event], status)
-        frames = []
+        frames: list[StepFrame] = []
         while not frames or frames[-1].status != statuses[-1]:
             frame = await ingress.read()
             assert isinstance(frame, StepFrame)
