@@ -19,7 +19,7 @@ POOL: Pool = ("toy", "decode")
 
 def sync(standby: Standby, epoch: int, status: WorkerStatus = IDLE) -> str:
     name = f"worker-{epoch}"
-    standby.worker_synced(make_record(name, epoch=epoch), [b"block"], status)
+    standby.worker_synced(make_record(name, epoch=epoch), [b"block" * 3 + b"."], status)
     return name
 
 
@@ -61,7 +61,7 @@ def test_load_and_cache_of_those_who_stand_by_are_known() -> None:
     assert not fleet.view().workers["worker-2"].accepting
     standby.worker_lost("worker-1")
     assert serving(fleet) == {"worker-2"}
-    assert set(fleet.index.match([b"block"])) == {"worker-2"}
+    assert set(fleet.index.match([b"block" * 3 + b"."])) == {"worker-2"}
 
 
 def test_pools_are_apart_and_one_without_a_number_serves_as_a_whole() -> None:
