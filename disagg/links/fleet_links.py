@@ -31,7 +31,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 
-# Reports that an ingress takes in at most, each second; of one takes about 20 us (docs/scale.md).
+# That an ingress takes in at most, each second; one takes about 11 us of CPU (docs/scale.md).
 MAX_REPORTS_PER_S = 10_000
 NUM_UNLIMITED = 64  # workers that may report every step, of 10 ms and more
 LONGEST_INTERVAL_S = 0.5  # half of a heartbeat

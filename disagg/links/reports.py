@@ -32,7 +32,7 @@ class Report(NamedTuple):
     kept: int = 0
 
 
-class Reports:
+class LinkReports:
     """The reports of one link.
 
     Attributes:
@@ -100,7 +100,7 @@ def _kept(status: WorkerStatus, last: WorkerStatus | None) -> int:
 
 
 def restored(status: WorkerStatus, kept: int, last: WorkerStatus) -> WorkerStatus:
-    """A status as it was before `Reports` left out what is as in `last`."""
+    """A status as it was before `LinkReports` left out what is as in `last`."""
     if not kept:
         return status
     parts = {name: getattr(last, name) for i, (name, _) in enumerate(RARE) if kept >> i & 1}

@@ -37,7 +37,7 @@ from disagg.links.frames import (
     proofs_equal,
     worker_proof,
 )
-from disagg.links.reports import PART_NAMES, Report, Reports, parts_of
+from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -260,7 +260,7 @@ class _IngressLink(Connection):
         self._num_sent = 0  # step frames
         self._num_sent_before_beat = 0
         self._is_synced = False  # a snapshot was sent: cache events follow
-        self._reports = Reports()
+        self._reports = LinkReports()
         self._report_timer: asyncio.TimerHandle | None = None
         self._parts: deque[KVEvent] = deque()  # of a snapshot, still to be sent
         self._part_timer: asyncio.Handle | None = None

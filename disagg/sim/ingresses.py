@@ -10,7 +10,7 @@ from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Sequence
 
 from disagg.blocks import BlockHash
-from disagg.links.reports import Reports
+from disagg.links.reports import LinkReports
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
 
@@ -26,7 +26,7 @@ class SimulatedReports:
         self._loop = loop
         self._fleet = fleet
         self._interval_s = interval_s
-        self._links: dict[str, Reports] = {}
+        self._links: dict[str, LinkReports] = {}
         self._latest: dict[str, WorkerStatus] = {}
         self._timers: dict[str, TimerHandle] = {}
 
@@ -38,7 +38,7 @@ class SimulatedReports:
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
-        reports = self._links[record.worker_id] = Reports()
+        reports = self._links[record.worker_id] = LinkReports()
         reports.interval_s = self._interval_s
         reports.restart(status, self._loop.time())
         self._fleet.worker_synced(record, block_hashes, status)

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.links.reports import Reports, restored
+from disagg.links.reports import LinkReports, restored
 from disagg.messages import HoldCounts, HostCounts, KVEvent, TransferFigure, WorkerStatus
 
 IDLE, BUSY = WorkerStatus(), WorkerStatus(num_running=1)
@@ -14,8 +14,8 @@ DRAINING = WorkerStatus(accepting=False)
 FIGURES = tuple(TransferFigure(f"w{n}", 1e-3, 1e9) for n in range(3))
 
 
-def synced(interval_s: float) -> Reports:
-    reports = Reports()
+def synced(interval_s: float) -> LinkReports:
+    reports = LinkReports()
     reports.restart(IDLE, now=10.0)
     reports.interval_s = interval_s
     return reports
