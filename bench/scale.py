@@ -21,7 +21,7 @@ import msgspec
 from bench.report import finish, print_table
 from bench.routing import NUM_BLOCKS, decide, new_fleet, new_request, new_status
 from disagg.links.frames import frame
-from disagg.links.reports import PART_NAMES, Reports, restored
+from disagg.links.reports import PART_NAMES, LinkReports, restored
 from disagg.messages import (
     HoldCounts,
     KVEvent,
@@ -107,7 +107,7 @@ class Costs:
 
         whole = StepFrame(1, (), (), last)
         self.add("report, all of it", whole, decode_to_ingress, take)
-        reports = Reports()
+        reports = LinkReports()
         reports.restart(last, 0.0)
         changed = reports.take(statuses[1], 0.0)
         assert changed.status is not None and changed.kept
