@@ -1,5 +1,6 @@
 // Keys and values as `disagg/kernels/kv_pages.py` lays them out: a page is what one head of one
 // layer has in one block, and ends with a float32 scale for each vector in formats that have them.
+// A block has the pages of its first head, of all layers, then those of the second.
 // Numbers are rounded as `disagg/kernels/torch_quantized.py` does it.
 #pragma once
 
@@ -71,7 +72,7 @@ struct KVPages {
   int32_t format;
 
   uint8_t* page(int64_t block, int layer, Half half, int kv_head) const {
-    const int64_t number = ((block * num_layers + layer) * 2 + half) * num_kv_heads + kv_head;
+    const int64_t number = ((block * num_kv_heads + kv_head) * num_layers + layer) * 2 + half;
     return base + number * page_nbytes;
   }
 

@@ -94,6 +94,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
     num_standby: Annotated[int, Meta(ge=0)] = 0  # additional loaded workers, in reserve
+    tensor_parallel_size: Positive | None = None  # ranks of each worker; None: the engine's
     autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
     num_cpus: Annotated[float, Meta(ge=0)] = 0
     # Of each worker: one for each of its ranks, a share of one, or 0. None: one for each rank where
@@ -129,12 +130,20 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         last = self.model.rstrip("/").rsplit("/", 1)[-1]
         return self.served_model_name or last.removesuffix(".gguf")
 
+    def num_ranks(self, pool: PoolConfig) -> int:
+        """Of each worker of one of its pools."""
+        return pool.tensor_parallel_size or self.engine.tensor_parallel_size
+
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
         """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
         the same share of its memory."""
-        share = (self.prefill if role == "prefill" else self.decode).num_gpus
-        part = self.engine.gpu_memory_utilization * min(share or 1.0, 1.0)
-        engine = msgspec.structs.replace(self.engine, gpu_memory_utilization=part)
+        pool = self.prefill if role == "prefill" else self.decode
+        part = self.engine.gpu_memory_utilization * min(pool.num_gpus or 1.0, 1.0)
+        engine = msgspec.structs.replace(
+            self.engine,
+            gpu_memory_utilization=part,
+            tensor_parallel_size=self.num_ranks(pool),
+        )
         return msgspec.structs.replace(self, engine=engine)
 
     @property

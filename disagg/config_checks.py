@@ -193,8 +193,8 @@ def _check_autoscaling(tier: TierConfig) -> None:
 
 
 def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
-    size = tier.engine.tensor_parallel_size
     for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+        size = tier.num_ranks(pool)
         if pool.num_gpus and pool.num_gpus != size and (size > 1 or pool.num_gpus > 1):
             raise StartupError(
                 f"Tier {tier.name!r} has tensor_parallel_size = {size}, so each of its {role}"
@@ -202,12 +202,12 @@ def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
                 f" {pool.num_gpus:g}; leave num_gpus out, or change tensor_parallel_size.",
                 param="num_gpus",
             )
-    if size > 1 and config.transport == "local":
-        raise StartupError(
-            f"Tier {tier.name!r} has workers of {size} ranks, which are processes, and transport ="
-            " 'local' moves KV within one; set transport to nixl.",
-            param="transport",
-        )
+        if size > 1 and config.transport == "local":
+            raise StartupError(
+                f"Tier {tier.name!r} has {role} workers of {size} ranks, which are processes, and"
+                " transport = 'local' moves KV within one; set transport to nixl.",
+                param="transport",
+            )
 
 
 def _check_budget(config: ServeConfig) -> None:

@@ -43,7 +43,7 @@ class RankCache(msgspec.Struct, frozen=True, tag="cache"):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag="peer"):
-    """A rank of another worker, whose KV this rank may pull."""
+    """Another worker, from whose ranks this rank may pull KV."""
 
     peer: Peer
 

@@ -42,5 +42,5 @@ def _say_nothing(connection: object, what: str) -> None:
     pass
 
 
-def _copy_none(transport: object, pull: object, source: object) -> None:
+def _copy_none(transport: object, pull: object, source: object, side: object) -> None:
     pass

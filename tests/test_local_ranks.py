@@ -47,19 +47,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def config(model: Path) -> ServeConfig:
+def config(
+    model: Path, num_prefill_ranks: int | None = None, num_decode_ranks: int | None = None
+) -> ServeConfig:
     tier = TierConfig(
         model=str(model),
         engine=TWO,
-        prefill=PoolConfig(num_replicas=1),
-        decode=PoolConfig(num_replicas=1),
+        prefill=PoolConfig(num_replicas=1, tensor_parallel_size=num_prefill_ranks),
+        decode=PoolConfig(num_replicas=1, tensor_parallel_size=num_decode_ranks),
     )
     return ServeConfig(tiers=(tier,), transport="nixl", cluster_key="key")
 
 
 @asynccontextmanager
-async def cluster(model: Path) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
-    async with local.running(config(model), tiny_parts()) as running:
+async def cluster(
+    model: Path, *num_ranks: int
+) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
+    async with local.running(config(model, *num_ranks), tiny_parts()) as running:
         app = httpx.ASGITransport(running.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
             yield running, client
@@ -135,6 +139,23 @@ async def test_text_is_one_engines_text_until_a_rank_dies_and_after(
         prefill.check_health()
         assert other.poll() is None
     assert other.wait(10) == 0
+
+
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1)])
+async def test_pools_of_unlike_sizes_give_one_engines_text(
+    model: Path, num_prefill_ranks: int, num_decode_ranks: int
+) -> None:
+    reference = SingleEngine(model, ENGINE)
+    async with cluster(model, num_prefill_ranks, num_decode_ranks) as (running, client):
+        _, decode = running.workers
+        num_ranks = [1 if w._ranks is None else 1 + len(w._ranks.others) for w in running.workers]
+        assert num_ranks == [num_prefill_ranks, num_decode_ranks]
+        for temperature in (0, 1):
+            answer = await chat(client, LONG, temperature=temperature, seed=7)
+            assert text(answer) == reference.chat(LONG, 24, temperature=temperature, seed=7)
+        pulls = decode._core.status().pulls
+        assert sum(each.num_ok for each in pulls), "nothing was pulled"
+        assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
 
 
 async def test_a_worker_without_work_ends_with_a_rank(model: Path) -> None:

@@ -111,21 +111,9 @@ def _check_gpus(fleet: FleetPlan) -> None:
         )
 
 
-def _check_sizes(fleet: FleetPlan) -> None:
-    sizes = [pool.placement.num_gpus for pool in fleet.pools]
-    if len(set(sizes)) > 1:
-        raise StartupError(
-            f"The advised pools have workers of {sizes[0]} and of {sizes[1]} GPUs, and both pools"
-            " of a model that `disagg serve` serves have workers of one size. Plan with"
-            f" --tensor-parallel-size {max(sizes)} to write files that can be served.",
-            param="write",
-        )
-
-
 def write(directory: Path, plan: Written) -> list[Path]:
     """Write both files. Raises `StartupError` where they cannot be written."""
     _check_gpus(plan.fleet)
-    _check_sizes(plan.fleet)
     args = serve_args(plan, plan.model)
     parse_config({**args, "cluster_key": "as the environment says"})  # never write a wrong one
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
@@ -172,6 +160,8 @@ def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, An
     for role, pool in plan.pools.items():
         tier[role] = {"num_replicas": pool.num_workers}
         tier[role]["num_gpus"] = 0 if plan.is_on_cpu else pool.placement.num_gpus
+        if pool.placement.num_gpus != first.num_gpus:  # which is the engine's
+            tier[role]["tensor_parallel_size"] = pool.placement.num_gpus
         if by_role:
             tier[role]["resources"] = {role: 1}
     tier["engine"] = _engine(plan)

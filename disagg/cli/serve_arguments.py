@@ -221,6 +221,13 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="split each worker's model over so many GPUs of one machine, or processes on a CPU"
         " (docs/models.md#several-gpus-a-worker; default: 1)",
     )
+    for flag in ("--prefill-tensor-parallel-size", "--decode-tensor-parallel-size"):
+        group.add_argument(
+            flag,
+            type=int,
+            metavar="RANKS",
+            help=f"the same for {flag[2:].split('-')[0]} workers only",
+        )
     group.add_argument(
         "--num-gpus-per-worker",
         type=float,

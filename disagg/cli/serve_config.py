@@ -104,8 +104,8 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             "model": model,
             "revision": revision,
             "served_model_name": name,
-            "prefill": _pool(arguments.prefill, arguments.num_gpus_per_worker),
-            "decode": _pool(arguments.decode, arguments.num_gpus_per_worker),
+            "prefill": _pool(arguments, "prefill"),
+            "decode": _pool(arguments, "decode"),
             "engine": engine,
             "chat_template": arguments.chat_template,
             "tool_call_parser": arguments.tool_call_parser,
@@ -168,15 +168,20 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
     return {**config, "http": {**listens, **(config.get("http") or {})}}
 
 
-def _pool(size: PoolSize | None, num_gpus: float | None) -> dict[str, Any]:
+def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
     """A scaled pool begins with its minimum, or with one worker that shows how fast it is."""
-    gpus = {} if num_gpus is None else {"num_gpus": num_gpus}
+    size: PoolSize | None = getattr(arguments, role)
+    asked = {
+        "num_gpus": arguments.num_gpus_per_worker,
+        "tensor_parallel_size": getattr(arguments, f"{role}_tensor_parallel_size"),
+    }
+    each = {key: value for key, value in asked.items() if value is not None}
     if size is None:
-        return gpus
+        return each
     if size.least == size.most:
-        return {"num_replicas": size.least, **gpus}
+        return {"num_replicas": size.least, **each}
     limits = {"min_replicas": size.least, "max_replicas": size.most}
-    return {"num_replicas": max(1, size.least), "autoscaling": limits, **gpus}
+    return {"num_replicas": max(1, size.least), "autoscaling": limits, **each}
 
 
 def _transfer_prior(path: str | None) -> dict[str, float] | None:

@@ -47,6 +47,7 @@ from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
+from disagg.router.autoscale import pools
 
 if TYPE_CHECKING:
     from disagg.app.cluster import Cluster
@@ -110,7 +111,12 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             plan = _plan(order.config, gpus_here(), order, reports)
             if not plan.device_ids:
                 sentence = find_library(STEP).sentence
-                split = [t.name for t in order.config.tiers if t.engine.tensor_parallel_size > 1]
+                split = [
+                    f"{tier.name}-{role}"
+                    for tier in order.config.tiers
+                    for role, pool in pools(tier)
+                    if tier.num_ranks(pool) > 1 and pool.num_replicas
+                ]
                 if split:
                     sentence += f"; torch for {', '.join(split)}, whose workers have several ranks"
                 reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
@@ -198,7 +204,11 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
 def _with_store(
     config: ServeConfig, cleanup: ExitStack, directory: Path
 ) -> tuple[ServeConfig, EmbeddedRedis | None]:
-    has_use = any(tier.engine.stores_evicted for tier in config.tiers)
+    has_use = any(
+        tier.for_role(role).engine.stores_evicted
+        for tier in config.tiers
+        for role, _ in pools(tier)
+    )
     if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)

@@ -64,7 +64,6 @@ def attend_tile(
     block_stride,
     scales_ptr,
     scale_block_stride,
-    NUM_KV_HEADS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -81,7 +80,7 @@ def attend_tile(
     Args:
         q, acc: PARTS tensors each, [ROWS, BLOCK_D / PARTS]: column c of part j is value
             c * PARTS + j of a head.
-        pages_ptr, scales_ptr: keys of block 0, of the head; the values' are NUM_KV_HEADS pages on.
+        pages_ptr, scales_ptr: keys of block 0, of the head; the values' are in the next page.
         LARGEST: of the format; 0.0 for one without scales.
         PARTS: values in a unit of the cache. All sizes and strides of pages are in units.
     """
@@ -96,23 +95,22 @@ def attend_tile(
         page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context, other=0).to(tl.int64)
         offset = keys % BLOCK_SIZE
     offsets = (page * block_stride + offset * (HEAD_DIM // PARTS))[:, None] + columns[None, :]
-    value_offset: tl.constexpr = NUM_KV_HEADS * PAGE_STRIDE
     # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
     if MASKED:
         loaded = written[:, None] & inside[None, :]
         key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
-        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
+        value = tl.load(pages_ptr + PAGE_STRIDE + offsets, mask=loaded, other=0.0)
     elif HEAD_DIM != BLOCK_D:
         loaded = inside[None, :]
         key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
-        value = tl.load(pages_ptr + value_offset + offsets, mask=loaded, other=0.0)
+        value = tl.load(pages_ptr + PAGE_STRIDE + offsets, mask=loaded, other=0.0)
     else:
         key = tl.load(pages_ptr + offsets)
-        value = tl.load(pages_ptr + value_offset + offsets)
+        value = tl.load(pages_ptr + PAGE_STRIDE + offsets)
     column_scale = scale
     if LARGEST != 0.0:
         scales = scales_ptr + page * scale_block_stride + offset
-        value_scales = scales + NUM_KV_HEADS * SCALE_PAGE_STRIDE
+        value_scales = scales + SCALE_PAGE_STRIDE
         if MASKED:
             column_scale = tl.load(scales, mask=written, other=0.0)[None, :] * scale
             value_scale = tl.load(value_scales, mask=written, other=0.0)

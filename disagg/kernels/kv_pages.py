@@ -8,8 +8,13 @@ own page:
     scales  block_size * 4 bytes
 
 each part padded to 16 bytes, the widest load of a GPU, so that every page and its scales are
-aligned. A block, including its scales, is one contiguous run of bytes, and transfers need not know
-the format. Must not know which sequence holds a block, or where the memory comes from.
+aligned. A block has the pages of its first head, of all layers, then those of the second:
+
+    block  [num_kv_heads, num_layers, 2 (keys, values)] pages
+
+So a block is one contiguous run of bytes, the heads of a rank are a run in the block of all heads,
+and transfers need to know neither the format nor the model. Must not know which sequence holds a
+block, or where the memory comes from.
 
 An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Two neighbours
 share a byte, the first in its lower half: a shift and a mask give both as int8 values, next to each
@@ -116,11 +121,12 @@ class KVPages:
 
     Attributes:
         values: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or packed half as
-            many stored numbers; with scales, the pages do not touch.
+            many stored numbers. In memory heads come before layers, and with scales, pages do not
+            touch.
         scales: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None. A value
             stands for itself times the scale of its vector.
-        rows: one row a page, [num_blocks * num_layers * 2 * num_kv_heads, *]: values, or with
-            scales all bytes as uint8.
+        rows: one row a page, as they lie in memory, [num_blocks * num_kv_heads * num_layers * 2,
+            *]: values, or with scales all bytes as uint8.
         blocks: one row a block, [num_blocks, *], of the same type.
         layers: the same by layer.
     """
@@ -138,9 +144,14 @@ class KVPages:
 
     @property
     def page_stride(self) -> int:
-        """From a page to the next, in stored numbers. Of one KV head, `values` does not say it:
-        torch gives a dimension of one whatever stride it likes."""
+        """From a page to the next, in stored numbers."""
         return self.rows.stride(0)
+
+    @property
+    def head_pages(self) -> int:
+        """From a page to that of the next head, in pages. `values` does not say it of one KV head:
+        torch gives a dimension of one whatever stride it likes."""
+        return 2 * self.values.shape[1]
 
 
 def pages_of(
@@ -154,21 +165,22 @@ def pages_of(
     """
     import torch
 
-    pages_per_block = num_layers * 2 * num_kv_heads
-    dims = (-1, num_layers, 2, num_kv_heads)
+    pages_per_block = num_kv_heads * num_layers * 2
+    dims = (-1, num_kv_heads, num_layers, 2)
     width = head_dim // format.packed
     page_nbytes = format.page_nbytes(block_size, head_dim)
     if not format.has_scales:
         rows = memory.view(format.dtype).view(-1, block_size * head_dim)
-        values = rows.view(*dims, block_size, head_dim)
+        values = rows.view(*dims, block_size, head_dim).movedim(1, 3)
         blocks = rows.view(-1, pages_per_block * rows.shape[1])
         alone = tuple(LayerPages(layer, None, None) for layer in values.unbind(1))
         return KVPages(format, values, None, rows, blocks, alone)
     rows = memory.view(-1, page_nbytes)
     begin = format.scales_offset(block_size, head_dim)
     end = begin + block_size * SCALE_NBYTES
-    values = rows[:, : block_size * width].view(format.dtype).view(*dims, block_size, width)
-    scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size)
+    stored = rows[:, : block_size * width].view(format.dtype)
+    values = stored.view(*dims, block_size, width).movedim(1, 3)
+    scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size).movedim(1, 3)
     blocks = rows.view(-1, pages_per_block * page_nbytes)
     layers = tuple(
         LayerPages(of_layer, of_layer.view(torch.int16) if width % 2 == 0 else None, its_scales)

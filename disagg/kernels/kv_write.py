@@ -34,6 +34,7 @@ def _kv_write_kernel(
     PAGES: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
+    HEAD_PAGES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -43,11 +44,12 @@ def _kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)  # int64: a slab is larger than 2^31 values
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    page = tl.arange(0, PAGES)
+    vector = tl.arange(0, PAGES)  # keys of all heads, then values
+    page = vector % (NUM_PAGES // 2) * HEAD_PAGES + vector // (NUM_PAGES // 2)
     column = tl.arange(0, BLOCK_D)
-    is_page = (page < NUM_PAGES) & (slot >= 0)
+    is_page = (vector < NUM_PAGES) & (slot >= 0)
     inside = is_page[:, None] & (column < HEAD_DIM)[None, :]
-    source = token * token_stride + NUM_QUERY_VALUES + page[:, None] * HEAD_DIM + column[None, :]
+    source = token * token_stride + NUM_QUERY_VALUES + vector[:, None] * HEAD_DIM + column[None, :]
     loaded = tl.load(qkv_ptr + source, mask=inside, other=0.0)
     if LARGEST != 0.0:
         wide = loaded.to(tl.float32)
@@ -107,6 +109,7 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
             PAGES=next_power_of_2(num_pages),
             PAGE_STRIDE=kv_cache.page_stride,
             SCALE_PAGE_STRIDE=kv_cache.page_stride // SCALE_NBYTES,
+            HEAD_PAGES=kv_cache.head_pages,
             HEAD_DIM=head_dim,
             BLOCK_D=next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,

@@ -59,6 +59,7 @@ def _paged_attention_kernel(
     TILE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
+    HEAD_PAGES: tl.constexpr,
     LARGEST: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -115,29 +116,29 @@ def _paged_attention_kernel(
         peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
         total += 1.0
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    page_ptr = pages_ptr + head * PAGE_STRIDE
+    page_ptr = pages_ptr + head * (HEAD_PAGES * PAGE_STRIDE)
     if LARGEST != 0.0:
-        scales_ptr += head * SCALE_PAGE_STRIDE
+        scales_ptr += head * (HEAD_PAGES * SCALE_PAGE_STRIDE)
     if WINDOW > 0:
         for start in range(first_key, tl.minimum(full_start, end_key), TILE):
             acc, total, peak = attend_tile(
                 q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
                 scale, block_stride, scales_ptr, scale_block_stride,
-                NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
+                PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
                 TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
+            PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
-            NUM_KV_HEADS, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
+            PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
             TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
         )  # fmt: skip
 
@@ -311,6 +312,7 @@ def _run(
         TILE=KEY_TILE,
         PAGE_STRIDE=page_nbytes // units.element_size(),
         SCALE_PAGE_STRIDE=page_nbytes // SCALE_NBYTES,
+        HEAD_PAGES=kv_cache.head_pages,
         LARGEST=kv_cache.format.largest,
         PARTS=parts,
         BLOCK_SIZE=block_size,

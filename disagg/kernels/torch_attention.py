@@ -128,7 +128,7 @@ def paged_attention(
     """Write this step's keys and values, then attend. See `Ops.attention`."""
     num_kv_heads, block_size = kv_cache.values.shape[3:5]
     num_heads, head_dim = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]
-    first_page = layer * 2 * num_kv_heads
+    first_page = layer * 2
     if kv_cache.scales is None:
         vectors = kv_cache.rows.view(-1, head_dim)[first_page * block_size :]
         vectors.index_put_(paging.write_rows, qkv[:, num_heads:])
@@ -254,14 +254,15 @@ class _Planner:
     """Turns block tables into page numbers, for one batch."""
 
     def __init__(self, batch: PagedBatch, kv_cache: KVPages, scratch: Tensor) -> None:
-        _, num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.values.shape
+        _, _, _, self._num_kv_heads, self._block_size, _ = kv_cache.values.shape
         self._batch = batch
         self._head_dim = kv_cache.head_dim
         self._has_scales = kv_cache.scales is not None
         self._mask_dtype = torch.float32 if self._has_scales else kv_cache.values.dtype
         self._device = kv_cache.values.device
-        self._pages_per_block = num_layers * 2 * self._num_kv_heads
-        self._page = torch.arange(2 * self._num_kv_heads, device=self._device)
+        self._pages_per_block = kv_cache.head_pages * self._num_kv_heads
+        heads = torch.arange(self._num_kv_heads, device=self._device) * kv_cache.head_pages
+        self._page = torch.cat((heads, heads + 1))  # keys of all heads, then values
         rows = kv_cache.rows
         block_nbytes = 2 * self._num_kv_heads * rows.shape[1] * rows.itemsize
         self._most_tokens = _MAX_GATHERED_NBYTES // block_nbytes * self._block_size

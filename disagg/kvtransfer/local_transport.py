@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from disagg.errors import StartupError
 from disagg.kvtransfer.pulls import Pull, PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab
+from disagg.kvtransfer.sources import Source
 from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -46,8 +47,8 @@ class LocalTransport:
         clock: seconds, for `PullDone.seconds`.
 
     Raises:
-        StartupError: the slab is on a device, and its owner cannot copy its blocks; or this
-            worker's epoch is open already.
+        StartupError: the slab is on a device, and its owner cannot copy its blocks, or has a part
+            of them; or this worker's epoch is open already.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LocalTransport:
         *,
         clock: Callable[[], float],
     ) -> None:
-        if slab.device_id != HOST and not isinstance(slab.owner, DeviceMemory):
+        if slab.device_id != HOST and (slab.part or not isinstance(slab.owner, DeviceMemory)):
             raise StartupError("the local transport cannot copy this slab's memory; use nixl")
         if (worker_id, epoch) in fleet.sides:
             raise StartupError(f"worker {worker_id} of epoch {epoch} has a local side already")
@@ -119,37 +120,35 @@ class LocalTransport:
 
     def _carry_out(self, pull: Pull) -> tuple[str | None, bool]:
         """Copy, then compare the stamps. Returns the error, and whether the stamps had changed."""
-        source = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
-        if source is None or source.peer != pull.peer:
-            return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone", False
-        self._copy_blocks(pull, source)
-        self._copy_generations(pull, source)
+        sides = []
+        for source in pull.sources:
+            side = self._fleet.sides.get((source.rank.worker_id, source.rank.epoch))
+            if side is None or side.peer != source.rank:
+                return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone", False
+            sides.append(side)
+            self._copy_blocks(pull, source, side)
+        self._copy_generations(pull, sides[0])  # a worker's ranks have one table
         if not pull.is_unchanged(self._scratch):
             why = f"worker {pull.peer.worker_id} used the blocks again while they were copied"
             return why, True
         return None, False
 
-    def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
+    def _copy_blocks(self, pull: Pull, source: Source, side: LocalTransport) -> None:
         memory = self._slab.owner
         if self._slab.device_id != HOST and isinstance(memory, DeviceMemory):
             for run in pull.runs:
                 memory.copy_blocks(
-                    run.local_block, source._slab.owner, run.source_block, run.num_blocks
+                    run.local_block, side._slab.owner, run.source_block, run.num_blocks
                 )
             return
-        nbytes = self._slab.block_nbytes
-        for run in pull.runs:
-            ctypes.memmove(
-                self._slab.address(run.local_block),
-                source._slab.address(run.source_block),
-                run.num_blocks * nbytes,
-            )
+        for piece in pull.block_ranges(self._slab, source):
+            ctypes.memmove(*piece)
 
-    def _copy_generations(self, pull: Pull, source: LocalTransport) -> None:
+    def _copy_generations(self, pull: Pull, side: LocalTransport) -> None:
         for run in pull.runs:
             end = run.source_block + run.num_blocks
             self._scratch[run.local_block : run.local_block + run.num_blocks] = (
-                source._stamps.generations[run.source_block : end]
+                side._stamps.generations[run.source_block : end]
             )
 
     def _notify(self, peer: Peer, ticket_id: str) -> None:

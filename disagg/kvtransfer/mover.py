@@ -26,17 +26,16 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, Pull
 from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import GENERATION_NBYTES
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
-from disagg.kvtransfer.wire import ByteRange, Wire
+from disagg.kvtransfer.wire import Wire
 
 MAX_UNREAD_NOTICES = 65_536
 MAX_WAIT_S = 0.001  # between two checks of running transfers
@@ -47,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    peer: Peer
-    gone: tuple[Peer, ...]  # peers that this one replaces
+    peers: tuple[Peer, ...]  # the ranks of one worker
+    gone: tuple[Peer, ...]  # peers that these replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,17 @@ class PullEnded:
 
 @dataclass(slots=True)
 class _RunningPull:
-    """A running pull. "settling": it failed, and its blocks must not be reused yet."""
+    """A running pull, in one transfer for each source, and then one for stamps.
+
+    transfers: those that run, with their peers.
+    broken: those that failed. They may still write until `settled_at`.
+    """
 
     pull: Pull
     deadline: float
-    stage: Literal["blocks", "stamps", "settling"] = "blocks"
-    transfer: Any = None
+    stage: Literal["blocks", "stamps"] = "blocks"
+    transfers: list[tuple[Peer, Any]] = field(default_factory=list)
+    broken: list[Any] = field(default_factory=list)
     error: str | None = None
     is_torn: bool = False
     settled_at: float = 0.0
@@ -170,10 +174,11 @@ class Mover:
         match job:
             case Pull():
                 self._copies.append(self._start(job))
-            case Connect(peer, gone):
+            case Connect(peers, gone):
                 self._broken.update(self._connected.intersection(map(agent_name, gone)))
                 self._replaced.update(self._broken.intersection(map(agent_name, gone)))
-                self._try_connect(peer)
+                for peer in peers:
+                    self._try_connect(peer)
             case Notify(peer, ticket_id):
                 self._notify(peer, ticket_id)
             case Look():
@@ -184,7 +189,8 @@ class Mover:
     def _start(self, pull: Pull) -> _RunningPull:
         copy = _RunningPull(pull, deadline=self._clock() + self._pull_timeout_s)
         try:
-            self._connect(pull.peer)
+            for source in pull.sources:
+                self._connect(source.rank)
             self._before_pull()
             self._post(copy)
         except Exception as error:
@@ -256,24 +262,22 @@ class Mover:
 
     def _post(self, copy: _RunningPull) -> None:
         """Start reading the blocks, or in the second stage their generations."""
-        runs, peer, slab = copy.pull.runs, copy.pull.peer, self._slab
-        if copy.stage == "blocks":
-            nbytes, here, there = slab.block_nbytes, slab.base_address, peer.base_address
-            read = self._wire.read_blocks
+        pull = copy.pull
+        if copy.stage == "stamps":
+            rank, table = pull.stamps_rank, self._scratch.buffer_info()[0]
+            self._begin(copy, rank, self._wire.read_stamps(rank, pull.stamp_ranges(table)))
+            return
+        for source in pull.sources:
+            pieces = pull.block_ranges(self._slab, source)
+            self._begin(copy, source.rank, self._wire.read_blocks(source.rank, pieces))
+
+    def _begin(self, copy: _RunningPull, peer: Peer, transfer: Any) -> None:
+        try:
+            self._wire.post(transfer)
+        except Exception as error:
+            self._lose(copy, peer, transfer, error)
         else:
-            nbytes, there = GENERATION_NBYTES, peer.stamps_address
-            here = self._scratch.buffer_info()[0]
-            read = self._wire.read_stamps
-        pieces = [
-            ByteRange(
-                here + run.local_block * nbytes,
-                there + run.source_block * nbytes,
-                run.num_blocks * nbytes,
-            )
-            for run in runs
-        ]
-        copy.transfer = read(peer, pieces)
-        self._wire.post(copy.transfer)
+            copy.transfers.append((peer, transfer))
 
     def _try_advance(self, copy: _RunningPull, now: float) -> bool:
         try:
@@ -288,15 +292,15 @@ class Mover:
     def _advance(self, copy: _RunningPull, now: float) -> bool:
         """Advance a pull: read the blocks, then the stamps, then compare these with the ticket's.
         True once the wire does not use its blocks any more."""
-        while copy.stage != "settling":
-            if not self._wire.is_done(copy.transfer):
+        while True:
+            running = copy.transfers
+            copy.transfers = [each for each in running if not self._has_ended(copy, *each)]
+            if copy.transfers:
                 if copy.error is None and now > copy.deadline:
                     copy.error = f"blocks did not arrive within {self._pull_timeout_s} s"
                 return False
-            self._wire.release(copy.transfer)
-            copy.transfer = None
             if copy.error is not None:
-                return True
+                return now >= copy.settled_at
             if copy.stage == "stamps":
                 if not copy.pull.is_unchanged(self._scratch):
                     copy.error = "the source used the blocks again while they were copied"
@@ -304,20 +308,30 @@ class Mover:
                 return True
             copy.stage = "stamps"
             self._post(copy)
-        return now >= copy.settled_at
+
+    def _has_ended(self, copy: _RunningPull, peer: Peer, transfer: Any) -> bool:
+        try:
+            if not self._wire.is_done(transfer):
+                return False
+            self._wire.release(transfer)
+        except Exception as error:
+            self._lose(copy, peer, transfer, error)
+        return True
+
+    def _lose(self, copy: _RunningPull, peer: Peer, transfer: Any, error: Exception) -> None:
+        """A transfer failed; the others of its pull run on, and are waited for."""
+        self._fail(copy, error)
+        copy.broken.append(transfer)
+        copy.settled_at = self._clock() + self._settle_s
+        self._broken.add(agent_name(peer))
 
     def _fail(self, copy: _RunningPull, error: Exception) -> None:
         if copy.error is None:
             copy.error = f"transfer from {agent_name(copy.pull.peer)} failed: {error!r}"
-        copy.stage = "settling"
-        copy.settled_at = self._clock()
-        if copy.transfer is not None:
-            copy.settled_at += self._settle_s
-            self._broken.add(agent_name(copy.pull.peer))
 
     def _end(self, copy: _RunningPull) -> None:
-        if copy.transfer is not None:
-            self._try_release(copy.transfer)
+        for transfer in copy.broken:
+            self._try_release(transfer)
         pull = copy.pull
         seconds = self._clock() - pull.started_at
         self._notices.put(PullEnded(pull, copy.error, seconds, copy.is_torn))
@@ -334,7 +348,8 @@ class Mover:
 
     def _drop_broken(self) -> None:
         """Forget broken peers, except those with a running copy."""
-        busy = {agent_name(copy.pull.peer) for copy in self._copies}
+        pulls = (copy.pull for copy in self._copies)
+        busy = {agent_name(source.rank) for pull in pulls for source in pull.sources}
         for name in self._broken - busy:
             self._broken.discard(name)
             self._connected.discard(name)
@@ -351,8 +366,8 @@ class Mover:
     def _shut_down(self) -> None:
         """Close the wire with all its connections, which also ends transfers that hang."""
         for copy in self._copies:
-            if copy.transfer is not None:
-                self._try_release(copy.transfer)
+            for transfer in (*copy.broken, *(each for _, each in copy.transfers)):
+                self._try_release(transfer)
         self._copies.clear()
         try:
             self._wire.close()

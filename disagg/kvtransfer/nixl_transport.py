@@ -89,6 +89,7 @@ class NixlTransport:
     ) -> None:
         self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
         self._clock = clock
+        self._slab = slab
         self._book = PullBook(slab, TRANSPORT)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._notices: SimpleQueue[Notice] = SimpleQueue()
@@ -139,8 +140,8 @@ class NixlTransport:
     def add_peer(self, peer: Peer) -> None:
         if peer.worker_id == self._peer.worker_id:
             return  # membership lists all workers; a worker does not pull from itself
-        gone = self._book.add_peer(peer)
-        self._jobs.put(Connect(peer, tuple(gone)))
+        ranks, gone = self._book.add_peer(peer)
+        self._jobs.put(Connect(ranks, gone))
 
     def pull(
         self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
@@ -178,7 +179,8 @@ class NixlTransport:
         lane = ""
         if ended.error is None:
             is_near = pull.peer.node == self._peer.node
-            nbytes = pull.largest_run_nbytes
+            ranges = (r for s in pull.sources for r in pull.block_ranges(self._slab, s))
+            nbytes = max(each.nbytes for each in ranges)
             lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
         return PullDone(
             pull.pull_id,

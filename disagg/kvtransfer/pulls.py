@@ -10,14 +10,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.holds import check_block_ids
 from disagg.kvtransfer.runs import BlockRun, merge_runs
-from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.slab import Slab, whole_nbytes
+from disagg.kvtransfer.sources import Source, byte_ranges, sources_of
 from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.wire import ByteRange
 
 MAX_PEERS = 1024
 MAX_USED_TICKETS = 4096  # forgetting one is harmless: the stamps still decide
@@ -53,16 +55,22 @@ def describe(
         device_id=slab.device_id,
         agent=agent,
         node=_machine(),
+        part=slab.part,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A pull that passed every check."""
+    """A pull that passed every check.
+
+    peer: the source as the ticket names it: a worker, by its first rank.
+    sources: the ranks of it from which bytes of each block are copied.
+    """
 
     pull_id: int
     ticket: KVTicket
     peer: Peer
+    sources: tuple[Source, ...]
     runs: tuple[BlockRun, ...]
     local_blocks: tuple[int, ...]
     generations: tuple[int, ...]  # what the source's stamps must be, one per local block
@@ -75,16 +83,49 @@ class Pull:
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self.peer.block_nbytes
+        return self.num_blocks * sum(source.nbytes for source in self.sources)
+
+    def block_ranges(self, slab: Slab, source: Source) -> list[ByteRange]:
+        """What to copy from a source into the slab here."""
+        return byte_ranges(slab, source, self.runs)
+
+    def stamp_ranges(self, address: int) -> list[ByteRange]:
+        """What to copy to a table at `address` of the generations of `stamps_rank`."""
+        there, nbytes = self.stamps_rank.stamps_address, GENERATION_NBYTES
+        return [
+            ByteRange(
+                address + run.local_block * nbytes,
+                there + run.source_block * nbytes,
+                run.num_blocks * nbytes,
+            )
+            for run in self.runs
+        ]
 
     @property
-    def largest_run_nbytes(self) -> int:
-        return max(run.num_blocks for run in self.runs) * self.peer.block_nbytes
+    def stamps_rank(self) -> Peer:
+        """One whose stamps tell whether the copy is intact: those of all ranks are the same."""
+        return self.sources[0].rank
 
     def is_unchanged(self, generations: Sequence[int]) -> bool:
         """Whether the stamps read after the copy, indexed by local block, equal the ticket's."""
         blocks, expected = self.local_blocks, self.generations
         return all(generations[b] == e for b, e in zip(blocks, expected, strict=True))
+
+
+class _Known(NamedTuple):
+    peer: Peer
+    sources: tuple[Source, ...]
+
+
+class Change(NamedTuple):
+    """What a new or changed peer means for connections.
+
+    ranks: of the peer, from which this slab pulls.
+    gone: ranks of peers that are forgotten because of it.
+    """
+
+    ranks: tuple[Peer, ...]
+    gone: tuple[Peer, ...]
 
 
 class PullBook:
@@ -108,7 +149,7 @@ class PullBook:
         self._transport = transport
         self._max_peers = max_peers
         self._max_used_tickets = max_used_tickets
-        self._peers: dict[str, Peer] = {}  # least recently used first
+        self._peers: dict[str, _Known] = {}  # least recently used first
         self._used: dict[TicketName, None] = {}  # oldest first
         self._filling: set[int] = set()  # local blocks that a transport may still write
         self._pull_ids = itertools.count(1)
@@ -117,26 +158,25 @@ class PullBook:
     def num_blocks_filling(self) -> int:
         return len(self._filling)
 
-    def add_peer(self, peer: Peer) -> list[Peer]:
-        """Add `peer`. Returns the peers that are forgotten because of it.
-
-        A known, unchanged peer changes nothing.
+    def add_peer(self, peer: Peer) -> Change:
+        """Add `peer`. A known, unchanged one changes nothing.
 
         Raises:
             TransferFailed: the peer cannot be pulled from; the message says why.
         """
-        self._check_peer(peer)
+        sources = self._check_peer(peer)
         known = self._peers.pop(peer.worker_id, None)
-        self._peers[peer.worker_id] = peer
-        gone = [] if known is None or known == peer else [known]
+        self._peers[peer.worker_id] = _Known(peer, sources)
+        gone = [] if known is None or known.peer == peer else [known]
         while len(self._peers) > self._max_peers:
             gone.append(self._peers.pop(next(iter(self._peers))))
-        return gone
+        forgotten = tuple(source.rank for each in gone for source in each.sources)
+        return Change(tuple(source.rank for source in sources), forgotten)
 
     def peer_of(self, ticket: KVTicket) -> Peer | None:
         """The source of a ticket, if it is known and still the process that issued it."""
-        peer = self._peers.get(ticket.source_id)
-        return peer if peer is not None and peer.epoch == ticket.epoch else None
+        known = self._peers.get(ticket.source_id)
+        return known.peer if known is not None and known.peer.epoch == ticket.epoch else None
 
     def begin(
         self,
@@ -153,7 +193,7 @@ class PullBook:
         Raises:
             TransferFailed: the pull is not valid; nothing changed.
         """
-        peer = self._check_ticket(ticket)
+        peer, sources = self._check_ticket(ticket)
         source_blocks = ticket.block_ids[first_block:]
         if not 0 <= first_block <= len(ticket.block_ids) or len(source_blocks) != len(into):
             raise TransferFailed(
@@ -171,6 +211,7 @@ class PullBook:
             pull_id=next(self._pull_ids),
             ticket=ticket,
             peer=peer,
+            sources=sources,
             runs=tuple(merge_runs(zip(source_blocks, into, strict=True))),
             local_blocks=tuple(into),
             generations=ticket.generations[first_block:],
@@ -187,33 +228,30 @@ class PullBook:
         while len(self._used) > self._max_used_tickets:
             del self._used[next(iter(self._used))]
 
-    def _check_peer(self, peer: Peer) -> None:
+    def _check_peer(self, peer: Peer) -> tuple[Source, ...]:
         slab, name = self._slab, f"worker {peer.worker_id}"
+        own = slab.layout, whole_nbytes(slab)
         if peer.transport != self._transport:
             raise TransferFailed(
                 f"{name} moves KV with {peer.transport!r}, this worker with {self._transport!r};"
                 " give both the same transport"
             )
-        if (peer.layout, peer.block_nbytes) != (slab.layout, slab.block_nbytes):
-            raise TransferFailed(
-                f"{name} stores KV as {peer.layout!r} in blocks of {peer.block_nbytes} bytes, this"
-                f" worker as {slab.layout!r} in blocks of {slab.block_nbytes} bytes; both must run"
-                " the same model, dtype, block size and version"
-            )
-        table_end = peer.stamps_address + peer.num_blocks * GENERATION_NBYTES
-        slab_end = peer.base_address + peer.num_blocks * peer.block_nbytes
-        if (
-            not peer.worker_id
-            or min(peer.num_blocks, peer.base_address, peer.stamps_address) <= 0
-            or max(table_end, slab_end) >= 1 << 64
-            or peer.stamps_address % GENERATION_NBYTES != 0
-        ):
-            raise TransferFailed(f"{name} describes its slab in numbers that cannot be: {peer}")
+        for rank in (peer, *peer.ranks):
+            if (rank.layout, whole_nbytes(rank)) != own:
+                raise TransferFailed(
+                    f"{name} stores KV as {rank.layout!r} in blocks of {whole_nbytes(rank)} bytes,"
+                    f" this worker as {slab.layout!r} in blocks of {whole_nbytes(slab)} bytes; both"
+                    " must run the same model, dtype, block size and version"
+                )
+            if not _can_be(rank) or rank.num_blocks != peer.num_blocks:
+                raise TransferFailed(f"{name} describes its slab in numbers that cannot be: {rank}")
+        return sources_of(slab, peer)
 
-    def _check_ticket(self, ticket: KVTicket) -> Peer:
-        peer = self._peers.get(ticket.source_id)
-        if peer is None:
+    def _check_ticket(self, ticket: KVTicket) -> _Known:
+        known = self._peers.get(ticket.source_id)
+        if known is None:
             raise TransferFailed(f"worker {ticket.source_id} is not known here; add it as a peer")
+        peer = known.peer
         if ticket.epoch != peer.epoch:
             raise TransferFailed(
                 f"ticket {ticket.ticket_id} is of epoch {ticket.epoch} of worker"
@@ -233,7 +271,19 @@ class PullBook:
             raise TransferFailed(f"ticket ids have 1 to {MAX_TICKET_ID_NBYTES} bytes")
         if _name(ticket) in self._used:
             raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
-        return peer
+        return known
+
+
+def _can_be(peer: Peer) -> bool:
+    """Whether the numbers of a slab make sense."""
+    table_end = peer.stamps_address + peer.num_blocks * GENERATION_NBYTES
+    slab_end = peer.base_address + peer.num_blocks * peer.block_nbytes
+    return (
+        peer.worker_id != ""
+        and min(peer.num_blocks, peer.block_nbytes, peer.base_address, peer.stamps_address) > 0
+        and max(table_end, slab_end) < 1 << 64
+        and peer.stamps_address % GENERATION_NBYTES == 0
+    )
 
 
 def _machine() -> str:

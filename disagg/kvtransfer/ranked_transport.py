@@ -1,8 +1,9 @@
 """The transport of a worker with several ranks, each of which moves its part of every block.
 
-Rank i pulls from rank i of the source. The first rank issues and checks tickets, whose stamps hold
-for all ranks: a worker has one table of them, in memory that its ranks share. A pull has succeeded
-when it has on all ranks, and the source is told when it has ended on all.
+Each rank pulls what it needs from the ranks of the source that have it (`sources.sources_of`), so
+workers may have different numbers of ranks. The first rank issues and checks tickets, whose stamps
+hold for all ranks: a worker has one table of them, in memory that its ranks share. A pull has
+succeeded when it has on all ranks, and the source is told when it has ended on all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from disagg.errors import TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 
@@ -32,7 +32,9 @@ class RankTransport(Protocol):
         """The record by which other workers reach that rank's slab."""
         ...
 
-    def add_peer(self, peer: Peer) -> None: ...
+    def add_peer(self, peer: Peer) -> None:
+        """As `Transport.add_peer`, but refusals are logged there."""
+        ...
 
     def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
         """As `Transport.pull`, but refusals are reported by `poll`; the source is not told."""
@@ -76,7 +78,6 @@ class RankedTransport:
         self._own = own
         self._others = others
         self._peer = replace(own.peer, ranks=tuple(each.peer for each in others))
-        self._peers: dict[str, Peer] = {}
         self._pulls: dict[int, _Parts] = {}
 
     @property
@@ -86,25 +87,15 @@ class RankedTransport:
     def add_peer(self, peer: Peer) -> None:
         if peer.worker_id == self._peer.worker_id:
             return
-        if len(peer.ranks) != len(self._others):
-            raise TransferFailed(
-                f"worker {peer.worker_id} has {len(peer.ranks) + 1} ranks, this worker has"
-                f" {len(self._others) + 1}; KV moves between workers of the same"
-                " tensor_parallel_size"
-            )
-        self._own.add_peer(replace(peer, ranks=()))
-        self._peers[peer.worker_id] = peer
-        for rank, its_peer in zip(self._others, peer.ranks, strict=True):
-            rank.add_peer(its_peer)
+        self._own.add_peer(peer)
+        for rank in self._others:
+            rank.add_peer(peer)
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
-        peer = self._peers.get(ticket.source_id)
         number = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong
-        assert peer is not None
         self._pulls[number] = _Parts(ticket, 1 + len(self._others))
-        for rank, its_peer in zip(self._others, peer.ranks, strict=True):
-            its = replace(ticket, source_id=its_peer.worker_id, layout=its_peer.layout)
-            rank.pull(number, its, first_block, into)
+        for rank in self._others:
+            rank.pull(number, ticket, first_block, into)
         return number
 
     def release(self, ticket: KVTicket) -> None:

@@ -11,6 +11,7 @@ import logging
 import mmap
 import threading
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from disagg.errors import StartupError
 
@@ -22,11 +23,47 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The bytes of each block that are in a slab, where the ranks of a worker divide blocks.
+
+    begin: where they begin in the whole block.
+    whole_nbytes: of the whole block.
+    copy: number of the slab among those of the worker with the same bytes.
+    """
+
+    begin: int
+    whole_nbytes: int
+    copy: int = 0
+
+
+class Divided(Protocol):
+    """A slab, or a peer's description of one."""
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    @property
+    def part(self) -> BlockPart | None: ...
+
+
+def begin_of(slab: Divided) -> int:
+    """Where the bytes of a slab's blocks begin in whole blocks."""
+    return 0 if slab.part is None else slab.part.begin
+
+
+def whole_nbytes(slab: Divided) -> int:
+    """Of a whole block, of which the slab may have a part."""
+    return slab.block_nbytes if slab.part is None else slab.part.whole_nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Slab:
     """Memory of `num_blocks` blocks; block i begins at `base_address + i * block_nbytes`.
 
     Args:
-        layout: fingerprint of everything that must match for the bytes to be interchangeable.
+        layout: fingerprint of everything that must match for the bytes to be interchangeable: of
+            whole blocks, and so the same on all ranks.
+        part: of whole blocks; None: all of them.
         device_id: -1 for host memory, otherwise the GPU's index.
         owner: whatever frees the memory; kept alive as long as the slab is.
 
@@ -40,12 +77,15 @@ class Slab:
     layout: str
     device_id: int = HOST
     owner: object = field(default=None, compare=False, repr=False)
+    part: BlockPart | None = None
 
     def __post_init__(self) -> None:
         if self.base_address <= 0 or self.num_blocks <= 0 or self.block_nbytes <= 0:
             raise StartupError(
                 f"a slab needs a positive address, number of blocks and block size, got {self}"
             )
+        if begin_of(self) < 0 or begin_of(self) + self.block_nbytes > whole_nbytes(self):
+            raise StartupError(f"a slab's part of blocks lies within whole blocks, got {self}")
         if self.device_id < HOST:
             raise StartupError(f"device_id is -1 (host memory) or a GPU's index, got {self}")
 

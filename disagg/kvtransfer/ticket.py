@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.kvtransfer.slab import BlockPart
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -12,7 +14,7 @@ class Peer:
     worker_id: str
     epoch: int  # unique per process start
     transport: str  # "nixl" or "local"
-    layout: str  # fingerprint of everything that must match for the bytes to be interchangeable
+    layout: str  # fingerprint of everything that must match for whole blocks to be interchangeable
     num_blocks: int
     block_nbytes: int
     base_address: int  # of block 0; block i begins at base_address + i * block_nbytes
@@ -20,6 +22,7 @@ class Peer:
     device_id: int  # -1: host memory, otherwise the GPU's index
     agent: bytes  # the transport's own connection record (NIXL agent metadata)
     node: str = ""  # equal for workers on one machine; "" if it is not known
+    part: BlockPart | None = None  # that the slab has of whole blocks; None: all of them
     ranks: tuple[Peer, ...] = ()  # the other ranks of the worker; this is the first one's slab
 
 

@@ -35,7 +35,11 @@ class Share:
     def kv_heads(self, config: ModelConfig) -> tuple[int, int]:
         """First and end of this rank's KV heads; some ranks have the same one if there are more
         ranks than heads."""
-        first, end = self.of(config.num_kv_heads)
+        return self.heads_of(config.num_kv_heads)
+
+    def heads_of(self, num_kv_heads: int) -> tuple[int, int]:
+        """As `kv_heads`."""
+        first, end = self.of(num_kv_heads)
         return first, max(end, first + 1)
 
     def config(self, config: ModelConfig) -> ModelConfig:

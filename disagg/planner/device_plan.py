@@ -141,9 +141,10 @@ def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
         _check_asked(tier, asked)
         is_on_gpu = any(asked) if asked else device == "cuda" or has_gpus
         device = "cuda" if is_on_gpu else "cpu"
-    number = float(tier.engine.tensor_parallel_size) if device == "cuda" else 0.0
     sized = {
-        role: msgspec.structs.replace(pool, num_gpus=number)
+        role: msgspec.structs.replace(
+            pool, num_gpus=float(tier.num_ranks(pool)) if device == "cuda" else 0.0
+        )
         for role, pool in pools(tier)
         if pool.num_gpus is None
     }
@@ -175,7 +176,7 @@ def _workers(config: ServeConfig) -> list[_Worker]:
             most = pool.autoscaling.max_replicas if pool.autoscaling else pool.num_replicas
             share = min(pool.num_gpus or 0.0, 1.0)
             claim = share * tier.engine.gpu_memory_utilization
-            num_gpus = tier.engine.tensor_parallel_size
+            num_gpus = tier.num_ranks(pool)
             worker = _Worker(f"{tier.name}-{role}", share, claim, num_gpus)
             every += [worker] * (most + pool.num_standby)
     every.sort(key=lambda each: -each.share * each.num_gpus)

@@ -282,7 +282,7 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     if source.record.peer.layout != destination.record.peer.layout:
         return float("inf")
     num_blocks = -(-num_tokens // source.record.block_size)
-    nbytes = num_blocks * source.record.peer.block_nbytes
+    nbytes = num_blocks * destination.record.peer.block_nbytes  # of one rank: they pull at once
     figures = destination.transfers
     for figure in figures:
         if figure.source_id == source.worker_id:

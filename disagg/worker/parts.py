@@ -193,6 +193,7 @@ def slab_of(kv_cache: KVCache) -> Slab:
         kv_cache.layout,
         kv_cache.device_id,
         owner=kv_cache,
+        part=kv_cache.shape.part,
     )
 
 

@@ -18,6 +18,9 @@ from disagg.app.build import build
 from disagg.cli.serve_arguments import add_arguments
 from disagg.config_checks import filled_in
 from disagg.errors import StartupError
+from disagg.planner.gpus import gpu_of
+from disagg.planner.roofline import placements
+from disagg.planner.shapes import SHAPES
 from tests.pods import check_pods, config_of
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +38,15 @@ def _load(path: Path) -> Any:
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
 def test_serve_files(path: Path) -> None:
     assert config_of(_load(path), {}).tiers
+
+
+def test_llama_3_70b_fits_the_gpus_of_its_workers() -> None:
+    (tier,) = config_of(_load(DEPLOY / "serve" / "llama-3-70b.yaml"), {}).tiers
+    shape = SHAPES["llama-3-70b"]
+    sizes = {each.num_gpus for each in placements(shape, gpu_of("h100"), "bf16", "bf16", 8192)}
+    for pool in (tier.prefill, tier.decode):
+        assert tier.num_ranks(pool) in sizes
+    assert (tier.num_ranks(tier.prefill), tier.num_ranks(tier.decode)) == (2, 4)
 
 
 def test_pods_have_what_their_workers_ask_for() -> None:

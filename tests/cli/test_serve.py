@@ -158,6 +158,7 @@ def test_the_store_takes_a_share_of_the_memory_that_is_free(
     [
         ((), True),
         (("--tensor-parallel-size", "2"), False),
+        (("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "1"), True),
         (("--no-enable-prefix-caching",), False),
     ],
 )

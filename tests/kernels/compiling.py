@@ -105,6 +105,7 @@ def page_constants(stored: str, block_size: int, head_dim: int) -> dict[str, Any
     return {
         "PAGE_STRIDE": stride,
         "SCALE_PAGE_STRIDE": stride // 4,
+        "HEAD_PAGES": 64,
         "LARGEST": format.largest,
         "PACKED": format.packed,
         "BLOCK_SIZE": block_size,

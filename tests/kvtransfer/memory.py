@@ -1,13 +1,15 @@
-"""A worker's memory for tests: a slab whose bytes say which block and generation they are of."""
+"""A worker's memory for tests: a slab whose bytes say which block and generation they are of, and
+which eighth of a whole block."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import replace
 
 from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.pulls import describe
-from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.slab import BlockPart, Slab, begin_of, whole_nbytes
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 
@@ -23,18 +25,24 @@ class Memory:
         num_blocks: int = 32,
         block_nbytes: int = 256,
         layout: str = LAYOUT,
+        part: BlockPart | None = None,
     ) -> None:
         self.worker_id, self.epoch, self.block_nbytes = worker_id, epoch, block_nbytes
         self.raw = bytearray(num_blocks * block_nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.raw))
-        self.slab = Slab(address, num_blocks, block_nbytes, layout, owner=self.raw)
+        self.slab = Slab(address, num_blocks, block_nbytes, layout, owner=self.raw, part=part)
         self.stamps = Stamps(num_blocks, worker_id, epoch)
         for block_id in range(num_blocks):
             self.fill(block_id)
 
-    def content(self, block_id: int, generation: int) -> bytes:
-        word = (generation * 1_000_003 + block_id * 7919 + self.epoch) % (1 << 64)
-        return word.to_bytes(8, "little") * (self.block_nbytes // 8)
+    def content(self, block_id: int, generation: int, like: Memory | None = None) -> bytes:
+        """Of a block here, or of what another slab has of it."""
+        slab = (like or self).slab
+        first = generation * 1_000_003 + block_id * 7919 + self.epoch
+        words = [(first + eighth * 104_729) % (1 << 64) for eighth in range(8)]
+        times = whole_nbytes(slab) // 64
+        whole = b"".join(word.to_bytes(8, "little") * times for word in words)
+        return whole[begin_of(slab) : begin_of(slab) + slab.block_nbytes]
 
     def fill(self, block_id: int) -> None:
         start = block_id * self.block_nbytes
@@ -69,4 +77,33 @@ class Memory:
     def holds_copy(self, source: Memory, ticket: KVTicket, into: list[int], first: int = 0) -> bool:
         """Whether `into` holds exactly what the ticket was issued for."""
         named = zip(ticket.block_ids[first:], ticket.generations[first:], strict=True)
-        return [self.read(block) for block in into] == [source.content(b, g) for b, g in named]
+        copied = [source.content(block, generation, self) for block, generation in named]
+        return [self.read(block) for block in into] == copied
+
+
+def rank_memories(
+    worker_id: str, num_ranks: int, *, num_heads: int = 8, epoch: int = 1
+) -> list[Memory]:
+    """Of a worker's ranks, with one table of stamps. A whole block has 256 bytes, which the ranks
+    divide as KV heads: into equal parts, of which some are the same if heads are too few."""
+    head_nbytes = 256 // num_heads
+    own, num_copies = max(1, num_heads // num_ranks), max(1, num_ranks // num_heads)
+    memories = [
+        Memory(
+            f"{worker_id}.{rank}" if rank else worker_id,
+            epoch,
+            block_nbytes=own * head_nbytes,
+            part=BlockPart(rank // num_copies * own * head_nbytes, 256, rank % num_copies),
+        )
+        for rank in range(num_ranks)
+    ]
+    for each in memories[1:]:
+        each.stamps = memories[0].stamps
+        for block_id in range(each.slab.num_blocks):
+            each.fill(block_id)
+    return memories
+
+
+def peer_of(peers: list[Peer]) -> Peer:
+    """A worker's record, from those of its ranks."""
+    return replace(peers[0], ranks=tuple(peers[1:]))

@@ -17,7 +17,8 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.pulls import Pull
-from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.slab import BlockPart, Slab
+from disagg.kvtransfer.sources import Source
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -46,13 +47,13 @@ class Torn(LocalTransport):
         self.before_stamps: Callable[[], None] = lambda: None
         self.after_stamps: Callable[[], None] = lambda: None
 
-    def _copy_blocks(self, pull: Pull, source: LocalTransport) -> None:
+    def _copy_blocks(self, pull: Pull, source: Source, side: LocalTransport) -> None:
         self.before_copy()
-        super()._copy_blocks(pull, source)
+        super()._copy_blocks(pull, source, side)
 
-    def _copy_generations(self, pull: Pull, source: LocalTransport) -> None:
+    def _copy_generations(self, pull: Pull, side: LocalTransport) -> None:
         self.before_stamps()
-        super()._copy_generations(pull, source)
+        super()._copy_generations(pull, side)
         self.after_stamps()
 
 
@@ -117,6 +118,11 @@ def test_device_memory_that_nobody_can_copy_is_refused() -> None:
     slab = Slab(4096, 1, 64, "l", device_id=0)
     with pytest.raises(StartupError, match="cannot copy this slab"):
         LocalTransport(LocalFleet(), "w", 1, slab, Stamps(1, "w", 1), clock=time.monotonic)
+    shape = KVShape(2, 1, 4, 8, FORMATS["bfloat16"], "weights")
+    cache = KVCache(shape, 1, torch.device("cpu"))
+    part = Slab(4096, 1, 64, "l", device_id=0, owner=cache, part=BlockPart(0, 128))
+    with pytest.raises(StartupError, match="cannot copy this slab"):
+        LocalTransport(LocalFleet(), "w", 1, part, Stamps(1, "w", 1), clock=time.monotonic)
 
 
 def test_blocks_of_a_device_are_copied_by_their_owner() -> None:

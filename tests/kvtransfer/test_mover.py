@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,10 +28,11 @@ from disagg.kvtransfer.mover import (
     agent_name,
 )
 from disagg.kvtransfer.pulls import PullBook
+from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
 from disagg.kvtransfer.wire import ByteRange
-from tests.kvtransfer.memory import Memory
+from tests.kvtransfer.memory import Memory, peer_of, rank_memories
 
 
 class Fault(Exception):
@@ -47,7 +49,8 @@ class Reading:
 
 
 class FaultyWire:
-    """Copies with memmove, `slowness` looks after the post; raises when `fails` says so.
+    """Copies with memmove, `slowness` looks after the post, or twice as many in turn; raises when
+    `fails` says so.
 
     Args:
         fails: is told the step and how many times it was taken before.
@@ -91,7 +94,7 @@ class FaultyWire:
         self._step("prepare")
         if self.connected[agent_name(peer)] != 1:
             self.misuse.append(f"read from {agent_name(peer)} without a connection")
-        self.readings.append(Reading(pieces, self._slowness))
+        self.readings.append(Reading(pieces, self._slowness * (1 + len(self.readings) % 2)))
         return self.readings[-1]
 
     def post(self, transfer: Reading) -> None:
@@ -139,8 +142,30 @@ class FaultyWire:
         self._step("close")
 
 
+class Notices(SimpleQueue[Notice]):
+    """Notes in `wire.misuse` what ends while its blocks may still be written."""
+
+    def __init__(self, wire: FaultyWire, slab: Slab) -> None:
+        self._wire, self._slab = wire, slab
+
+    def put(self, item: Notice, *args: Any) -> None:
+        if isinstance(item, PullEnded):
+            size = self._slab.block_nbytes
+            begins = [self._slab.address(block) for block in item.pull.local_blocks]
+            for reading in self._wire.readings:
+                if reading.posted and not reading.ended:
+                    written = [piece.local_address for piece in reading.pieces]
+                    if any(0 <= at - begin < size for at in written for begin in begins):
+                        self._wire.misuse.append(f"pull {item.pull.pull_id} ended too early")
+        super().put(item, *args)
+
+
 class Bench:
-    """A source, a reader and a mover that runs when told to, on a clock that counts calls."""
+    """A source, a reader and a mover that runs when told to, on a clock that counts calls.
+
+    Args:
+        num_ranks: of the source.
+    """
 
     def __init__(
         self,
@@ -148,14 +173,16 @@ class Bench:
         pull_timeout_s: float = 1e6,
         settle_s: float = 0.01,
         before_pull: Callable[[], None] = lambda: None,
+        num_ranks: int = 1,
     ) -> None:
         self.wire = wire
-        self.source, self.reader = Memory("source"), Memory("reader")
-        self.peer = self.source.peer(agent=b"source#1")
+        self.ranks, self.reader = rank_memories("source", num_ranks), Memory("reader")
+        self.source = self.ranks[0]
+        self.peer = peer_of([m.peer(agent=f"{m.worker_id}#1".encode()) for m in self.ranks])
         self.book = PullBook(self.reader.slab, "local")
         self.book.add_peer(self.peer)
         self.jobs: SimpleQueue[Job] = SimpleQueue()
-        self.notices: SimpleQueue[Notice] = SimpleQueue()
+        self.notices: SimpleQueue[Notice] = Notices(wire, self.reader.slab)
         ticks = itertools.count()
         self.mover = Mover(
             wire,
@@ -175,6 +202,11 @@ class Bench:
         self.jobs.put(pull)
         return pull.pull_id
 
+    def reuse(self, block_id: int) -> None:
+        self.source.reuse(block_id)
+        for each in self.ranks[1:]:
+            each.fill(block_id)
+
     def run(self) -> list[Notice]:
         self.jobs.put(Close())
         self.mover.run()
@@ -190,18 +222,21 @@ STEPS = ["connect", "forget", "prepare", "post", "is_done", "release", "notify",
 
 
 @given(
-    st.sets(st.tuples(st.sampled_from(STEPS), st.integers(0, 12)), max_size=5), st.integers(0, 3)
+    st.sets(st.tuples(st.sampled_from(STEPS), st.integers(0, 12)), max_size=5),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 4]),
 )
 def test_whatever_fails_every_pull_ends_once_and_only_intact_ones_succeed(
-    faults: set[tuple[str, int]], slowness: int
+    faults: set[tuple[str, int]], slowness: int, num_ranks: int
 ) -> None:
-    bench = Bench(FaultyWire(lambda step, number: (step, number) in faults, slowness))
-    bench.jobs.put(Connect(bench.peer, ()))
-    bench.source.reuse(9)
+    wire = FaultyWire(lambda step, number: (step, number) in faults, slowness)
+    bench = Bench(wire, num_ranks=num_ranks)
+    bench.jobs.put(Connect((bench.peer, *bench.peer.ranks), ()))
+    bench.reuse(9)
     pulls = [
         bench.pull([number * 4, number * 4 + 1], [number * 2, 31 - number]) for number in range(5)
     ]
-    bench.source.reuse(8)
+    bench.reuse(8)
     ended = [notice for notice in bench.run() if isinstance(notice, PullEnded)]
     assert sorted(notice.pull.pull_id for notice in ended) == pulls
     for notice in ended:
@@ -242,6 +277,18 @@ def test_a_source_that_lives_hears_of_a_ticket_whose_pull_broke(step: str) -> No
     assert bench.wire.sent == [("source#1", b"t[1]-[1]")]
 
 
+def test_a_pull_from_two_ranks_waits_for_the_other_one_when_one_breaks() -> None:
+    """Which may still write into the blocks: `Notices` would note that they were given back."""
+    wire = FaultyWire(lambda name, number: (name, number) == ("is_done", 0), slowness=50)
+    bench = Bench(wire, settle_s=0.01, num_ranks=2)
+    bench.pull([1], [1])
+    (ended,) = bench.run()
+    assert isinstance(ended, PullEnded) and "is_done 0" in str(ended.error)
+    first, second = bench.wire.readings
+    assert first.ended and second.ended and second.looks == 0
+    assert bench.wire.sent == [("source#1", b"t[1]-[1]")]
+
+
 @pytest.mark.parametrize("steps", [{"connect"}, {"notify"}, {"connect", "notify"}])
 def test_a_dead_source_is_told_once_more_and_then_no_more(steps: set[str]) -> None:
     bench = Bench(FaultyWire(lambda name, number: name in steps and number > 0))
@@ -274,7 +321,7 @@ def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
     bench = Bench(FaultyWire(never, slowness=30))
     bench.pull([1], [1])
     successor = Memory("source", epoch=2).peer(agent=b"source#2")
-    bench.jobs.put(Connect(successor, (bench.peer,)))  # FaultyWire.forget looks for pulls under way
+    bench.jobs.put(Connect((successor,), (bench.peer,)))  # `forget` looks for pulls under way
     (ended,) = bench.run()
     assert isinstance(ended, PullEnded) and ended.error is None
     assert bench.wire.connected == {"source#1": 0, "source#2": 1}
@@ -327,7 +374,7 @@ def test_messages_become_released_tickets_within_bounds() -> None:
 def test_releases_reach_known_peers_only() -> None:
     bench = Bench(FaultyWire(never))
     bench.jobs.put(Notify(bench.peer, "before the connection"))
-    bench.jobs.put(Connect(bench.peer, ()))
+    bench.jobs.put(Connect((bench.peer,), ()))
     bench.jobs.put(Notify(bench.peer, "t1"))
     assert bench.run() == []
     assert bench.wire.sent == [("source#1", b"t1")]

@@ -25,6 +25,7 @@ from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
+from tests.kvtransfer.fake_ranks import FakeWorker
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.sides import finish, next_events, wait_until
 
@@ -35,10 +36,13 @@ TCP = {"TLS": "tcp,self"}  # needs the source's help to read; shared memory read
 class Source:
     """Talks to a `source_process`."""
 
-    def __init__(self, epoch: int, block_nbytes: int, ucx: Mapping[str, str]) -> None:
+    def __init__(
+        self, epoch: int, block_nbytes: int, ucx: Mapping[str, str], num_ranks: int = 1
+    ) -> None:
         module = "tests.kvtransfer.source_process"
+        arguments = str(epoch), str(block_nbytes), json.dumps(dict(ucx)), str(num_ranks)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(epoch), str(block_nbytes), json.dumps(dict(ucx))],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -92,8 +96,13 @@ Open: TypeAlias = Callable[..., NixlTransport]
 def start() -> Iterator[Start]:
     started: list[Source] = []
 
-    def start(epoch: int = 1, block_nbytes: int = 256, ucx: Mapping[str, str] = EMPTY) -> Source:
-        started.append(Source(epoch, block_nbytes, ucx))
+    def start(
+        epoch: int = 1,
+        block_nbytes: int = 256,
+        ucx: Mapping[str, str] = EMPTY,
+        num_ranks: int = 1,
+    ) -> Source:
+        started.append(Source(epoch, block_nbytes, ucx, num_ranks))
         return started[-1]
 
     yield start
@@ -145,6 +154,21 @@ def test_blocks_cross_processes_and_the_source_hears_of_it(start: Start, open_re
     assert finish(reader).error is None
     assert memory.holds_copy(source.memory, ticket, [0, 9], first=1)
     wait_until(lambda: source.released() == ["t"])
+
+
+@pytest.mark.parametrize(("num_source_ranks", "num_ranks"), [(1, 2), (2, 1), (2, 4)])
+def test_workers_of_unlike_sizes_pull_from_each_other(
+    num_source_ranks: int, num_ranks: int, start: Start, lasting: Source, open_reader: Open
+) -> None:
+    source = lasting if num_source_ranks == 1 else start(num_ranks=num_source_ranks)
+    reader = FakeWorker(open_reader, "reader", num_ranks)
+    reader.clear()
+    reader.transport.add_peer(source.peer)
+    ticket = source.ticket(f"for-{num_ranks}", [5, 6, 1])
+    reader.transport.pull(ticket, 1, [0, 9])
+    assert finish(reader.transport).error is None
+    assert reader.holds_copy(source.memory, ticket, [0, 9], first=1)
+    wait_until(lambda: ticket.ticket_id in source.released())
 
 
 def test_a_killed_source_fails_pulls_and_its_successor_serves(

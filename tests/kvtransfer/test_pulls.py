@@ -106,8 +106,8 @@ def test_two_pulls_never_fill_one_block() -> None:
 def test_a_new_epoch_replaces_the_old_one() -> None:
     book = book_with_source()
     restarted = dataclasses.replace(SOURCE.peer(), epoch=4)
-    assert book.add_peer(SOURCE.peer()) == []
-    assert book.add_peer(restarted) == [SOURCE.peer()]
+    assert book.add_peer(SOURCE.peer()) == ((SOURCE.peer(),), ())
+    assert book.add_peer(restarted) == ((restarted,), (SOURCE.peer(),))
     with pytest.raises(TransferFailed, match="epoch 4 now"):
         book.begin(SOURCE.ticket("t", [4]), 0, [0], now=0.0)
     assert book.peer_of(SOURCE.ticket("t", [4])) is None
@@ -116,10 +116,10 @@ def test_a_new_epoch_replaces_the_old_one() -> None:
 def test_the_peer_used_least_recently_is_forgotten() -> None:
     book = PullBook(READER.slab, "local", max_peers=2)
     peers = [dataclasses.replace(SOURCE.peer(), worker_id=name) for name in ("a", "b", "c")]
-    assert book.add_peer(peers[0]) == [] and book.add_peer(peers[1]) == []
+    assert book.add_peer(peers[0]).gone == () and book.add_peer(peers[1]).gone == ()
     ticket = dataclasses.replace(SOURCE.ticket("t", [4]), source_id="a")
     book.begin(ticket, 0, [0], now=0.0)
-    assert book.add_peer(peers[2]) == [peers[1]]
+    assert book.add_peer(peers[2]).gone == (peers[1],)
 
 
 @pytest.mark.parametrize(

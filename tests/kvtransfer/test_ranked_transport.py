@@ -1,122 +1,104 @@
-"""Workers of two ranks: a pull is what all ranks pull, and ends when they have."""
+"""Workers of several ranks: a pull is what all ranks pull, and ends when they have."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from disagg.errors import TransferFailed
-from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.ranked_transport import RankedTransport
-from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from tests.kvtransfer.memory import LAYOUT, Memory
+from tests.kvtransfer.fake_ranks import FakeWorker
+from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.test_local_transport import open_side
 
 
-class FakeRank:
-    """A rank in this process, whose pulls end when `poll` is allowed to see it."""
-
-    def __init__(self, transport: LocalTransport) -> None:
-        self._transport = transport
-        self._numbers: dict[int, int] = {}
-        self.is_slow = False
-
-    @property
-    def peer(self) -> Peer:
-        return self._transport.peer
-
-    def add_peer(self, peer: Peer) -> None:
-        self._transport.add_peer(peer)
-
-    def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
-        pull_id = self._transport.pull(ticket, first_block, into, releases=False)
-        self._numbers[pull_id] = number
-
-    def poll(self) -> list[tuple[int, PullDone]]:
-        if self.is_slow:
-            return []
-        events = self._transport.poll()
-        return [(self._numbers[e.pull_id], e) for e in events if isinstance(e, PullDone)]
-
-
-class FakeWorker:
-    """Two slabs with one table of stamps."""
-
-    def __init__(self, fleet: LocalFleet, name: str) -> None:
-        self.first = Memory(name, layout=f"{LAYOUT}:rank0of2")
-        self.second = Memory(f"{name}.1", layout=f"{LAYOUT}:rank1of2")
-        self.second.stamps = self.first.stamps
-        for block_id in range(32):
-            self.second.fill(block_id)
-        self.rank = FakeRank(open_side(fleet, self.second))
-        self.transport = RankedTransport(open_side(fleet, self.first), [self.rank])
-
-    def ticket(self, ticket_id: str, block_ids: list[int]) -> KVTicket:
-        return self.first.ticket(ticket_id, block_ids)
-
-    def clear(self) -> None:
-        self.first.clear()
-        self.second.clear()
-
-
-@pytest.fixture
-def two() -> tuple[FakeWorker, FakeWorker]:
-    fleet = LocalFleet()
-    source, reader = FakeWorker(fleet, "source"), FakeWorker(fleet, "reader")
+def pair(num_source_ranks: int, num_ranks: int, num_heads: int = 8) -> tuple[FakeWorker, ...]:
+    """A source and a reader that knows it."""
+    opened = partial(open_side, LocalFleet())
+    source = FakeWorker(opened, "source", num_source_ranks, num_heads)
+    reader = FakeWorker(opened, "reader", num_ranks, num_heads)
     reader.clear()
     reader.transport.add_peer(source.transport.peer)
     return source, reader
 
 
-def test_a_pull_ends_when_the_last_rank_has_its_part(two: tuple[FakeWorker, FakeWorker]) -> None:
-    source, reader = two
+@pytest.mark.parametrize("num_heads", [8, 2, 1])
+@pytest.mark.parametrize("num_source_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_a_pull_ends_when_the_last_rank_has_its_part(
+    num_source_ranks: int, num_ranks: int, num_heads: int
+) -> None:
+    source, reader = pair(num_source_ranks, num_ranks, num_heads)
     ticket = source.ticket("t", [3, 4, 9])
-    reader.rank.is_slow = True
+    for rank in reader.ranks[-1:]:
+        rank.is_slow = True
     number = reader.transport.pull(ticket, 1, [0, 1])
-    assert reader.transport.poll() == []
-    assert source.transport.poll() == []  # its blocks are still needed
-    reader.rank.is_slow = False
+    if reader.ranks:
+        assert reader.transport.poll() == []
+        assert source.transport.poll() == []  # its blocks are still needed
+        reader.ranks[-1].is_slow = False
     (done,) = reader.transport.poll()
     assert isinstance(done, PullDone)
-    assert (done.pull_id, done.error, done.num_blocks, done.nbytes) == (number, None, 2, 4 * 256)
-    assert reader.first.holds_copy(source.first, ticket, [0, 1], first=1)
-    assert reader.second.holds_copy(source.second, ticket, [0, 1], first=1)
+    nbytes = sum(2 * each.block_nbytes for each in reader.memories)
+    assert (done.pull_id, done.error, done.num_blocks, done.nbytes) == (number, None, 2, nbytes)
+    assert reader.holds_copy(source.memories[0], ticket, [0, 1], first=1)
     assert source.transport.poll() == [TicketReleased("t")]
 
 
-def test_a_pull_fails_if_one_rank_does(two: tuple[FakeWorker, FakeWorker]) -> None:
-    source, reader = two
+@pytest.mark.parametrize("num_source_ranks", [1, 2, 4])
+def test_a_pull_fails_if_one_rank_does(num_source_ranks: int) -> None:
+    source, reader = pair(num_source_ranks, 2)
     ticket = source.ticket("t", [3])
-    reader.rank.is_slow = True
+    reader.ranks[0].is_slow = True
     reader.transport.pull(ticket, 0, [0])
     assert reader.transport.poll() == []  # the first rank has its part
-    source.first.reuse(3)
-    source.second.fill(3)
-    reader.rank.is_slow = False
+    source.reuse(3)
+    reader.ranks[0].is_slow = False
     (done,) = reader.transport.poll()
     assert isinstance(done, PullDone) and done.is_torn
     assert done.error is not None and "used the blocks again" in done.error
     assert source.transport.poll() == [TicketReleased("t")]
 
 
-def test_workers_of_other_sizes_are_refused_in_words(two: tuple[FakeWorker, FakeWorker]) -> None:
-    source, reader = two
-    alone = replace(source.transport.peer, ranks=())
-    with pytest.raises(TransferFailed, match="has 1 ranks, this worker has 2; KV moves between"):
-        reader.transport.add_peer(alone)
+def test_a_worker_of_one_rank_pulls_from_one_of_two_without_more() -> None:
+    """Its transport is that of workers of one rank, which tells the source itself."""
+    opened = partial(open_side, LocalFleet())
+    source, memory = FakeWorker(opened, "source", 2), Memory("alone")
+    alone = opened(memory)
+    alone.add_peer(source.transport.peer)
+    ticket = source.ticket("t", [3, 4])
+    alone.pull(ticket, 0, [7, 6])
+    (done,) = alone.poll()
+    assert isinstance(done, PullDone) and done.error is None
+    assert memory.holds_copy(source.memories[0], ticket, [7, 6])
+    assert source.transport.poll() == [TicketReleased("t")]
 
 
-def test_a_worker_of_one_rank_refuses_one_of_two(two: tuple[FakeWorker, FakeWorker]) -> None:
-    source, _ = two
-    alone = open_side(LocalFleet(), Memory("alone"))
-    with pytest.raises(TransferFailed, match="rank0of2"):
-        alone.add_peer(source.transport.peer)
+def test_a_source_that_lacks_a_rank_is_refused_in_words() -> None:
+    source, reader = pair(2, 1)
+    half = replace(source.transport.peer, ranks=())
+    with pytest.raises(TransferFailed, match=r"bytes 0 to 128 of each block.* has byte 128"):
+        reader.transport.add_peer(half)
 
 
-def test_its_own_record_is_ignored(two: tuple[FakeWorker, FakeWorker]) -> None:
-    _, reader = two
+def test_a_source_one_of_whose_ranks_does_not_fit_is_refused_in_words() -> None:
+    source, reader = pair(2, 1)
+    (other,) = source.transport.peer.ranks
+    for change, words in (
+        ({"layout": "qwen"}, "worker source stores KV as 'qwen'"),
+        ({"num_blocks": 31}, "numbers that cannot be"),
+        ({"part": None}, "blocks of 128 bytes, this worker .* of 256"),
+    ):
+        peer = replace(source.transport.peer, ranks=(replace(other, **change),))
+        with pytest.raises(TransferFailed, match=words):
+            reader.transport.add_peer(peer)
+
+
+def test_its_own_record_is_ignored() -> None:
+    _, reader = pair(2, 2)
     reader.transport.add_peer(reader.transport.peer)
     with pytest.raises(TransferFailed, match="not known here"):
         reader.transport.pull(reader.ticket("t", [3]), 0, [0])

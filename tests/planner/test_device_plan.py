@@ -108,6 +108,24 @@ def test_a_worker_of_several_ranks_has_as_many_gpus() -> None:
         plan(machine(80), {"decode": {"num_gpus": 2}})
 
 
+def test_pools_may_have_workers_of_unlike_sizes() -> None:
+    unlike = {"prefill": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 4}}
+    found = plan(machine(*[80] * 8), unlike)
+    assert pools_of(found.config) == [(1, 2, 1, 4)]
+    assert "1 m-prefill (2 GPUs each)" in found.line and "1 m-decode (4 GPUs each)" in found.line
+    assert found.device_ids == ["0", "1", "2", "3", "4", "5"]
+    tier = found.config.tiers[0]
+    sizes = [tier.for_role(role).engine.tensor_parallel_size for role in ("prefill", "decode")]
+    assert sizes == [2, 4]
+    half = {"engine": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 1}}
+    assert pools_of(plan(machine(*[80] * 3), half).config) == [(1, 2, 1, 1)]
+    asked = {"prefill": {**unlike["prefill"], "num_replicas": 1}, "decode": unlike["decode"]}
+    with pytest.raises(StartupError, match=r"need 6 GPUs, and this machine has 5\."):
+        plan(machine(*[80] * 5), asked)
+    with pytest.raises(StartupError, match=r"size = 4, so each of its decode .* num_gpus is 2;"):
+        plan(machine(*[80] * 8), {"decode": {"tensor_parallel_size": 4, "num_gpus": 2}})
+
+
 def test_pools_are_planned_at_their_largest() -> None:
     asked = {
         "prefill": {"num_replicas": 1, "num_standby": 1},

@@ -93,7 +93,8 @@ class FatefulTransport(LocalTransport):
         if source is not None:
             blocks = [_nth(run, i) for run in pull.runs for i in range(run.num_blocks)]
             end = len(blocks) if is_over else (len(blocks) + 1) // 2
-            self._copy_blocks(replace(pull, runs=tuple(blocks[flight.num_copied : end])), source)
+            missing = replace(pull, runs=tuple(blocks[flight.num_copied : end]))
+            self._copy_blocks(missing, pull.sources[0], source)
             flight.num_copied = end
             if is_over and flight.fails and not self._fates.calm:
                 error = "wire broke"

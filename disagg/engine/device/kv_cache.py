@@ -25,7 +25,7 @@ class KVCache:
     Attributes:
         pages: what kernels index.
         slab: one row for each block; the same memory.
-        layout: fingerprint; equal strings mean interchangeable bytes.
+        layout: fingerprint; equal strings mean that bytes of whole blocks are interchangeable.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class KVCache:
             memory,
             shape.format,
             shape.num_layers,
-            shape.num_kv_heads,
+            shape.num_own_heads,
             shape.block_size,
             shape.head_dim,
         )

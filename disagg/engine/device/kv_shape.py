@@ -12,10 +12,11 @@ from disagg.config import EngineConfig
 from disagg.engine.device.choices import DeviceType
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
+from disagg.kvtransfer.slab import BlockPart
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE, Share
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
 CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequence
 
@@ -24,7 +25,8 @@ CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequ
 class KVShape:
     """The format of a block: everything that must match for its bytes to be interchangeable.
 
-    num_kv_heads: of one rank.
+    num_kv_heads: of the model.
+    share: of the heads, which one rank has.
     """
 
     num_layers: int
@@ -46,7 +48,7 @@ class KVShape:
     ) -> KVShape:
         return cls(
             num_layers=model.num_layers,
-            num_kv_heads=share.config(model).num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
             share=share,
             block_size=block_size,
             head_dim=model.head_dim,
@@ -55,18 +57,41 @@ class KVShape:
         )
 
     @property
+    def num_own_heads(self) -> int:
+        """KV heads of the rank."""
+        first, end = self.share.heads_of(self.num_kv_heads)
+        return end - first
+
+    @property
     def block_nbytes(self) -> int:
-        num_pages = 2 * self.num_layers * self.num_kv_heads
-        return num_pages * self.format.page_nbytes(self.block_size, self.head_dim)
+        """Of the rank's heads."""
+        return self.num_own_heads * self._head_nbytes
+
+    @property
+    def part(self) -> BlockPart | None:
+        """Of whole blocks, which the rank has; None: all of them."""
+        if self.share.num_ranks == 1:
+            return None
+        first, _ = self.share.heads_of(self.num_kv_heads)
+        num_copies = max(1, self.share.num_ranks // self.num_kv_heads)
+        return BlockPart(
+            begin=first * self._head_nbytes,
+            whole_nbytes=self.num_kv_heads * self._head_nbytes,
+            copy=self.share.rank % num_copies,
+        )
+
+    @property
+    def _head_nbytes(self) -> int:
+        """What a head has of a block: in all layers, which lie together (`kernels.kv_pages`)."""
+        return 2 * self.num_layers * self.format.page_nbytes(self.block_size, self.head_dim)
 
     @property
     def layout(self) -> str:
-        shape = f"{self.num_layers}x2x{self.num_kv_heads}x{self.block_size}x{self.head_dim}"
+        """Of whole blocks, and so the same on all ranks."""
+        shape = f"{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}"
         format = self.format.name
         if self.format.has_scales:
             format += f"+scale{8 * SCALE_NBYTES}"  # behind the values of each page
-        if self.share.num_ranks > 1:
-            shape += f":rank{self.share.rank}of{self.share.num_ranks}"
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 
