@@ -39,7 +39,7 @@ from disagg.time_model import StepTimeModel
 # Of the prompts that the rest of a decode worker could compute if it had no streams. Steps with
 # streams in them take fewer prompt tokens, because each must end within the TPOT SLO. Chosen among
 # 2/3, 0.8 and 1 on the simulated loads of `bench.autoscale` (docs/notebook/autoscaling.md).
-HELPING_SHARE = 0.8
+HELPING_SHARE = 2 / 3
 
 
 class PoolTarget(msgspec.Struct, frozen=True):
@@ -174,10 +174,11 @@ class _Goal(msgspec.Struct, frozen=True):
         return max(kept, min(limits.max_replicas, present + num_more))
 
     def num_busy(self, number: int) -> float:
-        """How many of `number` workers the recent load would have kept busy, to a quarter."""
+        """What the streams of the recent load would have taken of `number` decode workers, as
+        workers: their steps' share of the time that their SLO allows."""
         if not self.is_asked:
             return 0.0
-        return _parts(number, lambda few: self.predict(few) <= self.slo_s)
+        return number * min(1.0, self.predict(number) / self.slo_s)
 
 
 def _parts(number: float, suffices: Callable[[float], bool]) -> float:

@@ -153,15 +153,23 @@ def test_what_streams_leave_of_decode_workers_serves_prompts(tpot_slo_s: float |
         sizes = played.second(asked(8.0, prompt=2000.0, answer=10.0))
     load = slices([8.0] * 60, prompt=2000.0, answer=10.0)
     needed = next(n for n in range(1, 16) if prefill_ttft_s(load, TIMES, float(n)) <= 0.5)
-    num_busy = next(
-        part / 4
-        for part in range(1, 5)
-        if decode_tpot_s(load, PoolState(1, TIMES), part / 4) <= 0.03
-    )
+    num_busy = (
+        decode_tpot_s(load, PoolState(1, TIMES), 1) / 0.03
+    )  # its steps, of what they may take
     helped = needed - 1 + HELPING_SHARE * (1 - num_busy)
     assert num_busy < 1.0 and prefill_ttft_s(load, TIMES, helped) <= 0.5  # one less is enough
     assert sizes[DECODE] == 1
     assert sizes[PREFILL] == (needed if tpot_slo_s is None else needed - 1)
+
+
+def test_a_decode_worker_whose_places_are_taken_still_has_time_for_prompts() -> None:
+    sizes = []
+    for max_num_seqs in (0, 3):  # 0: not known; three places are just enough here
+        played = Played(tier())
+        for _ in range(60):
+            last = played.second(asked(8.0, prompt=2000.0, answer=10.0), max_num_seqs=max_num_seqs)
+        sizes.append(last)
+    assert sizes[0] == sizes[1] and sizes[1][DECODE] == 1
 
 
 def test_decode_workers_that_stand_by_do_not_help() -> None:
