@@ -27,6 +27,7 @@ BENCHES = (
     "host_step",
     "kv_formats",
     "kv_pull",
+    "parallel",
     "planner",
     "prefix_index",
     "quantised",

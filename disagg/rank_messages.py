@@ -1,7 +1,8 @@
 """The messages between the first rank of a worker and its other ranks, over pipes of their own.
 
-    first -> other   RankStart, RankCache, then ConnectPeer | PullBlocks; on a second pipe RankStep
-    other -> first   RankUp, RankLoaded, RankReady, or RankFailed; then RankPulled
+    first -> other   RankStart, RankCache, then ConnectPeer | PullBlocks
+    first -> other   RankStep | RankCapture | RankCopies, on a second pipe: done one after another
+    other -> first   RankUp, RankLoaded, RankReady, or RankFailed; then RankPulled | RankCopied
 
 An end of a pipe is the end of the other process.
 """
@@ -37,9 +38,13 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
 
 
 class RankCache(msgspec.Struct, frozen=True, tag="cache"):
-    """Allocate so many KV blocks. Their stamps are in the memory that all ranks share."""
+    """Allocate so many KV blocks. Their stamps are in the memory that all ranks share.
+
+    max_num_seqs: of a step; the first rank's, since ranks may find unequal GPUs.
+    """
 
     num_blocks: int
+    max_num_seqs: int
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag="peer"):
@@ -57,22 +62,47 @@ class PullBlocks(msgspec.Struct, frozen=True, tag="pull"):
     into: list[int]
 
 
-class RankStep(msgspec.Struct, frozen=True, array_like=True):
+class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """The numbers of a step; see `engine.device.batching.StepInputs`, whose fields these are.
 
+    Which captured graph computes it follows from them, as on the first rank.
+
     numbers: int64.
+    shares_tokens: when the step is computed, the first rank broadcasts the tokens that it samples,
+        so that the next step can begin before the host has read them.
     num_slots: for which the tables need room.
     scored: first and end of the token rows that are projected to logits beside the last ones.
     """
 
     numbers: bytes
     lengths: list[int]
+    num_unread: int
     num_decodes: int
     query_lens: tuple[int, ...]
     ends: list[int]
     longest: int
     num_slots: int
     scored: list[tuple[int, int]]
+    shares_tokens: bool
+
+
+class RankCapture(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Capture these steps as CUDA graphs, while the first rank does; see `ModelRunner.capture`."""
+
+    max_num_seqs: int
+    max_model_len: int
+    with_drafts: bool
+
+
+class RankCopies(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Begin to copy this rank's part of blocks between its KV cache and its host memory, as of the
+    steps before. `RankCopied` reports the end.
+
+    pairs: (block, slot) of blocks to save, or (slot, block) of blocks to load.
+    """
+
+    is_load: bool
+    pairs: list[tuple[int, int]]
 
 
 class RankUp(msgspec.Struct, frozen=True, tag="up"):
@@ -104,16 +134,26 @@ class RankPulled(msgspec.Struct, frozen=True, tag="pulled"):
     done: PullDone
 
 
+class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
+    """So many `RankCopies` that save have ended since the last report, and those that load in so
+    many seconds each; both in order."""
+
+    num_saved: int
+    loaded_s: list[float]
+
+
 ToRank: TypeAlias = RankStart | RankCache | ConnectPeer | PullBlocks
-FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankPulled
+RankWork: TypeAlias = RankStep | RankCapture
+RankTask: TypeAlias = RankWork | RankCopies
+FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankPulled | RankCopied
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_step = msgspec.msgpack.Decoder(RankStep)
+_task: msgspec.msgpack.Decoder[RankTask] = msgspec.msgpack.Decoder(RankTask)
 
 
-def encode(message: ToRank | FromRank | RankStep) -> bytes:
+def encode(message: ToRank | FromRank | RankTask) -> bytes:
     return _encoder.encode(message)
 
 
@@ -125,5 +165,5 @@ def decode_from_rank(frame: bytes) -> FromRank:
     return _from_rank.decode(frame)
 
 
-def decode_step(frame: bytes) -> RankStep:
-    return _step.decode(frame)
+def decode_task(frame: bytes) -> RankTask:
+    return _task.decode(frame)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
@@ -22,12 +22,17 @@ import pytest
 from disagg import local
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import parse_config
+from disagg.engine.device import build
+from disagg.engine.device.engine_plan import EnginePlan
+from disagg.engine.device.runner import ModelRunner
 from disagg.errors import EngineFailed, StartupError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone
 from disagg.local import LocalCluster
-from disagg.rank_messages import ConnectPeer, FromRank
+from disagg.models.communicator import Communicator
+from disagg.rank_messages import ConnectPeer, FromRank, RankCapture
+from disagg.time_model import StepTimeModel
 from disagg.worker import rank
 from disagg.worker.check import check_tier
 from disagg.worker.parts import build_parts
@@ -37,6 +42,9 @@ from tests.e2e.single_engine import SingleEngine
 from tests.kvtransfer.memory import Memory
 from tests.links.fakes import until
 from tests.test_local import ENGINE, LONG, body, chat, has_stepped, text, until_empty
+from tests.test_local_cold_tier import PROMPT
+from tests.test_local_cold_tier import chat as ask
+from tests.test_local_host_tier import NUM_ATTEMPTS, OTHERS, comes_back, metric
 from tests.tiny_model import tiny_parts, write_tiny_model
 
 TWO = msgspec.structs.replace(ENGINE, tensor_parallel_size=2)
@@ -158,6 +166,34 @@ async def test_pools_of_unlike_sizes_give_one_engines_text(
         assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
 
 
+async def test_an_evicted_prefix_comes_back_from_the_host_memory_of_all_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: 10.0)
+    few = msgspec.structs.replace(TWO, num_gpu_blocks_override=40, kv_offloading_size=0.1)
+    (tier,) = config(model).tiers
+    tier = msgspec.structs.replace(
+        tier, served_model_name="tiny", engine=few, prefill=PoolConfig(num_replicas=0)
+    )
+    reference = SingleEngine(model, ENGINE)
+    answers = {content: reference.chat(content, 8) for content in (PROMPT, *OTHERS)}
+    async with (
+        local.running(msgspec.structs.replace(config(model), tiers=(tier,))) as running,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(running.ingress.app), base_url="http://local", timeout=60
+        ) as client,
+    ):
+        assert await ask(client, PROMPT) == (answers[PROMPT], 0)
+        for _ in range(NUM_ATTEMPTS):
+            if (num_cached := await comes_back(running, client, answers)) > 300:
+                break
+        assert num_cached > 300
+        metrics = (await client.get("/metrics")).text
+        assert metric(metrics, "blocks_total", 'outcome="loaded"') >= num_cached // 16
+        (worker,) = running.workers
+        await worker.check()
+
+
 async def test_a_worker_without_work_ends_with_a_rank(model: Path) -> None:
     worker = await Worker.start(
         config(model),
@@ -204,9 +240,57 @@ def test_a_warm_up_that_would_wait_for_a_dead_rank_ends_the_process(
     monkeypatch.setattr(Rank, "wait_ready", lambda rank: None)
     ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
     ranks.may_hang = True  # as with NCCL
-    ranks.allocate(4)
+    ranks.allocate(4, 1)
     assert ended.get(timeout=60) == 1
     ranks.close()
+
+
+def test_a_rank_that_fails_while_graphs_are_captured_ends_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it fails since a CPU captures none. The first rank waits for it, as NCCL would."""
+    ended: queue.Queue[int] = queue.Queue()
+    meet, statuses = Ranks.meet, list[int | None]()
+
+    def meet_by_what_hangs(ranks: Ranks, device_type: str) -> Communicator:
+        communicator = meet(ranks, device_type)
+        ranks.may_hang = True
+        return communicator
+
+    def capture(runner: ModelRunner, plan: EnginePlan) -> NoReturn:
+        assert isinstance(runner.followers, Ranks)
+        runner.followers.follow(RankCapture(4, 64, False))
+        assert ended.get(timeout=60) == 1
+        statuses.extend(other.process.poll() for other in runner.followers.others)
+        raise StartupError("the process would have ended")
+
+    monkeypatch.setattr(Ranks, "meet", meet_by_what_hangs)
+    monkeypatch.setattr(build, "_warm_up", capture)
+    monkeypatch.setattr(os, "_exit", ended.put)
+    with pytest.raises(StartupError, match="would have ended"):
+        build_parts(config(model), config(model).tiers[0], "capturing", 1)
+    assert statuses == [1]
+
+
+def test_ranks_end_with_a_first_rank_that_fails_while_they_wait_for_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[Rank] = []
+
+    def fail(*arguments: object) -> NoReturn:
+        raise MemoryError("planted")
+
+    def step_alone(runner: ModelRunner, plan: EnginePlan) -> NoReturn:
+        assert isinstance(runner.followers, Ranks)
+        others.extend(runner.followers.others)
+        monkeypatch.setattr(runner, "_forward", fail)
+        runner.warm_up(8, 1)
+        raise AssertionError("it computed nothing")
+
+    monkeypatch.setattr(build, "_warm_up", step_alone)
+    with pytest.raises(MemoryError):
+        build_parts(config(model), config(model).tiers[0], "alone", 1)
+    assert [other.process.poll() for other in others] == [0]
 
 
 def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
@@ -280,7 +364,6 @@ async def _readable(fd: int) -> None:
     [
         ({"tensor_parallel_size": 3}, r"size = 3 does not divide .* 4 \(heads\) / 3 = 1\.33"),
         ({"tensor_parallel_size": 4}, "4 ranks on a CPU needs a core for each, .* has 3"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size and tensor_parallel_size = 2 are not"),
         ({"quantization": "int8"}, "quantization and tensor_parallel_size = 2 are not supported"),
     ],
 )

@@ -46,10 +46,10 @@ from disagg.planner.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shap
 from disagg.planner.sizing import FleetPlan, Prices
 from disagg.sim.trace import read_trace
 
-NO_GRAPHS_YET = (
-    "Workers of several GPUs split the model by tensor parallelism. `disagg serve"
-    " --tensor-parallel-size` does so, but without CUDA graphs, so its small steps take longer than"
-    " planned; --tensor-parallel-size 1 plans without it."
+NOT_RUN_YET = (
+    "Workers of several GPUs split the model by tensor parallelism (`disagg serve"
+    " --tensor-parallel-size`). Such a worker has run on CPUs only, so how long it takes on GPUs is"
+    " computed and not measured; --tensor-parallel-size 1 plans without it."
 )
 DEFAULT_TTFT_S = 1.0
 DEFAULT_TPOT_S = 0.05
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.engine:
         notes += _assumed(shape, every)
     if max(each.num_gpus for each in every) > 1:
-        notes.append(NO_GRAPHS_YET)
+        notes.append(NOT_RUN_YET)
     if args.json:
         json.dump(report(shape, load, every, advice, played, notes), sys.stdout, indent=2)
         print()

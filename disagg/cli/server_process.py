@@ -124,11 +124,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
-            reports.say(
-                "store",
-                f"KV that workers evict is kept in a store of {config.cold_tier_nbytes >> 20} MiB"
-                " (--cold-tier-bytes, --no-redis).",
-            )
+            reports.say("store", _store_sentence(config))
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
@@ -199,6 +195,15 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
     # Ray has put its own handlers there: SIGTERM would end this process with a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+
+
+def _store_sentence(config: ServeConfig) -> str:
+    names = [tier.name for tier in config.tiers if tier.engine.stores_evicted]
+    whose = "" if len(names) == len(config.tiers) else f" of {', '.join(names)}"
+    return (
+        f"KV that workers{whose} evict is kept in a store of {config.cold_tier_nbytes >> 20} MiB"
+        " (--cold-tier-bytes, --no-redis)."
+    )
 
 
 def _with_store(

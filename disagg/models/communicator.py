@@ -28,7 +28,8 @@ class Communicator(Protocol):
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Join the columns of all ranks: [num_rows, sum(widths)] on the first rank.
 
-        Others get back `x`, [num_rows, widths[rank]].
+        Others get back `x`, [num_rows, widths[rank]]. On the first rank the call ends after the
+        work that the others were given before, also if there are no rows.
         """
         ...
 

@@ -77,6 +77,7 @@ class Decoder:
         communicator: with the other ranks, if `config` and `weights` are one rank's part.
 
     Attributes:
+        ranks: the communicator.
         step: the compiled decode step; None where `ops` compute them.
         step_sentence: for people: what computes decode steps, and why.
     """
@@ -90,7 +91,7 @@ class Decoder:
         communicator: Communicator | None = None,
     ) -> None:
         self.config = config
-        self._ranks = communicator
+        self.ranks = communicator
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
@@ -198,6 +199,14 @@ class Decoder:
             head=self._lm_head,
         )
 
+    @property
+    def num_logits(self) -> int:
+        """Columns of what `forward` returns."""
+        if self.ranks is None or self.ranks.share.is_first:
+            return self.config.vocab_size
+        first, end = self.ranks.share.of(self.config.vocab_size)
+        return end - first
+
     @torch.inference_mode()
     def forward(
         self,
@@ -269,8 +278,8 @@ class Decoder:
             if mlp.shared_gate is not None:
                 shared = shared * ops.project(normed, mlp.shared_gate).sigmoid()
             mixed = mixed + shared
-        if self._ranks is not None:
-            self._ranks.all_reduce_(mixed)
+        if self.ranks is not None:
+            self.ranks.all_reduce_(mixed)
         return ops.add_norm(mixed, hidden, next_norm, eps)
 
     def _project_add_norm(
@@ -278,19 +287,19 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """As `Ops.project_add_norm`, summed over ranks, of which each has columns of the weight."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        if self._ranks is None:
+        if self.ranks is None:
             return ops.project_add_norm(x, weight, residual, norm, eps)
-        return ops.add_norm(self._ranks.all_reduce_(ops.project(x, weight)), residual, norm, eps)
+        return ops.add_norm(self.ranks.all_reduce_(ops.project(x, weight)), residual, norm, eps)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]."""
-        if self._ranks is None:
+        if self.ranks is None:
             return self._looked_up(token_ids)
-        first, end = self._ranks.share.of(self.config.vocab_size)
+        first, end = self.ranks.share.of(self.config.vocab_size)
         rows = token_ids - first
         elsewhere = (rows < 0) | (rows >= end - first)
         found = self._looked_up(rows.masked_fill_(elsewhere, 0))
-        return self._ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self.ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _looked_up(self, rows: Tensor) -> Tensor:
         if isinstance(self._embedding, Tensor):
@@ -299,11 +308,11 @@ class Decoder:
 
     def _project_vocabulary(self, hidden: Tensor) -> Tensor:
         projected = self.ops.project(hidden, self._lm_head)
-        if self._ranks is None:
+        if self.ranks is None:
             return projected
-        num_ranks = self._ranks.share.num_ranks
+        num_ranks = self.ranks.share.num_ranks
         parts = [Share(rank, num_ranks).of(self.config.vocab_size) for rank in range(num_ranks)]
-        return self._ranks.gather(projected, [end - first for first, end in parts])
+        return self.ranks.gather(projected, [end - first for first, end in parts])
 
 
 def load_model(

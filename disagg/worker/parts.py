@@ -32,6 +32,7 @@ from disagg.planner.step_sizes import largest_step
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
 from disagg.store.host_tier import HostTier
+from disagg.store.ranked_copier import RankedCopier
 from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
@@ -147,11 +148,14 @@ def _build(
     cold_tier = new_cold_tier(config, slab) if tier.engine.stores_evicted else None
     reader = new_reader(kv_cache, slab) if cold_tier is not None else None
     host_tier: HostTier | None = None
-    num_slots = num_host_blocks(tier.engine, slab.block_nbytes)
+    block_nbytes = slab.block_nbytes * tier.engine.tensor_parallel_size
+    num_slots = num_host_blocks(tier.engine, block_nbytes)
     if num_slots:
         copier = new_copier(kv_cache, slab, num_slots)
+        if ranks is not None:
+            copier = RankedCopier(copier, ranks.others)
         offer = cold_tier.offer if cold_tier is not None else None
-        host_tier = HostTier(copier, num_slots, slab.block_nbytes, made[0].generations, offer)
+        host_tier = HostTier(copier, num_slots, block_nbytes, made[0].generations, offer)
     own = new_transport(
         config,
         worker_id,
@@ -269,6 +273,9 @@ def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
 
 def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
     """How many blocks the host tier has room for; 0: there is none.
+
+    Args:
+        block_nbytes: of all ranks.
 
     Raises:
         NotEnoughMemory: the machine has less, or not even a block fits.

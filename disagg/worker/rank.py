@@ -33,22 +33,31 @@ from disagg.rank_messages import (
     FromRank,
     PullBlocks,
     RankCache,
+    RankCopied,
+    RankCopies,
     RankFailed,
     RankLoaded,
     RankPulled,
     RankReady,
     RankStart,
     RankUp,
-    decode_step,
+    decode_task,
     decode_to_rank,
     encode,
 )
-from disagg.worker.parts import first_gpu, new_transport, slab_of
+from disagg.store.block_copier import BlockCopier
+from disagg.worker.parts import (
+    first_gpu,
+    new_copier,
+    new_transport,
+    num_host_blocks,
+    slab_of,
+)
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.follower import Follower
 
-RUNNING_LOOK_S = 0.001  # between two checks of running pulls
+RUNNING_LOOK_S = 0.001  # between two checks of running pulls or copies
 CLOSE_TIMEOUT_S = 3.0
 Job: TypeAlias = ConnectPeer | PullBlocks | None  # None: the first rank is gone
 
@@ -64,11 +73,13 @@ class _Pipes:
     def __init__(self, control_fd: int, steps_fd: int, stamps_fd: int) -> None:
         self.control, self.steps = Connection(control_fd), Connection(steps_fd)
         self.stamps_fd = stamps_fd
+        self._telling = threading.Lock()
         self.caches: SimpleQueue[RankCache] = SimpleQueue()
         self.jobs: SimpleQueue[Job] | None = None
 
     def tell(self, message: FromRank) -> None:
-        with contextlib.suppress(OSError):  # the first rank is gone, which ends `listen`
+        """From any thread."""
+        with self._telling, contextlib.suppress(OSError):  # it is gone, which ends `listen`
             self.control.send_bytes(encode(message))
 
     def listen(self) -> None:
@@ -88,6 +99,29 @@ class _Pipes:
         _end(0)
 
 
+class _Offload:
+    """This rank's part of the KV that its worker keeps in host memory.
+
+    Args:
+        copier: used by the thread that computes steps.
+    """
+
+    def __init__(self, copier: BlockCopier, tell: Callable[[FromRank], None]) -> None:
+        self._copier, self._tell = copier, tell
+        self.num_under_way = 0
+
+    def copy(self, copies: RankCopies) -> None:
+        (self._copier.load if copies.is_load else self._copier.save)(copies.pairs)
+        self.num_under_way += 1
+
+    def report(self) -> None:
+        """Tell the first rank which copies have ended."""
+        num_saved, loaded_s = self._copier.take_saved(), self._copier.take_loaded()
+        if num_saved or loaded_s:
+            self.num_under_way -= num_saved + len(loaded_s)
+            self._tell(RankCopied(num_saved, loaded_s))
+
+
 def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the whole server
     pipes = _Pipes(control_fd, steps_fd, stamps_fd)
@@ -96,14 +130,13 @@ def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     logs.setup(start.worker_id)
     _start_thread("listen", pipes.listen)
     try:
-        follower = _started(start, pipes)
+        follower, offload = _started(start, pipes)
     except Exception as error:
         log.exception("Rank %d of %d could not start.", start.rank, start.num_ranks)
         pipes.tell(RankFailed(error.message if isinstance(error, DisaggError) else repr(error)))
         _end(1)
     try:
-        while True:
-            follower.compute(decode_step(pipes.steps.recv_bytes()))
+        _follow(pipes.steps, follower, offload)
     except EOFError:  # the worker closes; `listen` ends the process
         time.sleep(2 * CLOSE_TIMEOUT_S)
     except Exception:
@@ -111,7 +144,21 @@ def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     _end(1)
 
 
-def _started(start: RankStart, pipes: _Pipes) -> Follower:
+def _follow(steps: Connection, follower: Follower, offload: _Offload | None) -> NoReturn:
+    """Do what the first rank says, in order. Raises `EOFError`: it is gone."""
+    while True:
+        while offload is not None and offload.num_under_way:
+            offload.report()
+            if steps.poll(RUNNING_LOOK_S):
+                break
+        task = decode_task(steps.recv_bytes())
+        if not isinstance(task, RankCopies):
+            follower.follow(task)
+        elif offload is not None:
+            offload.copy(task)
+
+
+def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, _Offload | None]:
     """Load this rank's part, meet the others, and begin to move KV."""
     # Here, since torch takes seconds, in which the first rank may end.
     from disagg.engine.device.follower import Follower
@@ -126,14 +173,18 @@ def _started(start: RankStart, pipes: _Pipes) -> Follower:
     )
     pipes.tell(RankUp())
     pipes.tell(RankLoaded(follower.load(start.meeting_place)))
-    num_blocks = pipes.caches.get().num_blocks
-    kv_cache = follower.allocate(num_blocks)
+    cache = pipes.caches.get()
+    kv_cache = follower.allocate(cache.num_blocks, cache.max_num_seqs)
+    slab, offload = slab_of(kv_cache), None
+    num_slots = num_host_blocks(engine, slab.block_nbytes * start.num_ranks)
+    if num_slots:
+        offload = _Offload(new_copier(kv_cache, slab, num_slots), pipes.tell)
     transport = new_transport(
         start.config,
         start.worker_id,
         start.epoch,
-        slab_of(kv_cache),
-        Stamps.in_shared_memory(pipes.stamps_fd, num_blocks),
+        slab,
+        Stamps.in_shared_memory(pipes.stamps_fd, cache.num_blocks),
         None,
         kv_cache.begin_thread,
     )
@@ -141,7 +192,7 @@ def _started(start: RankStart, pipes: _Pipes) -> Follower:
     pipes.jobs = jobs
     _start_thread("move", partial(_move, transport, jobs, pipes.tell))
     pipes.tell(RankReady(transport.peer))
-    return follower
+    return follower, offload
 
 
 def _move(

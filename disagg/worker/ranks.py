@@ -31,16 +31,17 @@ from disagg.kvtransfer.transport import PullDone
 from disagg.models.share import Share
 from disagg.rank_messages import (
     ConnectPeer,
-    FromRank,
     PullBlocks,
     RankCache,
+    RankCopied,
+    RankCopies,
     RankFailed,
     RankLoaded,
     RankPulled,
     RankReady,
     RankStart,
-    RankStep,
     RankUp,
+    RankWork,
     ToRank,
     decode_from_rank,
     encode,
@@ -57,7 +58,8 @@ Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
 class Rank:
-    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`."""
+    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport` and
+    `store.ranked_copier.RankCopier`."""
 
     def __init__(self, start: RankStart, stamps_fd: int) -> None:
         self._name = f"rank {start.rank} of {start.num_ranks}"
@@ -81,6 +83,9 @@ class Rank:
         self._control = Connection(own_control.detach())
         self._steps = Connection(own_steps.detach())
         self._peer: Peer | None = None
+        self._pulled: list[tuple[int, PullDone]] = []
+        self._num_saved = 0
+        self._loaded_s: list[float] = []
         self._tell(start)
 
     @property
@@ -110,13 +115,13 @@ class Rank:
         why = message.message if isinstance(message, RankFailed) else repr(message)
         raise StartupError(f"{self._name} could not start: {why}")
 
-    def allocate(self, num_blocks: int) -> None:
-        self._tell(RankCache(num_blocks))
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
+        self._tell(RankCache(num_blocks, max_num_seqs))
 
     def wait_ready(self) -> None:
         self._peer = self.answer(RankReady).peer
 
-    def compute(self, frame: bytes) -> None:
+    def follow(self, frame: bytes) -> None:
         self._steps.send_bytes(frame)
 
     @property
@@ -131,17 +136,44 @@ class Rank:
         self._tell(PullBlocks(number, ticket, first_block, into))
 
     def poll(self) -> list[tuple[int, PullDone]]:
-        ended = []
-        while self._control.poll():
-            message: FromRank = decode_from_rank(self._control.recv_bytes())
-            if isinstance(message, RankPulled):
-                ended.append((message.number, message.done))
-        return ended
+        self._read()
+        pulled, self._pulled = self._pulled, []
+        return pulled
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._copy(RankCopies(False, [*pairs]))
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._copy(RankCopies(True, [*pairs]))
+
+    def take_saved(self) -> int:
+        self._read()
+        num_saved, self._num_saved = self._num_saved, 0
+        return num_saved
+
+    def take_loaded(self) -> list[float]:
+        self._read()
+        loaded_s, self._loaded_s = self._loaded_s, []
+        return loaded_s
 
     def close(self) -> None:
         """It ends when its pipes do."""
         self._control.close()
         self._steps.close()
+
+    def _read(self) -> None:
+        """Sort the reports that have come."""
+        while self._control.poll():
+            match decode_from_rank(self._control.recv_bytes()):
+                case RankPulled(number=number, done=done):
+                    self._pulled.append((number, done))
+                case RankCopied(num_saved=num_saved, loaded_s=loaded_s):
+                    self._num_saved += num_saved
+                    self._loaded_s += loaded_s
+
+    def _copy(self, copies: RankCopies) -> None:
+        with contextlib.suppress(OSError):  # as `_tell`
+            self._steps.send_bytes(encode(copies))
 
     def _tell(self, message: ToRank) -> None:
         # If it has ended, `answer` or `watch` reports that. An error here would end one request,
@@ -205,18 +237,18 @@ class Ranks:
             shutil.rmtree(self._place, ignore_errors=True)
         return min((room for room in rooms if room is not None), default=None)
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         for rank in self.others:
-            rank.allocate(num_blocks)
+            rank.allocate(num_blocks, max_num_seqs)
         for rank in self.others:
             rank.wait_ready()
-        if self.may_hang:  # then the warm-up would, too
+        if self.may_hang:  # then the warm-up and the capture of graphs would, too
             self.watch(_end_start)
 
-    def compute(self, step: RankStep) -> None:
-        frame = encode(step)
+    def follow(self, work: RankWork) -> None:
+        frame = encode(work)
         for rank in self.others:
-            rank.compute(frame)
+            rank.follow(frame)
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost` with a sentence, in a thread of its own, if a rank ends before `close`. A

@@ -134,7 +134,7 @@ def test_a_gpu_that_is_too_small_is_left_out_with_the_reason(
 def test_a_worker_of_one_gpu_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["llama-3-8b", "--requests-per-s", "20", "--ttft", "0.2"]
     plan = report(capsys, *words)
-    assert any("but without CUDA graphs" in note for note in plan["notes"])
+    assert any("has run on CPUs only" in note for note in plan["notes"])
     plan = report(capsys, *words, "--tensor-parallel-size", "1")
     (note,) = plan["notes"]
     assert (

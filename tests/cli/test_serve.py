@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from disagg.cli import serve, serve_config, server_process
 from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
-from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
+from disagg.config import CascadeConfig, EngineConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
 from tests.tiny_model import write_tiny_model
 
@@ -179,6 +180,15 @@ def test_no_store_is_started_that_no_worker_would_use(
         )
     assert (redis is not None, config.redis_url is not None) == (is_started, is_started)
     assert bool(started) == is_started
+
+
+def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
+    config = config_of("demo-small")
+    (tier,) = config.tiers
+    split = replace(tier, served_model_name="split", engine=EngineConfig(tensor_parallel_size=2))
+    assert server_process._store_sentence(config).startswith("KV that workers evict is kept")
+    both = replace(config, tiers=(tier, split))
+    assert server_process._store_sentence(both).startswith("KV that workers of demo-small evict is")
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(

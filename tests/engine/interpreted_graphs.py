@@ -6,15 +6,23 @@ A recording here repeats its calls on the same tensors, as a captured graph does
 from __future__ import annotations
 
 import dataclasses
+import threading
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from disagg.config import EngineConfig
+from disagg.engine.device import build, step_graphs
+from disagg.engine.device import follower as follower_module
+from disagg.engine.device import runner as runner_module
 from disagg.engine.device.batching import Batching
+from disagg.engine.device.build import build_engine
 from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
@@ -25,10 +33,16 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.kernels.decode_inputs import DecodeInputs
 from disagg.kernels.kv_pages import KVPages, format_of
+from disagg.kernels.launcher import KernelLauncher
 from disagg.kernels.triton_ops import TritonOps
+from disagg.models import decoder as decoder_module
 from disagg.models.decoder import Decoder
+from disagg.models.description import describe_model
 from disagg.models.weights import random_weights
+from disagg.rank_messages import RankCapture, RankWork
+from tests.engine.fake_followers import FakeFollowers
 from tests.engine.workload import new_sequence
+from tests.models.checkpoints import write_checkpoint
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
@@ -228,3 +242,76 @@ def _texts(graphs: bool) -> list[list[int]]:
 
 def test_an_engine_says_the_same_with_graphs() -> None:
     assert _texts(graphs=True) == _texts(graphs=False)
+
+
+def _texts_of_ranks(
+    directory: Path, num_ranks: int, place: Path
+) -> tuple[list[list[int]], list[RankWork]]:
+    """What an engine says, with graphs where it has several ranks; and what these were given."""
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        max_model_len=16,
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        num_gpu_blocks_override=16,
+        num_threads=1,
+        tensor_parallel_size=num_ranks,
+    )
+    model = describe_model(directory)
+    others = FakeFollowers(config, model, place) if num_ranks > 1 else None
+    engine, _ = build_engine(config, model, followers=others)
+    assert isinstance(engine.runner, ModelRunner)
+    if others is not None:
+        engine.runner.capture(2, 16)
+        engine.launcher = engine.runner  # tokens of a step are input of the next on every rank
+    prompts = [[3, 1, 4], list(range(6))]
+    sequences = [
+        new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
+    ]
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+    if others is not None:
+        others.close()
+    return [each.tokens for each in sequences], others.given if others is not None else []
+
+
+def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one rank without kernels and graphs. The sums between ranks are part of each recording."""
+    one_at_a_time, launch = threading.Lock(), KernelLauncher.__call__
+    replays: list[str] = []
+
+    def launch_alone(self: KernelLauncher, *arguments: Any, **constants: Any) -> None:
+        with one_at_a_time:  # the interpreter is one for all threads
+            launch(self, *arguments, **constants)
+
+    def record(forward: Callable[[], object]) -> Callable[[], object]:
+        forward()
+
+        def replay() -> None:
+            replays.append(threading.current_thread().name)
+            forward()
+
+        return replay
+
+    write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
+    plain, _ = _texts_of_ranks(tmp_path / "model", 1, tmp_path)
+    kernels = TritonOps(3, 1)
+    monkeypatch.setattr(KernelLauncher, "__call__", launch_alone)
+    monkeypatch.setattr(decoder_module, "ops_for", lambda *_: kernels)
+    for module in (runner_module, follower_module):
+        monkeypatch.setattr(module, "Batching", partial(Batching, use_kernel=True))
+    monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)
+    monkeypatch.setattr(step_graphs, "mixed_sizes", lambda *_: [MixedSize(4, 2)])
+    monkeypatch.setattr(build, "_warm_up", lambda runner, plan: runner.warm_up(4, 2))
+    captured, given = _texts_of_ranks(tmp_path / "model", 2, tmp_path)
+    assert captured == plain
+    assert isinstance(given[2], RankCapture)  # behind two steps that warm up
+    num_steps = len(given) - 3
+    assert len(replays) == 2 * num_steps > 8, "a rank launched what the other one replayed"
+    assert replays.count(threading.current_thread().name) == num_steps

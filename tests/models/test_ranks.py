@@ -6,6 +6,7 @@ Ranks are threads here, with a slab each, and talk by gloo as processes do.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -158,3 +159,21 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(
     ).config
     with pytest.raises(StartupError, match=words):
         check_ranks(config, num_ranks)
+
+
+def test_the_first_rank_waits_for_the_others_when_no_logits_are_wanted(tmp_path: Path) -> None:
+    """A chunk of a prompt: its blocks may be read by another worker as soon as the step ends."""
+    order: list[str] = []
+
+    def chunk(communicator: TorchCommunicator) -> Tensor:
+        if not communicator.share.is_first:
+            time.sleep(0.1)
+            order.append("computed")
+        joined = communicator.gather(torch.zeros(0, 5), [5, 6])
+        if communicator.share.is_first:
+            order.append("ended")
+        return joined
+
+    first, other = on_ranks(2, tmp_path, chunk)
+    assert order == ["computed", "ended"]
+    assert first.shape == (0, 11) and other.shape == (0, 5)

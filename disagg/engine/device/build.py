@@ -88,7 +88,7 @@ def build_engine(
     kv_cache = KVCache(plan.shape, num_blocks, device)
     generations = new_generations(num_blocks)
     if followers is not None:
-        followers.allocate(num_blocks)
+        followers.allocate(num_blocks, memory.max_num_seqs)
     grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
     progress(StartStep("warm_up"))
@@ -102,10 +102,8 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         prompt_lookup=_prompt_lookup(config),
     )
-    # No async scheduling on a CPU: the same threads plan and compute. Nor with several ranks, which
-    # are told of tokens by the host.
-    is_launched = device.type != "cpu" and followers is None
-    launcher = runner if is_launched else None
+    # No async scheduling on a CPU: the same threads plan and compute.
+    launcher = runner if device.type != "cpu" else None
     return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache
 
 

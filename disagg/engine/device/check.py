@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
 from disagg.config import EngineConfig
 from disagg.engine.device.choices import (
     DeviceType,
@@ -68,7 +66,6 @@ def check_engine(
 class Choices(NamedTuple):
     """What an engine's settings come to with a model on a device.
 
-    config: without graphs where there are several ranks.
     shape: of the rank's KV blocks.
     """
 
@@ -99,8 +96,6 @@ def choose(config: EngineConfig, description: ModelDescription, share: Share) ->
     model = description.config
     check_ranks_of(config, model)
     max_model_len = choose_max_model_len(config, model)
-    if share.num_ranks > 1:  # their steps are not captured
-        config = msgspec.structs.replace(config, enforce_eager=True)
     device = choose_device(config)
     check_quantization(config, model, device)
     dtype = choose_dtype(config, model, device)
@@ -124,17 +119,12 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `StartupError`: the engine cannot have so many ranks."""
     num_ranks = config.tensor_parallel_size
     check_ranks(model, num_ranks)
-    whole = {
-        "quantization": config.quantization is not None,
-        "kv_offloading_size": config.kv_offloading_size > 0,
-    }
-    for name, is_set in whole.items():
-        if is_set and num_ranks > 1:
-            raise StartupError(
-                f"{name} and tensor_parallel_size = {num_ranks} are not supported together; leave"
-                " one of them out.",
-                param=name,
-            )
+    if config.quantization is not None and num_ranks > 1:
+        raise StartupError(
+            f"quantization and tensor_parallel_size = {num_ranks} are not supported together; leave"
+            " one of them out.",
+            param="quantization",
+        )
 
 
 def _choose_shape(

@@ -38,29 +38,48 @@ class TorchCommunicator:
         store = _dist.FileStore(meeting_place, share.num_ranks)
         store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
         self._group = _group(store, share, device_type)
+        self._sum = _in_order(_dist.AllreduceOptions())
+        self._to_first = _in_order(_dist.GatherOptions())
+        self._from_first = _in_order(_dist.BroadcastOptions())
+        self._to_first.rootRank = self._from_first.rootRank = 0
 
     @property
     def share(self) -> Share:
         return self._share
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        self._group.allreduce([x]).wait()
+        if x.numel():
+            _wait(self._group.allreduce([x], self._sum))
         return x
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        is_first = self._share.is_first
+        if not x.shape[0]:  # nothing to join, but the first rank must not be ahead of the others
+            self.all_reduce_(x.new_zeros(1))
+            return x.new_empty(0, sum(widths)) if is_first else x
         # All send the same number of columns: parts of a vocabulary differ by one.
         own = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
-        parts = [torch.empty_like(own) for _ in widths] if self._share.is_first else []
-        options = _dist.GatherOptions()
-        options.rootRank = 0
-        self._group.gather([parts] if parts else [], [own], options).wait()
+        parts = [torch.empty_like(own) for _ in widths] if is_first else []
+        _wait(self._group.gather([parts] if parts else [], [own], self._to_first))
         if not parts:
             return x
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        self._group.broadcast(x, 0).wait()
+        _wait(self._group.broadcast([x], self._from_first))
         return x
+
+
+def _in_order(options: Any) -> Any:
+    """NCCL then computes on the current stream, between the kernels before and after. On a stream
+    of its own, the memory of each message would stay taken until a graph is captured completely."""
+    options.asyncOp = False
+    return options
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # of gloo; what is in order on a GPU's stream has nothing to wait for
+        work.wait()
 
 
 def _group(store: Any, share: Share, device_type: str) -> Any:

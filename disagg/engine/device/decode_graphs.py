@@ -50,7 +50,7 @@ def record_cuda_graph() -> Record:
 
 def new_logits(decoder: Decoder, num_rows: int) -> Tensor:
     """The tensor to which all graphs of a decoder write, with the rows of the largest graph."""
-    shape = num_rows, decoder.config.vocab_size
+    shape = num_rows, decoder.num_logits
     return torch.zeros(shape, dtype=torch.float32, device=decoder.device)
 
 
@@ -65,7 +65,7 @@ class DecodeGraphs:
         kv_cache: its cache. Nothing in it is changed by capturing.
         inputs: the tensors that the graphs read, for as many sequences. A step that is already
             there is not copied.
-        logits: float32 [max_num_seqs or more, vocab_size], which every step overwrites.
+        logits: float32 [max_num_seqs or more, num_logits], which every step overwrites.
     """
 
     def __init__(

@@ -22,7 +22,6 @@ from disagg.models.share import Share
 @dataclass(frozen=True)
 class EnginePlan:
     """Attributes:
-    config: without graphs where there are several ranks.
     gpu: the memory that it may use; None on a CPU.
     """
 

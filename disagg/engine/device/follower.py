@@ -1,11 +1,15 @@
 """A rank of a worker that is not its first: the same steps, over its part of the model and KV.
 
-It has no scheduler, no sequences and no sampler: a step is what the first rank uploads.
+It has no scheduler, no sequences and no sampler: a step is what the first rank uploads, and what
+the device keeps of the step before, such as its tokens.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching, StepBuffer, StepInputs
@@ -14,14 +18,18 @@ from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import forward_ranges
 from disagg.engine.device.slots import Slots
+from disagg.models.batch import Batch
 from disagg.models.decoder import load_model
 from disagg.models.description import ModelDescription
 from disagg.models.share import Share
-from disagg.rank_messages import RankStep
+from disagg.rank_messages import RankCapture, RankStep, RankWork
+
+if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+    from disagg.engine.device.step_graphs import StepGraphs
 
 
 class Follower:
-    """Call `load`, `allocate`, then `compute` for each step.
+    """Call `load`, `allocate`, then `follow` for each step.
 
     Args:
         largest_step: see `memory_plan.plan_memory`.
@@ -42,6 +50,7 @@ class Follower:
         torch.set_num_threads(num_threads)
         self._description, self._share = description, share
         self._plan = EnginePlan.of(config, description, share, largest_step)
+        self._graphs: StepGraphs = ()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -63,31 +72,64 @@ class Follower:
         )
         return plan.room_nbytes()
 
-    def allocate(self, num_blocks: int) -> KVCache:
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:
+        """max_num_seqs: of a step."""
         self._kv_cache = cache = KVCache(self._plan.shape, num_blocks, self.device)
-        self._slots = Slots()
+        self._slots = Slots(max_num_seqs)
         max_num_blocks = -(-self._decoder.config.max_model_len // cache.block_size)
         self._batching = Batching(self._slots, cache.block_size, max_num_blocks, self.device)
         self._numbers, self._numbers_before = StepBuffer(self.device), StepBuffer(self.device)
         return cache
 
+    def follow(self, work: RankWork) -> None:
+        """Do what the first rank does. Raises `RuntimeError` if another rank is gone."""
+        match work:
+            case RankStep():
+                self._compute(work)
+            case RankCapture():
+                self._capture(work)
+
     @torch.inference_mode()
-    def compute(self, step: RankStep) -> None:
-        """Raises `RuntimeError` if another rank is gone."""
+    def _compute(self, step: RankStep) -> None:
+        # Neither is on its way to the device: the first rank has read the results of the step
+        # before the last one, which take all ranks to compute.
         self._numbers, self._numbers_before = self._numbers_before, self._numbers
         self._numbers.write_bytes(step.numbers)
         self._slots.num_slots = step.num_slots
         inputs = StepInputs(
             self._numbers,
             step.lengths,
-            0,
+            step.num_unread,
             step.num_decodes,
             step.query_lens,
             step.ends,
             step.longest,
         )
-        batch, _ = self._batching.batch(inputs)
+        batch, slots = self._batching.batch(inputs)
         if step.scored:
             forward_ranges(self._decoder, batch, self._kv_cache.pages, step.scored)
         else:
-            self._decoder.forward(batch, self._kv_cache.pages)
+            self._forward(batch)
+        ranks, num_sampled = self._decoder.ranks, slots.shape[0]
+        if step.shares_tokens and num_sampled and ranks is not None:
+            token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
+            self._batching.remember(slots, ranks.broadcast_(token_ids))
+
+    def _forward(self, batch: Batch) -> Tensor:
+        for graphs in self._graphs:
+            logits = graphs.forward(batch)
+            if logits is not None:
+                return logits
+        return self._decoder.forward(batch, self._kv_cache.pages)
+
+    def _capture(self, capture: RankCapture) -> None:
+        from disagg.engine.device.step_graphs import capture_steps
+
+        self._graphs = capture_steps(
+            self._decoder,
+            self._kv_cache,
+            self._batching,
+            capture.max_num_seqs,
+            capture.max_model_len,
+            capture.with_drafts,
+        )

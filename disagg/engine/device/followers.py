@@ -1,4 +1,4 @@
-"""The ranks of a worker but the first, as the first one sees them: they follow its steps."""
+"""The ranks of a worker but the first, as the first one sees them: they do what it does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.prompt_scores import ScoredRows, scored_ranges
 from disagg.models.communicator import Communicator
-from disagg.rank_messages import RankStep
+from disagg.rank_messages import RankStep, RankWork
 
 
 class Followers(Protocol):
@@ -22,25 +22,36 @@ class Followers(Protocol):
         """Wait until all have loaded. Returns the least memory that any has for KV."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Wait until all have so many KV blocks and can compute steps."""
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
+        """Wait until all have so many KV blocks and can compute steps.
+
+        Args:
+            max_num_seqs: of a step.
+        """
         ...
 
-    def compute(self, step: RankStep) -> None:
-        """Have all ranks compute a step, which begins now."""
+    def follow(self, work: RankWork) -> None:
+        """Have all ranks do what this one does now, after what they were given before."""
         ...
 
 
-def rank_step(step: StepInputs, num_slots: int, scored: SequenceOf[ScoredRows]) -> RankStep:
-    """The message of a step whose tokens the host knows."""
-    assert not step.num_unread, "steps of several ranks are not launched ahead"
+def rank_step(
+    step: StepInputs,
+    num_slots: int,
+    scored: SequenceOf[ScoredRows] = (),
+    *,
+    shares_tokens: bool = False,
+) -> RankStep:
+    """The message of a step; see `RankStep`."""
     return RankStep(
         numbers=step.numbers.written(sum(step.lengths)),
         lengths=step.lengths,
+        num_unread=step.num_unread,
         num_decodes=step.num_decodes,
         query_lens=step.query_lens,
         ends=list(step.ends),
         longest=step.longest,
         num_slots=num_slots,
         scored=scored_ranges(scored),
+        shares_tokens=shares_tokens,
     )

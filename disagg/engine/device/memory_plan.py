@@ -108,7 +108,8 @@ def plan_memory(
 
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
-        workspace_nbytes += captured_nbytes(model, itemsize, sizes, num_blocks)
+        num_ranks = shape.share.num_ranks
+        workspace_nbytes += captured_nbytes(model, itemsize, sizes, num_blocks, num_ranks)
     plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, model_nbytes, workspace_nbytes)
     if claim_nbytes is None:
         choose_num_blocks(config, shape, max_model_len, None, num_seqs)

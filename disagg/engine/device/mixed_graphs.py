@@ -68,7 +68,7 @@ class MixedGraphs:
         kv_cache: its cache. Nothing in it is changed by capturing.
         max_num_seqs: of one step.
         max_num_blocks: of one sequence.
-        logits: float32 [num_rows, vocab_size], which every step overwrites; of as many rows as the
+        logits: float32 [num_rows, num_logits], which every step overwrites; of as many rows as the
             largest size has.
     """
 

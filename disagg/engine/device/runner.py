@@ -29,11 +29,11 @@ from disagg.errors import DisaggError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
+from disagg.rank_messages import RankCapture
 from disagg.time_model import StepFeatures
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
-    from disagg.engine.device.decode_graphs import DecodeGraphs
-    from disagg.engine.device.mixed_graphs import MixedGraphs
+    from disagg.engine.device.step_graphs import StepGraphs
 
 _NEEDS_HOST = attrgetter("needs_host")
 
@@ -43,7 +43,7 @@ class ModelRunner:
 
     Args:
         max_num_seqs: sequences for which the tables have room; a larger step makes them larger.
-        followers: the worker's other ranks, which compute each step of `run` too.
+        followers: the worker's other ranks, which compute each step too.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelRunner:
         self.followers = followers
         self.kv_cache = kv_cache
         self.grammars = grammars
-        self.graphs: tuple[DecodeGraphs | MixedGraphs, ...] | None = None
+        self.graphs: StepGraphs | None = None
         self.threads = StepThreads(torch.get_num_threads())
         self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
@@ -68,12 +68,22 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Results:
         """As `run` for plans that `can_follow`, but on a GPU it returns before the step ends."""
-        return self._launch(plan, *self._inputs(plan))
+        step, entered = self._inputs(plan)
+        self._tell(step, shares_tokens=True)
+        return self._launch(plan, step, entered)
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
         """The numbers to upload, and the slots that have new owners."""
         entered = [] if plan.continues else self.slots.enter(plan.sequences)
         return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
+
+    def _tell(
+        self, step: StepInputs, scored: SequenceOf[ScoredRows] = (), *, shares_tokens: bool = False
+    ) -> None:
+        """Have the other ranks compute a step that begins here now."""
+        if self.followers is not None:
+            num_slots = self.slots.num_slots
+            self.followers.follow(rank_step(step, num_slots, scored, shares_tokens=shares_tokens))
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
@@ -85,6 +95,8 @@ class ModelRunner:
         if not all(ends):
             sequences = [*compress(sequences, ends)]
         chosen = self.sampler.sample(logits, sequences, positions, num_unread=step.num_unread)
+        if self.decoder.ranks is not None and slots.shape[0]:
+            self.decoder.ranks.broadcast_(chosen.token_ids)
         self.batching.remember(slots, chosen.token_ids)
 
         def results() -> list[Sampled]:
@@ -112,8 +124,7 @@ class ModelRunner:
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
         scored = scored_rows(plan)
-        if self.followers is not None:
-            self.followers.compute(rank_step(step, self.slots.num_slots, scored))
+        self._tell(step, scored)
         self.sampler.enter(entered)
         batch, _ = self.batching.batch(step)
         logits, positions = self._forward(batch, scored)
@@ -205,19 +216,12 @@ class ModelRunner:
     def capture(self, max_num_seqs: int, max_model_len: int, *, with_drafts: bool = False) -> None:
         """Capture small steps as CUDA graphs: decodes of up to `max_num_seqs` sequences, short
         prompts, and the verification of drafts if there are any."""
-        from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits, record_cuda_graph
-        from disagg.engine.device.mixed_graphs import MixedGraphs, mixed_sizes
+        from disagg.engine.device.step_graphs import capture_steps
 
-        max_num_blocks = -(-max_model_len // self.kv_cache.block_size)
-        pages, record = self.kv_cache.pages, record_cuda_graph()
-        sizes = mixed_sizes(max_num_seqs, with_drafts)
-        logits = new_logits(self.decoder, max(max_num_seqs, *(each.num_logits for each in sizes)))
-        inputs = self.batching.decode_inputs
-        assert inputs is not None, "only a GPU captures"
-        self.graphs = (
-            DecodeGraphs(self.decoder, pages, max_num_seqs, inputs, record, logits),
-            MixedGraphs(self.decoder, pages, sizes, max_num_seqs, max_num_blocks, record, logits),
-        )
+        if self.followers is not None:
+            self.followers.follow(RankCapture(max_num_seqs, max_model_len, with_drafts))
+        of, sizes = (self.decoder, self.kv_cache, self.batching), (max_num_seqs, max_model_len)
+        self.graphs = capture_steps(*of, *sizes, with_drafts)
 
 
 def _synchronize(device: torch.device) -> None:

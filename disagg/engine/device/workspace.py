@@ -45,11 +45,16 @@ def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) ->
 
 
 def captured_nbytes(
-    model: ModelConfig, itemsize: int, capture_sizes: Iterable[int], max_num_blocks: int
+    model: ModelConfig,
+    itemsize: int,
+    capture_sizes: Iterable[int],
+    max_num_blocks: int,
+    num_ranks: int = 1,
 ) -> int:
     """Bytes of captured steps: their inputs and outputs, their memory pool, and the graphs.
 
     Args:
+        model: of `num_ranks` ranks, the first one's part.
         capture_sizes: tokens of each graph.
         max_num_blocks: of one sequence.
     """
@@ -57,6 +62,8 @@ def captured_nbytes(
     num_rows = max(sizes)
     inputs = num_rows * (3 * 8 + 3 * 4 + 4 * max_num_blocks)
     logits = num_rows * model.vocab_size * (4 + itemsize)  # ours, and the projection's
+    if num_ranks > 1:  # those of each rank, joined; its own before and after it is made as wide
+        logits += num_rows * model.vocab_size * itemsize * (num_ranks + 2) // num_ranks
     partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
     partials = (num_rows * model.num_kv_heads + SPARE_PARTIALS) * partial
     pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES

@@ -1,0 +1,114 @@
+"""The other ranks of a worker as threads of the test's process.
+
+They load, meet and compute as `disagg.worker.rank` does in processes of their own, and get the same
+messages; so a test starts no process, and can look into each rank.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+from disagg.config import EngineConfig
+from disagg.engine.device.communicator import TorchCommunicator
+from disagg.engine.device.follower import Follower
+from disagg.engine.device.memory_plan import LARGEST_STEP
+from disagg.models.communicator import Communicator
+from disagg.models.description import ModelDescription
+from disagg.models.share import Share
+from disagg.rank_messages import RankCopies, RankWork, decode_task, encode
+
+
+class CountingCommunicator:
+    """A communicator, and how often each of its methods was called."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def share(self) -> Share:
+        return self._inner.share
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        self.calls["all_reduce_"] += 1
+        return self._inner.all_reduce_(x)
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        self.calls["gather"] += 1
+        return self._inner.gather(x, widths)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        self.calls["broadcast_"] += 1
+        return self._inner.broadcast_(x)
+
+
+class FakeFollowers:
+    """Implements `engine.device.followers.Followers`.
+
+    Attributes:
+        given: what all ranks were given to do, in order.
+        communicator: the first rank's, from `meet` on.
+        followers: the other ranks, by number.
+    """
+
+    communicator: CountingCommunicator
+
+    def __init__(self, config: EngineConfig, description: ModelDescription, place: Path) -> None:
+        self.num_ranks = config.tensor_parallel_size
+        self.given: list[RankWork] = []
+        self._meeting_place = str(place / "meeting")
+        self._threads = {rank: ThreadPoolExecutor(1) for rank in range(1, self.num_ranks)}
+        self._ends: list[Future[None]] = []
+        self.followers = {
+            rank: Follower(config, description, Share(rank, self.num_ranks), LARGEST_STEP, 1)
+            for rank in self._threads
+        }
+
+    def meet(self, device_type: str) -> Communicator:
+        self._loads = [
+            self._threads[rank].submit(follower.load, self._meeting_place)
+            for rank, follower in self.followers.items()
+        ]
+        share = Share(0, self.num_ranks)
+        own = TorchCommunicator(share, device_type, self._meeting_place)
+        self.communicator = CountingCommunicator(own)
+        return self.communicator
+
+    def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
+        for load in self._loads:
+            load.result()
+        return own_nbytes
+
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
+        for follower in self.followers.values():
+            follower.allocate(num_blocks, max_num_seqs)
+
+    def follow(self, work: RankWork) -> None:
+        frame = encode(work)
+        self.given.append(work)
+        for rank, thread in self._threads.items():
+            self._ends.append(thread.submit(self._do, rank, frame))
+
+    def close(self) -> None:
+        """Wait until all is done. Raises what any rank raised."""
+        for thread in self._threads.values():
+            thread.shutdown()
+        for end in self._ends:
+            end.result()
+
+    def _do(self, rank: int, frame: bytes) -> None:
+        try:
+            task = decode_task(frame)
+            assert not isinstance(task, RankCopies), "an engine copies nothing"
+            self.followers[rank].follow(task)
+        except BaseException as error:
+            # Its connections end with it, as if its process had: the first rank must not wait.
+            traceback.clear_frames(error.__traceback__)
+            del self.followers[rank]
+            raise
