@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import urllib.error
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -123,8 +123,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         tell = partial(reports.say, "weights")
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
         config, redis = _with_store(plan.config, cleanup, directory)
-        if redis is not None:
-            reports.say("store", _store_sentence(config))
+        for sentence in _store_sentences(config, is_ours=redis is not None):
+            reports.say("store", sentence)
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
@@ -197,13 +197,26 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
         signal.signal(number, lambda *_: None)
 
 
-def _store_sentence(config: ServeConfig) -> str:
-    names = [tier.name for tier in config.tiers if tier.engine.stores_evicted]
-    whose = "" if len(names) == len(config.tiers) else f" of {', '.join(names)}"
-    return (
-        f"KV that workers{whose} evict is kept in a store of {config.cold_tier_nbytes >> 20} MiB"
-        " (--cold-tier-bytes, --no-redis)."
-    )
+def _store_sentences(config: ServeConfig, is_ours: bool) -> Iterator[str]:
+    """Whose KV goes to the store, and whose does not although there is one. is_ours: embedded."""
+    engines = {
+        f"{tier.name}-{role}": tier.for_role(role).engine
+        for tier in config.tiers
+        for role, _ in pools(tier)
+    }
+    names = [name for name, engine in engines.items() if engine.stores_evicted]
+    whose = "" if len(names) == len(engines) else f" of {', '.join(names)}"
+    if is_ours:
+        yield (
+            f"KV that workers{whose} evict is kept in a store of"
+            f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis)."
+        )
+    split = [name for name, engine in engines.items() if engine.tensor_parallel_size > 1]
+    if split and config.redis_url is not None and config.cold_tier_nbytes:
+        yield (
+            f"KV that workers of {', '.join(split)} evict is not kept in the store, because they"
+            " have several ranks; --kv-offloading-size keeps it in host memory."
+        )
 
 
 def _with_store(

@@ -186,9 +186,20 @@ def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
     config = config_of("demo-small")
     (tier,) = config.tiers
     split = replace(tier, served_model_name="split", engine=EngineConfig(tensor_parallel_size=2))
-    assert server_process._store_sentence(config).startswith("KV that workers evict is kept")
+
+    def said(config: ServeConfig, is_ours: bool) -> list[str]:
+        found = server_process._store_sentences(replace(config, redis_url="redis://it"), is_ours)
+        return [sentence.partition(" kept in ")[0] for sentence in found]
+
+    whole = "KV that workers of demo-small-prefill, demo-small-decode evict is"
+    none = "KV that workers of split-prefill, split-decode evict is not"
+    assert said(config, is_ours=True) == ["KV that workers evict is"]
+    assert said(config, is_ours=False) == []
     both = replace(config, tiers=(tier, split))
-    assert server_process._store_sentence(both).startswith("KV that workers of demo-small evict is")
+    assert said(both, is_ours=True) == [whole, none]
+    alone = replace(config, tiers=(split,))
+    assert said(alone, is_ours=False) == [none]
+    assert not list(server_process._store_sentences(alone, is_ours=False)), "there is no store"
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(
