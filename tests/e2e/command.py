@@ -68,9 +68,11 @@ class Command:
         self._mark = os.urandom(8).hex()
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
         self._output = home / f"output-{self.port}"
-        command = f"{python} -m disagg.cli.main serve {arguments} --port {self.port}"
-        if "--host" not in arguments:
-            command += f" --host {host}"
+        command = f"{python} -m disagg.cli.main serve {arguments}"
+        if "--config" not in arguments:  # such a file has to name `port`
+            command += f" --port {self.port}"
+            if "--host" not in arguments:
+                command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
         apart = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-rm"]
         shell = [*(apart if mounts else []), "/bin/sh", "-c"]

@@ -8,7 +8,6 @@ that could clean up is killed, and the next start does it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import secrets
@@ -24,6 +23,7 @@ from disagg.config import EngineConfig
 from tests import plain_http
 from tests.e2e.command import Command
 from tests.e2e.single_engine import SingleEngine
+from tests.e2e.streams import streamed, streams_of
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
 from tests.tiny_model import write_tiny_model
 
@@ -48,14 +48,6 @@ SPANS = {
 # Lines of a start.
 WEIGHTS = r"weights .* of .* \(100 %\)"
 BLOCKS = r"allocating [\d,]+ KV blocks; a step has up to \d+ sequences and [\d,]+ tokens"
-NUM_STREAMS = 8
-STREAM_TOKENS = 120
-# Who takes a stream over computes its KV in another order. In none of these answers do the two most
-# likely tokens lie closer than 4e-4; with another text it was 1e-5, which rounding decides.
-STREAM_PROMPT = 2 * (
-    "whoever reads stream {0} does not notice that a worker has died,"
-    " for its text goes on as it was "
-)
 
 
 @pytest.fixture(scope="module")
@@ -259,36 +251,9 @@ async def test_no_stream_notices_a_workers_death(
 
     Serve starts another worker, which is not waited for.
     """
-    under_way = asyncio.Event()
-
-    async def stream(client: openai.AsyncOpenAI, index: int) -> str:
-        chunks = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": STREAM_PROMPT.format(index)}],
-            temperature=index % 2,
-            seed=index,
-            max_tokens=STREAM_TOKENS,
-            stream=True,
-        )
-        text = ""
-        async for chunk in chunks:
-            text += chunk.choices[0].delta.content or ""
-            if len(text) > 8:
-                under_way.set()
-        return text
-
-    expected = [
-        reference.chat(STREAM_PROMPT.format(i), STREAM_TOKENS, temperature=i % 2, seed=i)
-        for i in range(NUM_STREAMS)
-    ]
+    expected = streams_of(reference)
     victim = server.named(f"tiny-{role}")[0]
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="-", max_retries=0
-    ) as client:
-        streams = [asyncio.create_task(stream(client, index)) for index in range(NUM_STREAMS)]
-        await under_way.wait()
-        victim.send_signal(signal.SIGKILL)
-        assert await asyncio.gather(*streams) == expected
+    assert await streamed(server.url, "tiny", victim.kill) == expected
 
 
 def test_what_a_killed_run_leaves_ends_at_the_next_start(server: Command, tmp_path: Path) -> None:

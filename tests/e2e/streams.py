@@ -1,0 +1,54 @@
+"""Greedy and seeded streams, in the middle of which something is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import openai
+
+from tests.e2e.single_engine import SingleEngine
+
+NUM_STREAMS = 8
+TOKENS = 120
+# Who takes a stream over computes its KV in another order. In none of these answers do the two most
+# likely tokens lie closer than 4e-4; with another text it was 1e-5, which rounding decides.
+PROMPT = 2 * (
+    "whoever reads stream {0} does not notice that a worker has died,"
+    " for its text goes on as it was "
+)
+
+
+def streams_of(reference: SingleEngine) -> list[str]:
+    """What all streams say if nothing is killed."""
+    return [
+        reference.chat(PROMPT.format(i), TOKENS, temperature=i % 2, seed=i)
+        for i in range(NUM_STREAMS)
+    ]
+
+
+async def streamed(url: str, model: str, kill: Callable[[], None]) -> list[str]:
+    """What all streams say. `kill` is called once the first one is under way."""
+    under_way = asyncio.Event()
+
+    async def stream(client: openai.AsyncOpenAI, index: int) -> str:
+        chunks = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": PROMPT.format(index)}],
+            temperature=index % 2,
+            seed=index,
+            max_tokens=TOKENS,
+            stream=True,
+        )
+        text = ""
+        async for chunk in chunks:
+            text += chunk.choices[0].delta.content or ""
+            if len(text) > 8:
+                under_way.set()
+        return text
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        streams = [asyncio.create_task(stream(client, index)) for index in range(NUM_STREAMS)]
+        await under_way.wait()
+        kill()
+        return await asyncio.gather(*streams)
