@@ -192,7 +192,8 @@ class Streams:
         ends: of each that has ended: the last event, a refusal's status, or the error.
     """
 
-    def __init__(self, url: str, number: int, max_tokens: int) -> None:
+    def __init__(self, url: str, number: int, max_tokens: int, model: str = "demo-small") -> None:
+        self._model = model
         self.ends: list[str | int] = []
         self._num_begun = 0
         self._threads = [
@@ -210,7 +211,7 @@ class Streams:
 
     def _read(self, url: str, seed: int, max_tokens: int) -> None:
         body = {
-            "model": "demo-small",
+            "model": self._model,
             "prompt": f"a story about number {seed}",
             "max_tokens": max_tokens,
             "stream": True,
@@ -240,9 +241,9 @@ def refusal_of(command: Command) -> str:
     return line
 
 
-def ask(url: str) -> httpx.Response:
+def ask(url: str, model: str = "demo-small") -> httpx.Response:
     """A short completion on a connection of its own. Raises `httpx.HTTPError`."""
-    body = {"model": "demo-small", "prompt": "once", "max_tokens": 3}
+    body = {"model": model, "prompt": "once", "max_tokens": 3}
     return plain_http.post(f"{url}/v1/completions", json=body, timeout=30)
 
 

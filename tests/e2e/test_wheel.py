@@ -5,6 +5,7 @@ The packages that it depends on come from this environment, so that nothing is d
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -16,13 +17,16 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.command import LONG, NUM_STREAMS, Command, Streams, ask
+from tests.tool_calls import DIALOGUES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parent.parent.parent
+MODEL = "demo-tools"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
 
 
 def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """Until it is told to stop, and streams without time end with an error."""
+    """Calls functions, until it is told to stop, and streams without time end with an error."""
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
@@ -81,11 +85,12 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     found = subprocess.run(where, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert found.stdout.startswith(str(home)), found
 
-    command = Command("demo-small --drain-s 0.2", tmp_path, clean, host="::1", python=python)
+    command = Command("demo-tools --drain-s 0.2", tmp_path, clean, host="::1", python=python)
     try:
         command.wait_ready()
-        assert ask(command.url).json()["usage"]["completion_tokens"] > 0
-        streams = Streams(command.url, NUM_STREAMS, LONG)
+        assert ask(command.url, MODEL).json()["usage"]["completion_tokens"] > 0
+        asyncio.run(_call_functions(command.url))
+        streams = Streams(command.url, NUM_STREAMS, LONG, MODEL)
         command.process.send_signal(signal.SIGINT)
         for end in streams.wait():
             assert isinstance(end, str) and end.startswith("data: {"), end
@@ -97,3 +102,10 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     assert (line["num_ended"], line["num_cut"]) == (0, NUM_STREAMS)
     command.assert_only_own_lines()
     command.assert_nothing_left()
+
+
+async def _call_functions(url: str) -> None:
+    """By every API, over HTTP."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        for dialogue in DIALOGUES:
+            await dialogue(client, MODEL)
