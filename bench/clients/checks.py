@@ -463,7 +463,11 @@ def aiperf_load(server: Server) -> None:
         command += ["--url", server.url, "--tokenizer", server.tokenizer, "--ui", "none"]
         command += ["--endpoint-type", "chat", "--streaming", "--use-server-token-count"]
         command += ["--request-count", "20", "--concurrency", "2", "--artifact-dir", home]
-        command += ["--synthetic-input-tokens-mean", "20", "--output-tokens-mean", "16"]
+        # Not aiperf's random words: a model may answer them with nothing, which is an error to it.
+        questions = Path(home, "questions.jsonl")
+        lines = [json.dumps({"text": f"What is {n} + {n + 7}?"}) for n in range(20)]
+        questions.write_text("\n".join(lines) + "\n")
+        command += ["--input-file", str(questions), "--custom-dataset-type", "single_turn"]
         _run(command, HF_HOME=home)
         report = json.loads(Path(home, "profile_export_aiperf.json").read_text())
         assert report["request_count"]["avg"] == 20 and not report["error_summary"], report
