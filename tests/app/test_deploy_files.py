@@ -40,13 +40,18 @@ def test_serve_files(path: Path) -> None:
     assert config_of(_load(path), {}).tiers
 
 
-def test_llama_3_70b_fits_the_gpus_of_its_workers() -> None:
-    (tier,) = config_of(_load(DEPLOY / "serve" / "llama-3-70b.yaml"), {}).tiers
-    shape = SHAPES["llama-3-70b"]
-    sizes = {each.num_gpus for each in placements(shape, gpu_of("h100"), "bf16", "bf16", 8192)}
+@pytest.mark.parametrize(
+    ("name", "longest_tokens", "ranks"), [("llama-3-70b", 8192, (2, 4)), ("gpt-oss-120b", 65536, (1, 2))]
+)
+def test_models_fit_the_gpus_of_their_workers(
+    name: str, longest_tokens: int, ranks: tuple[int, int]
+) -> None:
+    (tier,) = config_of(_load(DEPLOY / "serve" / f"{name}.yaml"), {}).tiers
+    every = placements(SHAPES[name], gpu_of("h100"), "bf16", "bf16", longest_tokens)
+    sizes = {each.num_gpus for each in every}
     for pool in (tier.prefill, tier.decode):
         assert tier.num_ranks(pool) in sizes
-    assert (tier.num_ranks(tier.prefill), tier.num_ranks(tier.decode)) == (2, 4)
+    assert (tier.num_ranks(tier.prefill), tier.num_ranks(tier.decode)) == ranks
 
 
 def test_pods_have_what_their_workers_ask_for() -> None:
