@@ -41,7 +41,8 @@ def test_serve_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "longest_tokens", "ranks"), [("llama-3-70b", 8192, (2, 4)), ("gpt-oss-120b", 65536, (1, 2))]
+    ("name", "longest_tokens", "ranks"),
+    [("llama-3-70b", 8192, (2, 4)), ("gpt-oss-120b", 65536, (1, 2))],
 )
 def test_models_fit_the_gpus_of_their_workers(
     name: str, longest_tokens: int, ranks: tuple[int, int]

@@ -50,13 +50,14 @@ def test_nobody_else_names_a_file_of_it() -> None:
 
 
 def test_nobody_else_reads_headers() -> None:
-    """Others take the description's tensors; their type is known to who loads them."""
+    """Others take the description's tensors; their type, and the sizes of theirs, are known to who
+    loads them."""
     for source in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "disagg.models.checkpoint":
                 names = {alias.name for alias in node.names}
                 is_reader = str(source.relative_to(PACKAGE)) in READERS
-                assert is_reader or names <= {"StoredTensor"}, source
+                assert is_reader or names <= {"StoredTensor", "DTYPE_NBYTES"}, source
 
 
 def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:

@@ -247,7 +247,8 @@ def test_only_what_the_decode_worker_lacks_is_moved() -> None:
         ways = choose(fleet, request).candidates
         (remote,) = [c for c in ways if c.prefill == "p0" and c.lender is None]
         totals.append(remote.total_s)
-    assert totals[0] - totals[1] == pytest.approx(100 * (1 << 14) * UNMEASURED_S_PER_BYTE)
+    # What a rank of the decode worker takes; the prefill worker's ranks may have other parts.
+    assert totals[0] - totals[1] == pytest.approx(100 * (1 << 20) * UNMEASURED_S_PER_BYTE)
 
 
 def test_a_prefix_at_a_slightly_busier_decode_worker_saves_its_transfer() -> None:
