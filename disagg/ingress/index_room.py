@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from disagg.router.prefix_index import PrefixIndex
 
@@ -28,6 +29,6 @@ class IndexRoom:
                 " or use larger blocks (block_size).",
                 num_blocks,
                 room,
-                num_blocks / room,
+                math.ceil(10 * num_blocks / room) / 10,
             )
         self._has_warned = is_too_small

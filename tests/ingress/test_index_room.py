@@ -20,3 +20,4 @@ def test_it_warns_once_when_the_fleet_outgrows_the_index(caplog: pytest.LogCaptu
     room.check(index.max_num_blocks)
     room.check(index.max_num_blocks + 1)
     assert len(caplog.messages) == 2
+    assert "by 1.1" in caplog.messages[1]  # not 1.0, which would change nothing
