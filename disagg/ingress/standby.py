@@ -47,9 +47,12 @@ class Standby:
         self._look_at((record.model, record.role))
 
     def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
         if worker_id not in self._known:
+            return
+        if status is None:
+            self._fleet.worker_stepped(worker_id, kv_events, None)
             return
         record, before = self._known[worker_id]
         self._known[worker_id] = record, status

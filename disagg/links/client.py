@@ -68,8 +68,10 @@ class LinkObserver(Protocol):
         """All blocks that the worker has cached. It is routable from now on."""
 
     def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
-    ) -> None: ...
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
+    ) -> None:
+        """What has changed. `status`: None where the worker has said nothing new of its load, as in
+        the parts of a snapshot after the first."""
 
     def worker_lost(self, worker_id: str) -> None:
         """The link ended: forget the worker's blocks; it is not routable. May be repeated."""
@@ -359,12 +361,14 @@ class _WorkerConnection(Connection):
             stream = streams.get(delta.stream_id)
             if stream is not None:  # otherwise it was cancelled while the delta was on its way
                 stream.put(delta)
-        if self._status is not None and (step.status is not None or step.kv_events):
-            if step.status is not None:
-                self._status = restored(step.status, step.kept, self._status)
-            self._link.observer.worker_stepped(
-                self._link.record.worker_id, step.kv_events, self._status
-            )
+        if self._status is None:
+            return
+        status = None
+        if step.status is not None:
+            status = self._status = restored(step.status, step.kept, self._status)
+        if status is not None or step.kv_events:
+            worker_id, observer = self._link.record.worker_id, self._link.observer
+            observer.worker_stepped(worker_id, step.kv_events, status)
 
     def _resync(self, sequence_number: int) -> None:
         """Frames are missing, perhaps with tokens or KV events: end all streams, and ask for a

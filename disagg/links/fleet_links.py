@@ -180,7 +180,7 @@ class FleetLinks:
         self._observer.worker_synced(record, block_hashes, status)
 
     def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
         self._observer.worker_stepped(worker_id, kv_events, status)
 

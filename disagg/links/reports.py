@@ -76,10 +76,11 @@ class LinkReports:
             events = tuple(self._held)
             self._held.clear()
         last, self._status, self._sent_s = self._status, status, now
-        self._num_at_once = max(0, self._num_at_once - 1)
+        is_counted = self._num_at_once > 0  # by the router, which counts statuses
+        self._num_at_once -= is_counted
         if is_whole:
             return Report(events, status)
-        if status == last:
+        if status == last and not is_counted:
             return Report(events)
         kept = _kept(status, last)
         if kept:

@@ -262,25 +262,30 @@ class Fleet:
             self._tell_available(record.model)
 
     def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
         record = self._records.get(worker_id)
         if record is None:
             return
-        was_accepting = self._statuses[worker_id].accepting
+        before = self._statuses[worker_id]
+        if status is not None:
+            self._heard(record, status)
+        if kv_events:
+            self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
+        if (status or before).host is not None and kv_events:
+            in_host = [each for each in kv_events if each.tier == "host"]
+            self.index.apply(host_id(worker_id), in_host)
+        if status is not None and status.accepting and not before.accepting:
+            self._tell_available(record.model)
+
+    def _heard(self, record: WorkerRecord, status: WorkerStatus) -> None:
+        worker_id = record.worker_id
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it reports between two steps
         self._ledger.heard(worker_id)
         self._probes.heard(worker_id, status.step_costs, self._now())
         for name in (worker_id, *self._times.heard(record, status.step_costs)):
             self._look_at(name)
-        if kv_events:
-            self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
-        if status.host is not None and kv_events:
-            in_host = [each for each in kv_events if each.tier == "host"]
-            self.index.apply(host_id(worker_id), in_host)
-        if status.accepting and not was_accepting:
-            self._tell_available(record.model)
 
     def worker_lost(self, worker_id: str) -> None:
         self._leave_pool(worker_id)

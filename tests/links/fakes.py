@@ -120,7 +120,7 @@ class RecordingObserver(LinkObserver):
         self.statuses[record.worker_id] = status
 
     def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
         held = self.held[worker_id]
         for event in kv_events:
@@ -130,7 +130,8 @@ class RecordingObserver(LinkObserver):
                 held.difference_update(event.block_hashes)
             else:
                 held.clear()
-        self.statuses[worker_id] = status
+        if status is not None:
+            self.statuses[worker_id] = status
 
     def worker_lost(self, worker_id: str) -> None:
         self.calls.append(("lost", worker_id))
@@ -159,7 +160,7 @@ async def fake_worker(
 
 @asynccontextmanager
 async def linked(
-    record: WorkerRecord, observer: RecordingObserver, key: bytes = KEY, **options: Any
+    record: WorkerRecord, observer: LinkObserver, key: bytes = KEY, **options: Any
 ) -> AsyncIterator[Link]:
     link = Link(
         record, key=key, ingress_id="ingress-0", observer=observer, rng=random.Random(1), **options

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
+from disagg.links import reports, server
 from disagg.links.client import FIRST_PAUSE_S, LONGEST_PAUSE_S, Link
 from disagg.links.stream import merge
 from disagg.messages import (
@@ -27,6 +28,8 @@ from disagg.messages import (
     WireError,
     WorkerStatus,
 )
+from disagg.router.fleet import Fleet
+from disagg.router.worker_view import RequestLoad
 from tests.links.fakes import (
     FakeWorker,
     RecordingObserver,
@@ -315,6 +318,21 @@ async def test_names_in_host_memory_come_with_the_snapshot() -> None:
         await until(lambda: observer.held["decode-0"] == {b"a" * 16, b"h" * 16})
 
 
+async def test_parts_of_a_snapshot_are_no_reports_of_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a request that was just sent would not count any more before the worker has it."""
+    for module in (server, reports):
+        monkeypatch.setattr(module, "PART_NAMES", 1)
+    fleet, names = Fleet(), [bytes([number]) * 16 for number in range(6)]
+    async with fake_worker() as worker, linked(worker.record, fleet):
+        await until(lambda: fleet.view().workers)
+        fleet.sent(fleet.reserve("decode-0", RequestLoad(0, 1, 100)))
+        worker.server.publish_snapshot(1, names, WorkerStatus())
+        await until(lambda: fleet.index.match(names) == {"decode-0": 6})
+        assert fleet.view().workers["decode-0"].num_decoding == 1
+
+
 cache_names = st.sampled_from([bytes([i]) * 16 for i in range(6)])
 cache_steps = st.one_of(
     st.tuples(st.sampled_from(["stored", "removed"]), cache_names),
@@ -323,9 +341,11 @@ cache_steps = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(cache_steps, max_size=40))
-def test_the_observers_copy_is_the_workers_cache(steps: list[tuple[str, bytes]]) -> None:
-    """Whatever changes around a snapshot, even with changes that were not published yet."""
+@given(st.lists(cache_steps, max_size=40), st.sampled_from([1, 2, 4096]))
+def test_the_observers_copy_is_the_workers_cache(
+    steps: list[tuple[str, bytes]], part_names: int
+) -> None:
+    """Whatever changes around a snapshot and its parts, even what was not published yet."""
 
     async def ask(worker: FakeWorker, link: Link) -> None:
         num_asked = len(worker.of_type(Resync))
@@ -354,10 +374,15 @@ def test_the_observers_copy_is_the_workers_cache(steps: list[tuple[str, bytes]])
                     worker.server.publish_snapshot(1, list(held), WorkerStatus())
             worker.server.publish_snapshot(1, list(held), WorkerStatus())
             worker.step(events=changes, status=WorkerStatus(num_holds=9))
-            await until(lambda: observer.statuses["decode-0"].num_holds == 9)
+            await until(lambda: not worker.server._links[1]._reports.is_holding)
+            worker.step(status=WorkerStatus(num_holds=10))  # after the last part
+            await until(lambda: observer.statuses["decode-0"].num_holds == 10)
             assert observer.held["decode-0"] == held
 
-    asyncio.run(run())
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (server, reports):
+            patch.setattr(module, "PART_NAMES", part_names)
+        asyncio.run(run())
 
 
 async def test_closing_a_link_tells_the_observer_at_once() -> None:

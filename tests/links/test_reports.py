@@ -46,6 +46,13 @@ def test_two_reports_after_a_request_go_at_once() -> None:
     assert reports.wait_s(WorkerStatus(num_running=3), 10.1) == 0.5
 
 
+def test_the_two_reports_after_a_request_have_a_status_even_if_it_is_the_same() -> None:
+    """The router counts those with a status."""
+    reports = synced(0.5)
+    reports.request_arrived()
+    assert [reports.take(IDLE, 10.1).status for _ in range(3)] == [IDLE, IDLE, None]
+
+
 def test_events_wait_for_the_rest_of_a_snapshot() -> None:
     reports = synced(0.0)
     event = KVEvent("removed", (b"a" * 16,))
