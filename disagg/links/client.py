@@ -53,6 +53,7 @@ SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well withi
 # A peer that was used before so many others is sent again: a worker too forgets those that it uses
 # least recently, and four ingresses together send it at most 1,024 (`kvtransfer.pulls.MAX_PEERS`).
 NUM_INTRODUCED = 256
+INTRODUCED_S = 30.0  # and one in use again after so long: more ingresses may send it more peers
 NUM_LOOKS = 8  # checks without a message, before a worker counts as lost
 
 
@@ -240,7 +241,8 @@ class _WorkerConnection(Connection):
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
         self._streams: dict[int, DeltaStream] = {}
         self._stream_ids = count(1)
-        self._introduced: dict[str, int] = {}  # epochs of peers; used least recently first
+        # Epochs of peers, and when they were last sent; used least recently first.
+        self._introduced: dict[str, tuple[int, float]] = {}
         self._num_received = 0  # the last step frame's number
         self._status: WorkerStatus | None = None  # the last one since a snapshot; None: none came
         self._was_heard = True  # since the last look
@@ -258,10 +260,12 @@ class _WorkerConnection(Connection):
         return stream_id, stream
 
     def introduce(self, peer: Peer) -> None:
-        epoch = self._introduced.pop(peer.worker_id, None)
-        self._introduced[peer.worker_id] = peer.epoch  # as the last one used
-        if epoch != peer.epoch:
+        now = self._loop.time()
+        epoch, sent_s = self._introduced.pop(peer.worker_id, (None, now))
+        if epoch != peer.epoch or now >= sent_s + INTRODUCED_S:
             self.send(Peers((peer,)))
+            sent_s = now
+        self._introduced[peer.worker_id] = peer.epoch, sent_s  # as the last one used
         if len(self._introduced) > NUM_INTRODUCED:
             del self._introduced[next(iter(self._introduced))]
 

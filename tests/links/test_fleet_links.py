@@ -260,6 +260,23 @@ async def test_a_restarted_peer_and_a_forgotten_one_are_introduced_again(
         assert told == [("b", 1), ("b", 2), ("c", 1), ("d", 1), ("c", 1)]
 
 
+async def test_a_peer_in_use_is_introduced_again_after_some_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that hears of many peers from other ingresses may have forgotten it."""
+    async with (
+        fleet() as (links, observer),
+        fake_worker(make_record("a")) as a,
+        fake_worker(make_record("b")) as b,
+    ):
+        links.update([a.record, b.record])
+        await until(lambda: len(observer.held) == 2)
+        links.introduce("a", "b")
+        monkeypatch.setattr(client, "INTRODUCED_S", 0.0)
+        links.introduce("a", "b")
+        await until(lambda: introduced(a) == ["b", "b"])
+
+
 async def test_many_workers_report_less_often() -> None:
     numbers = (1, 64, 65, 128, 1000, 1024, 10_000)
     assert [report_interval_s(number) for number in numbers] == [
