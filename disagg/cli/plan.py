@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         write_svg(args.plot, charts)
     notes += left_out
     if shape.quantized:
-        notes.append(_how_quantized(shape, args.weights))
+        notes += dict.fromkeys(_how_quantized(each.shape, args.weights) for each in every)
     notes += not_served(shape, args.weights)
     if not args.engine:
         notes += _assumed(shape, every)

@@ -138,7 +138,7 @@ def show(
     first = every[0]
     console.print(
         f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
-        f" {first.weights_nbytes / 1e9:.1f} GB in {shape.stored_as(first.weights)};"
+        f" {first.weights_nbytes / 1e9:.1f} GB in {first.shape.stored_as(first.weights)};"
         f" KV {first.kv_nbytes_per_token / 1024:g} KiB a token in {first.kv}"
         f" ({shape.num_layers} layers, {_kv_of(shape)}),"
         f" from {shape.source}.",

@@ -109,6 +109,13 @@ def _check_gpus(fleet: FleetPlan) -> None:
             " yet. Choose another --gpu to write files that can be served.",
             param="write",
         )
+    on_cpu = [pool.placement.gpu is CPU_CORE for pool in fleet.pools]
+    if any(on_cpu) and not all(on_cpu):
+        raise StartupError(
+            "The advised fleet has one pool on CPUs and one on GPUs, and `disagg serve` starts all"
+            " workers of a model on the same kind. Leave out --gpu cpu, or the others.",
+            param="write",
+        )
 
 
 def write(directory: Path, plan: Written) -> list[Path]:

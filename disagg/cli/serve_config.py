@@ -24,6 +24,9 @@ LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
 
 HTTP_OPTIONS = ("host", "port")  # that Serve's YAML and ours have in common
 
+# Of an application in Serve's YAML: what `disagg serve` reads, or does in its own way.
+OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
+
 # Flags of the command itself, and not of what it deploys: these go beside --config.
 OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
 
@@ -150,10 +153,15 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
     """The configuration in a YAML of Ray Serve, as `serve deploy` takes it.
 
     Raises:
-        StartupError: it is another application's, or needs an environment variable that is not set.
+        StartupError: it is another application's, has what only `serve deploy` does, or needs an
+            environment variable that is not set.
     """
     match raw:
-        case {"applications": [{"import_path": "disagg.app.build:build", "args": dict(args)}]}:
+        case {
+            "applications": [
+                {"import_path": "disagg.app.build:build", "args": dict(args)} as application
+            ]
+        }:
             pass
         case _:
             raise StartupError(
@@ -161,11 +169,21 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
                 " (import_path: disagg.app.build:build, with args).",
                 param="config",
             )
+    beside = sorted(map(str, application.keys() - OF_AN_APPLICATION))
+    if beside:
+        raise StartupError(
+            f"`disagg serve` does not read {', '.join(beside)} of the application in {file}; put"
+            " what it says into args, or use `serve deploy`.",
+            param="config",
+        )
     config: dict[str, Any] = filled_in(args, os.environ)
-    listens = {
-        key: value for key, value in (raw.get("http_options") or {}).items() if key in HTTP_OPTIONS
-    }
-    return {**config, "http": {**listens, **(config.get("http") or {})}}
+    options, http = raw.get("http_options") or {}, config.get("http") or {}
+    if not isinstance(options, dict):
+        raise StartupError(f"http_options in {file} is not a mapping.", param="config")
+    if not isinstance(http, dict):
+        return config  # which is refused with its place
+    listens = {key: value for key, value in options.items() if key in HTTP_OPTIONS}
+    return {**config, "http": {**listens, **http}}
 
 
 def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
@@ -216,7 +234,7 @@ def _tenants(file: str | None) -> tuple[Any, Any]:
 
 
 def bundled_cascade() -> Any:
-    """The `cascade` section that was calibrated for the two bundled models."""
+    """The `cascade` section that was calibrated for demo-small and demo-large."""
     return _read_config_file(ASSETS / "cascade.yaml")["cascade"]
 
 

@@ -82,10 +82,10 @@ def efficiency_of(gpu: Gpu, weights: str, engine: str = "") -> Efficiency:
     Raises:
         StartupError: no run of that engine is known for this format and family.
     """
-    if gpu is CPU_CORE:
-        return ON_CPU
     if engine:
         return msgspec.structs.replace(PLANNED, matmul=_reached(gpu, weights, engine))
+    if gpu is CPU_CORE:
+        return ON_CPU
     if weights == "bf16":
         return PLANNED
     known = [(family == gpu.family, share) for (_, kind, family), share in MATMUL.items()

@@ -26,7 +26,7 @@ def step_times(
         num_ranks: devices of the worker.
     """
     if not device_name:
-        placement = Placement(shape, CPU_CORE, num_ranks, efficiency=ON_CPU)
+        placement = Placement(shape.widened, CPU_CORE, num_ranks, efficiency=ON_CPU)
         return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
     gpu = gpu_called(device_name)
     placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], num_ranks)

@@ -17,7 +17,7 @@ import msgspec
 
 from disagg.errors import NotEnoughMemory
 from disagg.planner.efficiency import PLANNED, Efficiency, efficiency_of
-from disagg.planner.gpus import Gpu
+from disagg.planner.gpus import CPU_CORE, Gpu
 from disagg.planner.shapes import ModelShape
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
 
@@ -175,6 +175,8 @@ def placements(
         StartupError: the GPU cannot multiply in `weights`, or nothing is known of the engine there.
     """
     gpu.flops(weights)
+    if gpu is CPU_CORE:
+        shape = shape.widened
     efficiency = efficiency_of(gpu, shape.products_in(weights), engine)
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     degrees = [

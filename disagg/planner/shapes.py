@@ -87,6 +87,11 @@ class ModelShape(msgspec.Struct, frozen=True):
         num_tables = 1 if self.tie_word_embeddings else 2
         return self._nbytes(num_tables, self.num_experts, dtype)
 
+    @property
+    def widened(self) -> ModelShape:
+        """As a CPU holds it: no matrix stays quantised there."""
+        return msgspec.structs.replace(self, packed_nbytes=0.0)
+
     def value_nbytes(self, dtype: str) -> float:
         """Of one value of the layers' matrices outside experts."""
         return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]

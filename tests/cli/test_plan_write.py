@@ -12,11 +12,17 @@ import yaml
 
 from disagg.cli.main import main
 from disagg.cli.plan_kuberay import RAY_VERSION
+from disagg.cli.plan_write import Written, write
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
+from disagg.errors import StartupError
 from disagg.kernels.devices import Device, Gpus
 from disagg.planner.device_plan import plan_devices
-from disagg.planner.shapes import SHAPES
+from disagg.planner.gpus import CPU_CORE, GPUS
+from disagg.planner.load import Slo, Workload
+from disagg.planner.roofline import placements
+from disagg.planner.shapes import SHAPES, read_shape
+from disagg.planner.sizing import FleetPlan, Pool
 from disagg.planner.step_sizes import step_sizes
 from tests.cli.test_plan import refused
 from tests.pods import check_pods, config_of
@@ -183,6 +189,20 @@ def test_what_cannot_be_served_is_not_written(
     assert not (tmp_path / "fleet").exists()
 
 
+def test_a_pool_on_cpus_beside_one_on_gpus_is_not_written(tmp_path: Path) -> None:
+    shape = read_shape("demo-large")
+    pools = tuple(
+        Pool(placements(shape, gpu)[0], 1, 1.0, 0.5, 8) for gpu in (CPU_CORE, GPUS["h100"])
+    )
+    for each in (pools, pools[::-1]):
+        fleet = FleetPlan(each, 0.1, 0.01)
+        load = Workload(1.0, [(100, 20)])
+        plan = Written(fleet, load, Slo(1.0, 0.05), 1e9, "demo-large", "disagg plan")
+        with pytest.raises(StartupError, match="one pool on CPUs and one on GPUs"):
+            write(tmp_path / "fleet", plan)
+    assert not (tmp_path / "fleet").exists()
+
+
 def test_a_serve_yaml_of_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,3 +211,26 @@ def test_a_serve_yaml_of_something_else_is_refused(
         file.write_text(yaml.safe_dump({"applications": applications}))
         assert main(["serve", "--config", str(file)]) == 2
         assert "without disagg as its only application" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("of_the_file", "of_the_application", "message"),
+    [
+        ({}, {"deployments": [{"name": "x-decode"}]}, "does not read deployments of the app"),
+        ({"http_options": 8000}, {}, "http_options in "),
+        ({}, {"args": {"http": 8000}}, "$.http"),
+    ],
+)
+def test_what_would_be_ignored_of_a_serve_yaml_is_refused(
+    of_the_file: dict[str, Any],
+    of_the_application: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours: dict[str, Any] = {"import_path": "disagg.app.build:build", "args": {}}
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"applications": [ours | of_the_application], **of_the_file}))
+    assert main(["serve", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error

@@ -29,6 +29,9 @@ from disagg.models.packing import value_nbytes
 from disagg.models.rank_parts import weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
+from disagg.planner.gpus import CPU_CORE, GPUS
+from disagg.planner.prior import step_times
+from disagg.planner.roofline import placements
 from disagg.planner.shapes import shape_of
 from tests.models.paging import Tokens, new_slab, run_step
 from tests.models.quantized_files import KINDS, write_quantized
@@ -209,3 +212,6 @@ def test_disagg_plan_counts_them(tmp_path: Path) -> None:
     assert packed.weights_nbytes("bf16") == tables + layers * packed.packed_nbytes / 2
     assert packed.read_nbytes(1, "bf16") == packed.weights_nbytes("bf16") - tables / 2
     assert packed.weights_nbytes("fp8") == floats.weights_nbytes("fp8")
+    on_cpu, on_gpu = (placements(packed, gpu)[0] for gpu in (CPU_CORE, GPUS["h100"]))
+    assert on_cpu.weights_nbytes == floats.weights_nbytes("bf16") > on_gpu.weights_nbytes
+    assert step_times(packed, "") == step_times(floats, "")

@@ -57,4 +57,6 @@ def test_what_is_planned_with() -> None:
     assert efficiency_of(CPU_CORE, "bf16").matmul == 1.0
     with pytest.raises(StartupError, match=r"No published run of sglang .* bf16 .* fp8-block on h"):
         efficiency_of(a100, "bf16", "sglang")
+    with pytest.raises(StartupError, match=r"No published run of vllm .* on cpu"):
+        efficiency_of(CPU_CORE, "bf16", "vllm")
     assert set(ENGINES) == {"sglang", "tensorrt-llm", "vllm"}
