@@ -337,6 +337,9 @@ class Mover:
         self._notices.put(PullEnded(pull, copy.error, seconds, copy.is_torn))
         if pull.releases:
             self._notify(pull.peer, pull.ticket.ticket_id)
+        elif agent_name(pull.peer) in self._broken:
+            # Connect again: the source is told once the other ranks have ended, too.
+            self._unsaid.append((pull.peer, ""))
 
     def _try_release(self, transfer: Any) -> None:
         try:

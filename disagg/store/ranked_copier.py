@@ -35,7 +35,7 @@ class RankedCopier:
 
     def __init__(self, own: BlockCopier, others: Sequence[RankCopier]) -> None:
         self._own = own
-        self._all: list[RankCopier] = [*others, own]  # the others first, for they are told later
+        self._all: list[RankCopier] = [*others, own]  # the others first: their message takes time
         self._num_saved = [0] * len(self._all)  # ended on this rank, and not on all
         self._loaded_s: list[deque[float]] = [deque() for _ in self._all]  # as well
 

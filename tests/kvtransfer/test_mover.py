@@ -196,9 +196,9 @@ class Bench:
             before_pull=before_pull,
         )
 
-    def pull(self, blocks: list[int], into: list[int]) -> int:
+    def pull(self, blocks: list[int], into: list[int], *, releases: bool = True) -> int:
         ticket = self.source.ticket(f"t{blocks}-{into}", blocks)
-        pull = self.book.begin(ticket, 0, into, now=0.0)
+        pull = self.book.begin(ticket, 0, into, 0.0, releases)
         self.jobs.put(pull)
         return pull.pull_id
 
@@ -275,6 +275,20 @@ def test_a_source_that_lives_hears_of_a_ticket_whose_pull_broke(step: str) -> No
         bench.jobs.put(Look())
     bench.run()
     assert bench.wire.sent == [("source#1", b"t[1]-[1]")]
+
+
+@pytest.mark.parametrize("step", ["post", "is_done"])
+def test_a_source_that_lives_hears_of_a_broken_pull_when_the_other_ranks_of_its_reader_have_ended(
+    step: str,
+) -> None:
+    """Which is later than this rank, whose connection was taken down meanwhile."""
+    bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, 0)))
+    bench.pull([1], [1], releases=False)
+    for _ in range(40):
+        bench.jobs.put(Look())
+    bench.jobs.put(Notify(bench.peer, "t1"))
+    bench.run()
+    assert bench.wire.sent == [("source#1", b"t1")]
 
 
 def test_a_pull_from_two_ranks_waits_for_the_other_one_when_one_breaks() -> None:
