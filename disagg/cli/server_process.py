@@ -41,7 +41,7 @@ from disagg.cli.reports import (
     StartRefused,
 )
 from disagg.cli.start_checks import check_before_ray, check_models, hold_port
-from disagg.config import ServeConfig, TierConfig, url_of
+from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
 from disagg.kernels.cpu_library import STEP, find_library
 from disagg.kernels.devices import Gpus, gpus_here
@@ -197,13 +197,19 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
         signal.signal(number, lambda *_: None)
 
 
-def _store_sentences(config: ServeConfig, is_ours: bool) -> Iterator[str]:
-    """Whose KV goes to the store, and whose does not although there is one. is_ours: embedded."""
-    engines = {
+def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
+    """The settings of each pool that has workers or may get some, by the pool's name."""
+    return {
         f"{tier.name}-{role}": tier.for_role(role).engine
         for tier in config.tiers
-        for role, _ in pools(tier)
+        for role, pool in pools(tier)
+        if pool.num_replicas or pool.num_standby or pool.autoscaling is not None
     }
+
+
+def _store_sentences(config: ServeConfig, is_ours: bool) -> Iterator[str]:
+    """Whose KV goes to the store, and whose does not although there is one. is_ours: embedded."""
+    engines = _engines(config)
     names = [name for name, engine in engines.items() if engine.stores_evicted]
     whose = "" if len(names) == len(engines) else f" of {', '.join(names)}"
     if is_ours:
@@ -222,11 +228,7 @@ def _store_sentences(config: ServeConfig, is_ours: bool) -> Iterator[str]:
 def _with_store(
     config: ServeConfig, cleanup: ExitStack, directory: Path
 ) -> tuple[ServeConfig, EmbeddedRedis | None]:
-    has_use = any(
-        tier.for_role(role).engine.stores_evicted
-        for tier in config.tiers
-        for role, _ in pools(tier)
-    )
+    has_use = any(engine.stores_evicted for engine in _engines(config).values())
     if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)

@@ -14,7 +14,7 @@ from disagg.cli import serve, serve_config, server_process
 from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
-from disagg.config import CascadeConfig, EngineConfig, ServeConfig, SpeculativeConfig
+from disagg.config import CascadeConfig, EngineConfig, PoolConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
 from tests.tiny_model import write_tiny_model
 
@@ -160,6 +160,7 @@ def test_the_store_takes_a_share_of_the_memory_that_is_free(
         ((), True),
         (("--tensor-parallel-size", "2"), False),
         (("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "1"), True),
+        (("--prefill", "0", "--decode-tensor-parallel-size", "2"), False),
         (("--no-enable-prefix-caching",), False),
     ],
 )
@@ -195,6 +196,12 @@ def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
     none = "KV that workers of split-prefill, split-decode evict is not"
     assert said(config, is_ours=True) == ["KV that workers evict is"]
     assert said(config, is_ours=False) == []
+    no_prefill = replace(tier, prefill=PoolConfig(num_replicas=0))
+    mixed = replace(config, tiers=(no_prefill, replace(split, prefill=no_prefill.prefill)))
+    assert said(mixed, is_ours=True) == [
+        "KV that workers of demo-small-decode evict is",
+        "KV that workers of split-decode evict is not",
+    ]
     both = replace(config, tiers=(tier, split))
     assert said(both, is_ours=True) == [whole, none]
     alone = replace(config, tiers=(split,))
