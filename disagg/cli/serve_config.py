@@ -264,7 +264,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
             error
         )

@@ -234,3 +234,12 @@ def test_what_would_be_ignored_of_a_serve_yaml_is_refused(
     assert main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_configuration_that_is_no_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert main(["serve", "--config", str(file)]) == 2
+    assert f"Cannot read the configuration {file}" in capsys.readouterr().err
