@@ -34,6 +34,7 @@ from disagg.kvtransfer.mover import (
 from disagg.kvtransfer.nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab
+from disagg.kvtransfer.sources import largest_nbytes
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -179,8 +180,7 @@ class NixlTransport:
         lane = ""
         if ended.error is None:
             is_near = pull.peer.node == self._peer.node
-            ranges = (r for s in pull.sources for r in pull.block_ranges(self._slab, s))
-            nbytes = max(each.nbytes for each in ranges)
+            nbytes = max(largest_nbytes(self._slab, each, pull.runs) for each in pull.sources)
             lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
         return PullDone(
             pull.pull_id,

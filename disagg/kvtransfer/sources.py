@@ -62,7 +62,7 @@ def byte_ranges(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> list[By
     """What to copy from a source: one range for each run of whole blocks, or for each block of
     which only a part is copied."""
     rank, nbytes = source.rank, source.nbytes
-    if slab.block_nbytes != nbytes or rank.block_nbytes != nbytes:
+    if not _are_whole(slab, source):
         runs = (
             BlockRun(run.source_block + i, run.local_block + i, 1)
             for run in runs
@@ -76,3 +76,15 @@ def byte_ranges(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> list[By
         )
         for run in runs
     ]
+
+
+def largest_nbytes(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> int:
+    """Of the ranges of `byte_ranges`, of which a long pull from several ranks has thousands."""
+    if not _are_whole(slab, source):
+        return source.nbytes
+    return source.nbytes * max(run.num_blocks for run in runs)
+
+
+def _are_whole(slab: Slab, source: Source) -> bool:
+    """Whether the bytes of a source are whole blocks of both slabs, so that runs are copied."""
+    return slab.block_nbytes == source.nbytes == source.rank.block_nbytes

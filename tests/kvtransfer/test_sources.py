@@ -19,7 +19,7 @@ from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.ranked_transport import RankedTransport
 from disagg.kvtransfer.slab import BlockPart, Slab
-from disagg.kvtransfer.sources import sources_of
+from disagg.kvtransfer.sources import largest_nbytes, sources_of
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
 from disagg.models.share import Share
@@ -200,6 +200,8 @@ def test_a_pull_of_4096_tokens_of_llama_3_70b_takes_few_descriptors(
         ranges = [each for source in pull.sources for each in pull.block_ranges(slab, source)]
         assert len(ranges) == num_ranges
         assert sum(each.nbytes for each in ranges) == pull.nbytes == slab.nbytes
+        largest = [largest_nbytes(slab, source, pull.runs) for source in pull.sources]
+        assert max(largest) == max(each.nbytes for each in ranges)
 
 
 def test_bytes_that_no_rank_has_are_named() -> None:
