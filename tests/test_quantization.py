@@ -12,6 +12,7 @@ import torch
 
 from bench.shapes import model_config
 from disagg.config import ASSETS, EngineConfig
+from disagg.engine.device import check
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
@@ -22,6 +23,7 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.rank_parts import weights_nbytes
+from disagg.models.share import WHOLE
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
 from tests.models.paging import Tokens, new_slab, run_step
@@ -80,6 +82,20 @@ def test_the_start_counts_it_and_keeps_its_kv_apart() -> None:
     assert narrow.weights_nbytes < 0.4 * wide.weights_nbytes
     assert narrow.shape.layout != wide.shape.layout
     assert narrow.shape.block_nbytes == wide.shape.block_nbytes
+
+
+def test_gpus_quantise_in_their_own_way_and_keep_their_kv_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = describe_model(ASSETS / "demo-small")
+    same = msgspec.structs.replace(INT8, block_size=16)
+    plain = msgspec.structs.replace(same, quantization=None)
+    layouts = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(check, "choose_device", lambda config, device=device: device)
+        layouts[device] = [check.choose(each, model, WHOLE).shape.layout for each in (same, plain)]
+    assert layouts["cpu"][0] != layouts["cuda"][0]
+    assert layouts["cpu"][1] == layouts["cuda"][1]
 
 
 def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:

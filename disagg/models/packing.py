@@ -2,8 +2,8 @@
 multiplies them so, and how many bytes they have there. Knows no torch.
 
 The headers decide it, so that memory is planned before anything is read. What is left is widened:
-matrices of experts, groups that are no power of two, and columns in the order of activations of
-which a rank has a part.
+matrices of experts, groups that are no power of two or that ranks would cut, and columns in the
+order of activations of which a rank has a part.
 """
 
 from __future__ import annotations
@@ -106,7 +106,12 @@ def _packing(stored: StoredTensor | None, part: Part) -> Packing | None:
         group = None
     first, end = part.box[_COLUMNS] if part.box else (0, num_in)
     is_cut = (first, end) != (0, num_in)
-    if not can_pack(group) or (is_cut and (format.has_order or first % (group or 1))):
+    # All ranks have as many columns, and decide alike: if the second begins inside a group, the
+    # first widens its columns too.
+    size = group or 1
+    if is_cut and (format.has_order or first % size or (end - first) % size):
+        return None
+    if not can_pack(group):
         return None
     nbytes = _EXPONENT_NBYTES if scales.dtype == "F8_E8M0" else DTYPE_NBYTES[scales.dtype]
     has_zeros = any(end in stored.pieces for end in ("qzeros", "weight_zero_point"))

@@ -87,7 +87,7 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
     directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
     model = describe_model(directory)
     num_packed = {}
-    for share in (WHOLE, Share(1, 2)):
+    for share in (WHOLE, Share(0, 2), Share(1, 2)):
         found = _all(directory, share, keeps_packed=True)
         wanted = _all(tmp_path / "floats", share, keeps_packed=False)
         assert found.keys() == wanted.keys()
@@ -101,12 +101,13 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
         counted = weights_nbytes(model.config, 4, share=share, kept=model.tensors)
         assert nbytes == counted
     assert num_packed[WHOLE] == 4 * model.config.num_layers
-    # Of `down`, a rank of two has 40 columns: groups of 16 are cut in two, and it is widened. In an
-    # order of activations, so is `output`, of which it has 64.
+    # Of `down`, a rank of two has 40 columns: groups of 16 are cut in two, and both ranks widen it,
+    # so that they plan alike. In an order of activations, so is `output`, of which they have 64.
     format = model.config.quantized
     assert format is not None
     cut = 1 + ("order" in kind) if format.group_size or format.block else 0
-    assert num_packed[Share(1, 2)] == (4 - cut) * model.config.num_layers
+    for rank in range(2):
+        assert num_packed[Share(rank, 2)] == (4 - cut) * model.config.num_layers
 
 
 @pytest.mark.parametrize(

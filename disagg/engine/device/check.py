@@ -138,6 +138,7 @@ def _choose_shape(
     format = choose_format(config, dtype, device)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
     fingerprint = model.fingerprint
-    if config.quantization is not None:  # its KV is not that of the weights as they were
-        fingerprint += f"+{config.quantization}"
+    if config.quantization is not None:
+        # Its KV is not that of the weights as they were, and GPUs round them in another way.
+        fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
     return KVShape.of(model.config, fingerprint, block_size, format, share)

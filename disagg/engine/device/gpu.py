@@ -107,7 +107,12 @@ class GpuMemory:
         self.claim_nbytes = free if is_sized else claim
 
     def left_nbytes(self) -> int:
-        """The rest of the claim, after the allocations of this engine."""
+        """The rest of the claim, after the allocations of this engine.
+
+        Torch keeps what it freed, such as the memory that weights took while they were packed;
+        here it gives that back.
+        """
+        torch.cuda.empty_cache()
         taken = torch.cuda.memory_reserved(self._device) - self._reserved_nbytes
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(self.claim_nbytes - taken, free)

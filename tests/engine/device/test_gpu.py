@@ -35,7 +35,7 @@ class Gpu:
     """A card of 80 GB, of which this process has `own` and others `others`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.own = self.others = 0
+        self.own = self.others = self.kept = 0  # kept: of its own, freed and kept by torch
         self.properties = SimpleNamespace(
             name="NVIDIA H100", major=9, minor=0, shared_memory_per_block_optin=227 * 1024
         )
@@ -44,6 +44,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device: (80 * GB - self.own - self.others, 80 * GB)
         )
@@ -51,6 +52,9 @@ class Gpu:
     def claimed(self, **settings: object) -> GpuMemory:
         config = EngineConfig(**settings)  # type: ignore[arg-type]
         return GpuMemory(config, CUDA, sleep=self.sleep)
+
+    def empty_cache(self) -> None:
+        self.own, self.kept = self.own - self.kept, 0
 
     def sleep(self, seconds: float) -> None:
         self.others = max(0, self.others - int(seconds * GB))  # they give back a GB a second
@@ -68,6 +72,12 @@ def test_neighbours_do_not_take_from_a_claim(gpu: Gpu) -> None:
     assert first.left_nbytes() == 20 * GB
     gpu.others = 50 * GB  # more than they may: no more is taken than there is
     assert first.left_nbytes() == 14 * GB
+
+
+def test_what_weights_took_while_they_were_packed_is_for_kv(gpu: Gpu) -> None:
+    memory = gpu.claimed(gpu_memory_utilization=0.5)
+    gpu.own, gpu.kept = 11 * GB, 3 * GB
+    assert memory.left_nbytes() == 32 * GB
 
 
 def test_a_second_engine_of_a_process_has_a_claim_of_its_own(gpu: Gpu) -> None:
