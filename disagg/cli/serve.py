@@ -141,7 +141,7 @@ def curl_example(url: str, model: str, api_key: str | None) -> str:
         "stream": True,
         "temperature": 0,
     }
-    key = " -H 'Authorization: Bearer $DISAGG_API_KEY'" if api_key else ""
+    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if api_key else ""
     return (
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         f" -d '{json.dumps(body)}'"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -233,3 +235,17 @@ def test_a_model_by_name_is_fetched_before_anything_starts(
     monkeypatch.setattr(serve, "Supervisor", None)
     assert main(["serve", "smollm2", "--log-dir", str(tmp_path)]) == 0
     assert asked == ["smollm2"]
+
+
+def test_the_example_of_a_request_can_be_pasted_into_a_shell() -> None:
+    example = serve.curl_example("http://127.0.0.1:8000", "demo-small", "a-key")
+    done = subprocess.run(
+        ["sh", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {example}"],
+        env={**os.environ, "DISAGG_API_KEY": "a-key"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = done.stdout.splitlines()
+    assert "Authorization: Bearer a-key" in words
+    assert json.loads(words[-1])["model"] == "demo-small"
