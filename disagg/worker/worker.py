@@ -141,8 +141,12 @@ class Worker:
         """Refuse new requests and become empty; close after `timeout_s` in any case.
 
         The first half of the time is for sequences to finish here, the second half for other
-        workers to pull the KV of sequences that were handed over.
+        workers to pull the KV of sequences that were handed over. A broken engine does neither: its
+        worker closes at once, and leaves its devices to the one that Serve starts instead.
         """
+        if self._thread.failed is not None:
+            await self.close()
+            return
         leave_by_s = self._clock() + timeout_s / 2
         self._thread.post(lambda: self._begin_drain(leave_by_s))
         with contextlib.suppress(TimeoutError):

@@ -385,6 +385,19 @@ async def test_a_broken_engine_answers_everybody_wherever_they_are() -> None:
         r.workers["prefill"].check_health()
 
 
+async def test_a_broken_engine_is_not_drained() -> None:
+    """Its worker would keep its device until nobody can want the KV that it holds for others."""
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        await prefilled(r, make_request())
+        r.runners["prefill"].breaks = True
+        error = (await r.all("prefill", make_request()))[-1].error
+        assert error is not None and error.code == "engine_failed"
+        async with asyncio.timeout(20):
+            await r.workers["prefill"].drain(600)
+
+
 async def test_a_refused_request_harms_nobody_else() -> None:
     async with rig() as r:
         await r.start("decode")
