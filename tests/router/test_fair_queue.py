@@ -71,7 +71,8 @@ def test_tenants_that_wait_all_the_time_are_served_by_their_weights(
             queue.push(waiter(tenant, cost_s))
     start = {name: queue._tenants[name].served_s for name in WEIGHTS}
     spread = max(start.values()) - min(start.values())
-    assert spread <= MOST_S  # what was served while nobody waited is not held against anybody
+    # What was served while nobody waited is not held against anybody; sums of floats are rounded.
+    assert spread <= MOST_S + 1e-9
     served = dict.fromkeys(WEIGHTS, 0.0)
     while len(queue.num_by_tenant()) == len(WEIGHTS):
         each = turn(queue)
