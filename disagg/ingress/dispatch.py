@@ -380,9 +380,11 @@ class Dispatcher:
         """Count the request on its workers, in the order in which it visits them."""
         num_tokens = state.num_tokens
         num_new = num_tokens - route.num_cached_tokens
+        source = route.prefill if state.ticket is None else state.ticket.source_id
+        if source is not None:
+            self._workers.introduce(route.decode, source)  # it connects during the prefill
         if route.prefill is None:
             return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
-        self._workers.introduce(route.decode, route.prefill)  # to connect during the prefill
         return (
             Visit(self._fleet.reserve(route.prefill, RequestLoad(num_new)), hand_over=True),
             Visit(self._fleet.reserve(route.decode, RequestLoad(0, 1, num_tokens))),

@@ -35,7 +35,7 @@ class Workers(Protocol):
         ...
 
     def introduce(self, worker_id: str, source_id: str) -> None:
-        """The worker will probably pull KV from the other one, and may connect to it."""
+        """Tell a worker how to reach another one, before a ticket of that one is sent to it."""
         ...
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:

@@ -41,6 +41,7 @@ from disagg.messages import (
     StepFrame,
     ToIngress,
     TokenDelta,
+    ToWorker,
     Welcome,
     WorkerRecord,
     WorkerStatus,
@@ -50,10 +51,6 @@ from disagg.messages import (
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
 SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well within 5 s
-# A peer that was used before so many others is sent again: a worker too forgets those that it uses
-# least recently, and four ingresses together send it at most 1,024 (`kvtransfer.pulls.MAX_PEERS`).
-NUM_INTRODUCED = 256
-INTRODUCED_S = 30.0  # and one in use again after so long: more ingresses may send it more peers
 NUM_LOOKS = 8  # checks without a message, before a worker counts as lost
 
 
@@ -141,33 +138,22 @@ class Link:
 
     def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
         """Send peers, and ids of those that have left. Does nothing while the link is down."""
-        if self._connection is not None and self._connection.is_up:
-            gone = tuple(gone)
-            self._connection.send(Peers(tuple(peers), gone))
-            self._connection.forget_peers(gone)
+        self._send(Peers(tuple(peers), tuple(gone)))
 
     def report_every(self, interval_s: float) -> None:
         """Have the worker report its cache and load at most so often, in seconds."""
         if interval_s != self.interval_s:
             self.interval_s = interval_s
-            if self._connection is not None and self._connection.is_up:
-                self._connection.send(Frequency(interval_s))
-
-    def introduce(self, peer: Peer) -> None:
-        """Send a peer that the worker may not know (any more)."""
-        if self._connection is not None and self._connection.is_up:
-            self._connection.introduce(peer)
+            self._send(Frequency(interval_s))
 
     def release(self, ticket: KVTicket) -> None:
         """Tell the worker that its ticket will not be used. A lost message costs only memory."""
-        if self._connection is not None and self._connection.is_up:
-            self._connection.send(Release(ticket.ticket_id))
+        self._send(Release(ticket.ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
         """Make the worker pull blocks that a later request will need. If the message is lost, they
         are pulled with that request."""
-        if self._connection is not None and self._connection.is_up:
-            self._connection.send(asked)
+        self._send(asked)
 
     async def stream(
         self,
@@ -203,6 +189,11 @@ class Link:
         finally:
             timer.cancel()
             connection.forget(stream_id, cancel=not is_ended)
+
+    def _send(self, message: ToWorker) -> None:
+        """Does nothing while the link is down."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.send(message)
 
     async def _keep_connected(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -241,8 +232,6 @@ class _WorkerConnection(Connection):
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
         self._streams: dict[int, DeltaStream] = {}
         self._stream_ids = count(1)
-        # Epochs of peers, and when they were last sent; used least recently first.
-        self._introduced: dict[str, tuple[int, float]] = {}
         self._num_received = 0  # the last step frame's number
         self._status: WorkerStatus | None = None  # the last one since a snapshot; None: none came
         self._was_heard = True  # since the last look
@@ -258,21 +247,6 @@ class _WorkerConnection(Connection):
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
         stream = self._streams[stream_id] = DeltaStream(self._loop)
         return stream_id, stream
-
-    def introduce(self, peer: Peer) -> None:
-        now = self._loop.time()
-        epoch, sent_s = self._introduced.pop(peer.worker_id, (None, now))
-        if epoch != peer.epoch or now >= sent_s + INTRODUCED_S:
-            self.send(Peers((peer,)))
-            sent_s = now
-        self._introduced[peer.worker_id] = peer.epoch, sent_s  # as the last one used
-        if len(self._introduced) > NUM_INTRODUCED:
-            del self._introduced[next(iter(self._introduced))]
-
-    def forget_peers(self, gone: Iterable[str]) -> None:
-        """The worker has forgotten them. One that comes back is introduced again."""
-        for worker_id in gone:
-            self._introduced.pop(worker_id, None)
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         if self._streams.pop(stream_id, None) is not None and cancel:

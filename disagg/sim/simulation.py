@@ -122,8 +122,6 @@ class _Ingress:
         worker = self._simulation.workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
-        if ticket is not None:
-            self.introduce(worker_id, ticket.source_id)
         self.reports.request_arrived(worker_id)
         return worker.stream(request, hand_over, ticket)
 
@@ -135,7 +133,6 @@ class _Ingress:
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         worker = self._simulation.workers.get(worker_id)
         if worker is not None:
-            self.introduce(worker_id, asked.ticket.source_id)
             worker.prefetch(asked)
 
     def introduce(self, worker_id: str, source_id: str) -> None:

@@ -73,6 +73,8 @@ class ScriptedWorkers:
         hand_over: bool = False,
         ticket: KVTicket | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
+        if ticket is not None:
+            self._check_introduced(worker_id, ticket)
         call = Call(worker_id, request, timeout_s, hand_over, ticket)
         self.calls.append(call)
         script = self.scripts.popleft() if self.scripts else Script()
@@ -90,10 +92,14 @@ class ScriptedWorkers:
         self.released.append(ticket)
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        self._check_introduced(worker_id, asked.ticket)
         self.prefetched.append((worker_id, asked))
 
     def introduce(self, worker_id: str, source_id: str) -> None:
         self.introduced.append((worker_id, source_id))
+
+    def _check_introduced(self, worker_id: str, ticket: KVTicket) -> None:
+        assert (worker_id, ticket.source_id) in self.introduced, "it cannot reach the source"
 
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
