@@ -11,9 +11,11 @@ docs/scale.md adds these up for fleets of 100 to 10,000 workers.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -107,10 +109,11 @@ class Costs:
 
         whole = StepFrame(1, (), (), last)
         self.add("report, all of it", whole, decode_to_ingress, take)
-        reports = LinkReports()
-        reports.restart(last, 0.0)
-        changed = reports.take(statuses[1], 0.0)
-        assert changed.status is not None and changed.kept
+        with closing(asyncio.new_event_loop()) as loop:
+            reports = LinkReports(loop, lambda report: None)
+            reports.restart(last)
+            changed = reports.after_step((), statuses[1])
+        assert changed is not None and changed.status is not None and changed.kept
 
         def merge(raw: bytes) -> None:
             step = decode_to_ingress(raw)

@@ -4,12 +4,13 @@ An ingress with many workers asks them to report less often than every step (`Fr
 never wait for a report. These reports go at once: the first two after a request has arrived, since
 the router counts the request itself until then, and a change of whether the worker takes requests.
 
-Pure; time is an argument.
+Knows no frames and no sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from asyncio import AbstractEventLoop, TimerHandle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -33,54 +34,85 @@ class Report(NamedTuple):
 
 
 class LinkReports:
-    """The reports of one link.
+    """The reports of one link, from a snapshot on.
+
+    Args:
+        send: sends a report that has waited, if no step's frame came in time to bring it.
 
     Attributes:
         interval_s: between two reports, at least; 0: each step may report.
         is_holding: KV events wait, although a report may be due: parts of a snapshot come first.
+        status: as the ingress knows it; None: it does not, and waits for a snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: AbstractEventLoop, send: Callable[[Report], None]) -> None:
         self.interval_s = 0.0
         self.is_holding = False
+        self.status: WorkerStatus | None = None
+        self._loop = loop
+        self._send = send
         self._held: list[KVEvent] = []
-        self._status: WorkerStatus | None = None  # as the ingress knows it
+        self._latest = WorkerStatus()  # of the last step
         self._sent_s = 0.0
         self._num_at_once = 0
+        self._timer: TimerHandle | None = None
+
+    def restart(self, status: WorkerStatus) -> None:
+        """A snapshot says the load, and all that was cached until now."""
+        self.stop()
+        self.status = self._latest = status
+        self._sent_s = self._loop.time()
+
+    def stop(self) -> None:
+        """Report nothing until the next snapshot."""
+        self.status = None
+        self._held.clear()
+        self._stop_timer()
 
     def request_arrived(self) -> None:
+        """The next steps report at once, and bring what waits. If that were sent by itself, the
+        router would take it for the report of the step in which the request arrived."""
         self._num_at_once = NUM_AT_ONCE
+        self._stop_timer()
 
-    def hold(self, kv_events: Iterable[KVEvent]) -> None:
-        """Keep events for the next report."""
-        self._held += kv_events
-
-    def restart(self, status: WorkerStatus, now: float) -> None:
-        """A snapshot says the load, and all that was cached until now."""
-        self._held.clear()
-        self._status, self._sent_s = status, now
-
-    def wait_s(self, status: WorkerStatus, now: float) -> float | None:
-        """How long the next report has to wait; None: there is nothing to report."""
-        last = self._status
-        if status == last and (self.is_holding or not self._held):
+    def after_step(self, kv_events: Iterable[KVEvent], status: WorkerStatus) -> Report | None:
+        """What the frame of a step has to report; None: nothing, or nothing yet."""
+        if self.status is None:
             return None
-        if last is None or self._num_at_once or status.accepting != last.accepting:
-            return 0.0
-        return max(0.0, self._sent_s + self.interval_s - now)
+        self._held += kv_events
+        self._latest = status
+        return self.due()
 
-    def take(self, status: WorkerStatus, now: float, is_whole: bool = False) -> Report:
-        """The report of `status`, which must be sent now. `is_whole`: also what has not changed."""
+    def due(self) -> Report | None:
+        """What has to be reported now; None: nothing, or nothing yet."""
+        last, now = self.status, self._loop.time()
+        has_events = self._held and not self.is_holding
+        if last is None or (self._latest == last and not has_events):
+            return None
+        if not self._num_at_once and self._latest.accepting == last.accepting:
+            wait_s = self._sent_s + self.interval_s - now
+            if wait_s > 0.0:
+                self._timer = self._timer or self._loop.call_later(wait_s, self._send_due)
+                return None
+        self.status, self._sent_s = self._latest, now
+        return self._report(last)
+
+    def _send_due(self) -> None:
+        self._timer = None
+        report = self.due()
+        if report is not None:
+            self._send(report)
+
+    def _report(self, last: WorkerStatus) -> Report:
+        """The latest status and the events, without what is as in the `last` report."""
         events: tuple[KVEvent, ...] = ()
         if not self.is_holding:
             events = tuple(self._held)
             self._held.clear()
-        last, self._status, self._sent_s = self._status, status, now
-        is_counted = self._num_at_once > 0  # by the router, which counts statuses
-        self._num_at_once -= is_counted
-        if is_whole:
-            return Report(events, status)
-        if status == last and not is_counted:
+        status = self._latest
+        if self._num_at_once:
+            self._num_at_once -= 1  # the router counts reports that have a status
+        elif status == last:
             return Report(events)
         kept = _kept(status, last)
         if kept:
@@ -88,15 +120,19 @@ class LinkReports:
             status = msgspec.structs.replace(status, **left_out)
         return Report(events, status, kept)
 
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-def _kept(status: WorkerStatus, last: WorkerStatus | None) -> int:
+
+def _kept(status: WorkerStatus, last: WorkerStatus) -> int:
     """A bit for each rare part that is as in the last report, and has something to say."""
     kept = 0
-    if last is not None:
-        for place, (name, empty) in enumerate(RARE):
-            part = getattr(status, name)
-            if part != empty and part == getattr(last, name):
-                kept |= 1 << place
+    for place, (name, empty) in enumerate(RARE):
+        part = getattr(status, name)
+        if part != empty and part == getattr(last, name):
+            kept |= 1 << place
     return kept
 
 

@@ -1,7 +1,7 @@
 """The worker's side of its links: accepts ingresses, passes on their messages, publishes steps.
 
 Every link gets one `StepFrame` per engine step that has something for it: tokens of its streams,
-KV events, or a changed load (`reports.py` says how often). An idle worker sends one every
+KV events, or a changed load (`reports.py` says how often). An idle worker sends an empty one every
 `heartbeat_s`, so that the ingress can tell an idle worker from a dead one. Publishing never blocks.
 A snapshot is sent in parts, so that neither side's loop is held up by one.
 
@@ -63,7 +63,6 @@ from disagg.messages import (
 log = logging.getLogger(__name__)
 
 LinkId: TypeAlias = int
-_NOTHING = Report()
 PART_BUFFER_NBYTES = 1 << 20  # a link with more to send gets its next part later
 PART_PAUSE_S = 0.005
 MAX_NUM_STRANGERS = 64  # connections in the middle of a handshake
@@ -215,7 +214,7 @@ class LinkServer:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for link in list(self._links.values()):
-                link.beat(self._status)
+                link.beat()
 
     def _accept(self) -> _IngressLink:
         """For a connection that the loop has accepted; `arrived` hears of it some turns later."""
@@ -259,12 +258,10 @@ class _IngressLink(Connection):
         self._last_stream_id = 0
         self._num_sent = 0  # step frames
         self._num_sent_before_beat = 0
-        self._is_synced = False  # a snapshot was sent: cache events follow
-        self._reports = LinkReports()
-        self._report_timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._reports = LinkReports(self._loop, lambda report: self._send_step((), report))
         self._parts: deque[KVEvent] = deque()  # of a snapshot, still to be sent
         self._part_timer: asyncio.Handle | None = None
-        self._loop = asyncio.get_running_loop()
 
     def opened(self) -> None:
         refusal = self._server.arrived(self)
@@ -277,9 +274,10 @@ class _IngressLink(Connection):
         self.send(Challenge(WIRE_VERSION, self._nonce))
 
     def closed(self) -> None:
-        for timer in (self._timer, self._report_timer, self._part_timer):
+        for timer in (self._timer, self._part_timer):
             if timer is not None:
                 timer.cancel()
+        self._reports.stop()
         self._server.gone(self)
 
     def received(self, payload: bytes) -> None:
@@ -295,7 +293,7 @@ class _IngressLink(Connection):
             self._reports.interval_s = message.interval_s
             return
         if isinstance(message, Resync):
-            self._is_synced = False
+            self._reports.stop()
             self._parts.clear()
         elif isinstance(message, Start):
             if message.stream_id <= self._last_stream_id:
@@ -338,22 +336,9 @@ class _IngressLink(Connection):
         kv_events: tuple[KVEvent, ...],
         status: WorkerStatus,
     ) -> None:
-        now = self._loop.time()
-        if self._is_synced and kv_events:
-            self._reports.hold(kv_events)
-        wait_s = self._reports.wait_s(status, now)
-        if wait_s == 0.0:
-            self._send_step(deltas, self._reports.take(status, now))
-            return
-        if deltas:
-            self._send_step(deltas)
-        if wait_s is not None and self._report_timer is None:
-            self._report_timer = self._loop.call_later(wait_s, self._report)
-
-    def _report(self) -> None:
-        """What has waited, if no step has reported it."""
-        self._report_timer = None
-        self.publish((), (), self._server.status)
+        report = self._reports.after_step(kv_events, status)
+        if deltas or report is not None:
+            self._send_step(deltas, report)
 
     def publish_snapshot(
         self,
@@ -361,8 +346,7 @@ class _IngressLink(Connection):
         status: WorkerStatus,
         host_block_hashes: tuple[BlockHash, ...],
     ) -> None:
-        self._is_synced = True
-        self._reports.restart(status, self._loop.time())
+        self._reports.restart(status)
         self._parts = deque(parts_of(block_hashes, host_block_hashes))
         self._reports.is_holding = bool(self._parts)
         self._send_or_end(Snapshot(self._num_sent, block_hashes[:PART_NAMES], status))
@@ -382,18 +366,19 @@ class _IngressLink(Connection):
             self._part_timer = self._loop.call_later(pause_s, self._send_part)
         else:
             self._reports.is_holding = False
-            self.publish((), (), self._server.status)
+            report = self._reports.due()
+            if report is not None:
+                self._send_step((), report)
 
-    def beat(self, status: WorkerStatus) -> None:
-        """Send the load if nothing was sent since the last beat."""
+    def beat(self) -> None:
+        """Show that the worker is alive, if nothing was sent since the last beat."""
         if self._num_sent == self._num_sent_before_beat:
-            now = self._loop.time()
-            self._send_step((), self._reports.take(status, now, is_whole=True))
+            self._send_step((), self._reports.due())
         self._num_sent_before_beat = self._num_sent
 
-    def _send_step(self, deltas: tuple[TokenDelta, ...], report: Report = _NOTHING) -> None:
+    def _send_step(self, deltas: tuple[TokenDelta, ...], report: Report | None) -> None:
         self._num_sent += 1
-        self._send_or_end(StepFrame(self._num_sent, deltas, *report))
+        self._send_or_end(StepFrame(self._num_sent, deltas, *(report or ())))
 
     def _send_or_end(self, message: StepFrame | Snapshot) -> None:
         try:

@@ -6,11 +6,11 @@ fleet is as old as in production.
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop, TimerHandle
+from asyncio import AbstractEventLoop
 from collections.abc import Sequence
 
 from disagg.blocks import BlockHash
-from disagg.links.reports import LinkReports
+from disagg.links.reports import LinkReports, Report
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
 
@@ -27,8 +27,6 @@ class SimulatedReports:
         self._fleet = fleet
         self._interval_s = interval_s
         self._links: dict[str, LinkReports] = {}
-        self._latest: dict[str, WorkerStatus] = {}
-        self._timers: dict[str, TimerHandle] = {}
 
     def request_arrived(self, worker_id: str) -> None:
         """A request of this ingress was sent to the worker."""
@@ -38,9 +36,11 @@ class SimulatedReports:
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
-        reports = self._links[record.worker_id] = LinkReports()
+        worker_id = record.worker_id
+        reports = LinkReports(self._loop, lambda report: self._send(worker_id, report))
         reports.interval_s = self._interval_s
-        reports.restart(status, self._loop.time())
+        reports.restart(status)
+        self._links[worker_id] = reports
         self._fleet.worker_synced(record, block_hashes, status)
 
     def worker_stepped(
@@ -49,28 +49,18 @@ class SimulatedReports:
         if not self._interval_s:
             self._fleet.worker_stepped(worker_id, kv_events, status)
             return
-        reports, now = self._links[worker_id], self._loop.time()
-        reports.hold(kv_events)
-        self._latest[worker_id] = status
-        wait_s = reports.wait_s(status, now)
-        if wait_s == 0.0:
-            report = reports.take(status, now)
-            self._fleet.worker_stepped(worker_id, report.kv_events, status)
-        elif wait_s is not None and worker_id not in self._timers:
-            self._timers[worker_id] = self._loop.call_later(wait_s, self._report, worker_id)
+        report = self._links[worker_id].after_step(kv_events, status)
+        if report is not None:
+            self._send(worker_id, report)
 
     def worker_lost(self, worker_id: str) -> None:
-        timer = self._timers.pop(worker_id, None)
-        if timer is not None:
-            timer.cancel()
-        self._links.pop(worker_id, None)
-        self._latest.pop(worker_id, None)
+        if worker_id in self._links:
+            self._links.pop(worker_id).stop()
         self._fleet.worker_lost(worker_id)
 
-    def _report(self, worker_id: str) -> None:
-        """What has waited."""
-        del self._timers[worker_id]
-        self.worker_stepped(worker_id, (), self._latest[worker_id])
+    def _send(self, worker_id: str, report: Report) -> None:
+        status = None if report.status is None else self._links[worker_id].status
+        self._fleet.worker_stepped(worker_id, report.kv_events, status)
 
 
 class EveryIngress:

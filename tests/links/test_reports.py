@@ -2,78 +2,141 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.links.reports import LinkReports, restored
+from disagg.links.reports import LinkReports, Report, restored
 from disagg.messages import HoldCounts, HostCounts, KVEvent, TransferFigure, WorkerStatus
+from disagg.sim.virtual_time import VirtualLoop
 
 IDLE, BUSY = WorkerStatus(), WorkerStatus(num_running=1)
 DRAINING = WorkerStatus(accepting=False)
 FIGURES = tuple(TransferFigure(f"w{n}", 1e-3, 1e9) for n in range(3))
+EVENT = KVEvent("removed", (b"a" * 16,))
 
 
-def synced(interval_s: float) -> LinkReports:
-    reports = LinkReports()
-    reports.restart(IDLE, now=10.0)
-    reports.interval_s = interval_s
-    return reports
+class Link:
+    """The reports of a link after a snapshot, in virtual time."""
+
+    def __init__(self, loop: VirtualLoop, interval_s: float) -> None:
+        self.loop = loop
+        self.sent: list[Report] = []  # beside those of steps
+        self.reports = LinkReports(self.loop, self.sent.append)
+        self.reports.interval_s = interval_s
+        self.reports.restart(IDLE)
+
+    def step(self, status: WorkerStatus, *events: KVEvent) -> Report | None:
+        return self.reports.after_step(events, status)
+
+    def wait(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
 
 
-def test_a_report_waits_for_its_turn() -> None:
-    reports = synced(0.5)
-    assert reports.wait_s(IDLE, 10.1) is None
-    assert reports.wait_s(BUSY, 10.25) == 0.25
-    assert reports.wait_s(BUSY, 10.75) == 0.0
-    reports.take(BUSY, 10.75)
-    assert reports.wait_s(IDLE, 11.0) == 0.25
-    assert synced(0.0).wait_s(BUSY, 10.0) == 0.0
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    with closing(VirtualLoop()) as loop:
+        yield loop
 
 
-def test_a_worker_that_stops_taking_requests_says_so_at_once() -> None:
-    assert synced(0.5).wait_s(DRAINING, 10.1) == 0.0
+def test_a_report_waits_for_its_turn(loop: VirtualLoop) -> None:
+    link = Link(loop, 0.5)
+    assert link.step(IDLE) is None
+    assert link.step(WorkerStatus(num_running=9)) is None
+    assert link.step(BUSY) is None
+    link.wait(0.25)
+    assert link.sent == []
+    link.wait(0.5)
+    assert link.sent == [Report((), BUSY)]
+    assert link.step(IDLE) is None
+    link.wait(1.0)
+    assert link.sent[1:] == [Report((), IDLE)]
+    assert link.step(BUSY) == Report((), BUSY)
 
 
-def test_two_reports_after_a_request_go_at_once() -> None:
+def test_without_an_interval_each_step_reports(loop: VirtualLoop) -> None:
+    link = Link(loop, 0.0)
+    assert [link.step(each) for each in (BUSY, IDLE)] == [Report((), BUSY), Report((), IDLE)]
+
+
+def test_a_worker_that_stops_taking_requests_says_so_at_once(loop: VirtualLoop) -> None:
+    assert Link(loop, 0.5).step(DRAINING) == Report((), DRAINING)
+
+
+def test_two_reports_after_a_request_go_at_once(loop: VirtualLoop) -> None:
     """Until then the router counts the request itself, and would count it twice."""
-    reports = synced(0.5)
-    reports.request_arrived()
+    link = Link(loop, 0.5)
+    link.reports.request_arrived()
     for number in (1, 2):
         status = WorkerStatus(num_running=number)
-        assert reports.wait_s(status, 10.1) == 0.0
-        reports.take(status, 10.1)
-    assert reports.wait_s(WorkerStatus(num_running=3), 10.1) == 0.5
+        assert link.step(status) == Report((), status)
+    assert link.step(WorkerStatus(num_running=3)) is None
 
 
-def test_the_two_reports_after_a_request_have_a_status_even_if_it_is_the_same() -> None:
+def test_a_report_that_waits_is_none_of_the_two_after_a_request(loop: VirtualLoop) -> None:
+    """Else the router would take the first step's report for the one that includes the request."""
+    link = Link(loop, 0.5)
+    assert link.step(BUSY, EVENT) is None
+    link.reports.request_arrived()
+    link.wait(1.0)
+    assert link.sent == []
+    assert link.step(BUSY) == Report((EVENT,), BUSY)
+    assert link.step(IDLE) == Report((), IDLE)
+
+
+def test_what_waits_is_due_although_no_step_follows_a_request(loop: VirtualLoop) -> None:
+    """As when the request is cancelled before its first step."""
+    link = Link(loop, 0.5)
+    assert link.step(BUSY, EVENT) is None
+    link.reports.request_arrived()
+    assert link.reports.due() == Report((EVENT,), BUSY)
+    assert link.reports.due() is None
+
+
+def test_the_two_reports_after_a_request_have_a_status_even_if_it_is_the_same(
+    loop: VirtualLoop,
+) -> None:
     """The router counts those with a status."""
-    reports = synced(0.5)
-    reports.request_arrived()
-    assert [reports.take(IDLE, 10.1).status for _ in range(3)] == [IDLE, IDLE, None]
+    link = Link(loop, 0.0)
+    link.reports.request_arrived()
+    reports = [link.step(IDLE, EVENT) for _ in range(3)]
+    assert reports == [Report((EVENT,), IDLE), Report((EVENT,), IDLE), Report((EVENT,), None)]
 
 
-def test_events_wait_for_the_rest_of_a_snapshot() -> None:
-    reports = synced(0.0)
-    event = KVEvent("removed", (b"a" * 16,))
-    reports.is_holding = True
-    reports.hold([event])
-    assert reports.wait_s(IDLE, 11.0) is None
-    assert reports.take(BUSY, 11.0).kv_events == ()
-    reports.is_holding = False
-    assert reports.wait_s(BUSY, 11.0) == 0.0
-    assert reports.take(BUSY, 11.0) == ((event,), None, 0)
+def test_events_wait_for_the_rest_of_a_snapshot(loop: VirtualLoop) -> None:
+    link = Link(loop, 0.0)
+    link.reports.is_holding = True
+    assert link.step(IDLE, EVENT) is None
+    assert link.step(BUSY) == Report((), BUSY)
+    link.reports.is_holding = False
+    assert link.reports.due() == Report((EVENT,), None)
 
 
-def test_what_has_not_changed_is_left_out() -> None:
-    reports = synced(0.0)
+def test_nothing_is_reported_before_a_snapshot(loop: VirtualLoop) -> None:
+    link = Link(loop, 0.5)
+    assert link.step(BUSY, EVENT) is None
+    link.reports.stop()
+    assert link.step(DRAINING, EVENT) is None
+    link.wait(1.0)
+    assert link.sent == []
+    link.reports.restart(BUSY)
+    link.wait(1.0)
+    assert link.step(IDLE) == Report((), IDLE)
+
+
+def test_what_has_not_changed_is_left_out(loop: VirtualLoop) -> None:
+    link = Link(loop, 0.0)
     first = WorkerStatus(num_running=1, transfers=FIGURES, holds=HoldCounts(1))
-    assert reports.take(first, 10.0).status == first
+    assert link.step(first) == Report((), first)
     second = msgspec.structs.replace(first, num_running=2)
-    report = reports.take(second, 10.0)
-    assert report.status is not None and report.status.transfers == ()
+    report = link.step(second)
+    assert report is not None and report.status is not None and report.status.transfers == ()
     assert restored(report.status, report.kept, first) == second
-    assert reports.take(second, 11.0, is_whole=True).status == second
 
 
 statuses = st.builds(
@@ -86,11 +149,12 @@ statuses = st.builds(
 )
 
 
-@given(st.lists(st.tuples(statuses, st.booleans()), max_size=20))
-def test_an_ingress_knows_every_reported_status(told: list[tuple[WorkerStatus, bool]]) -> None:
-    reports, known = synced(0.0), IDLE
-    for status, is_whole in told:
-        report = reports.take(status, 10.0, is_whole)
-        if report.status is not None:
-            known = restored(report.status, report.kept, known)
-        assert known == status
+@given(st.lists(statuses, max_size=20))
+def test_an_ingress_knows_every_reported_status(told: list[WorkerStatus]) -> None:
+    with closing(VirtualLoop()) as loop:
+        link, known = Link(loop, 0.0), IDLE
+        for status in told:
+            report = link.step(status)
+            if report is not None and report.status is not None:
+                known = restored(report.status, report.kept, known)
+            assert known == status == link.reports.status
