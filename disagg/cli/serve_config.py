@@ -22,10 +22,10 @@ BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # of the memory that is free goes to the embedded store
 LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
 
-HTTP_OPTIONS = ("host", "port")  # that Serve's YAML and ours have in common
-
-# Of an application in Serve's YAML: what `disagg serve` reads, or does in its own way.
+# What `disagg serve` reads of Serve's YAML, or does in its own way.
+OF_SERVE = {"applications", "http_options", "proxy_location"}
 OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
+HTTP_OPTIONS = {"host", "port"}
 
 # Flags of the command itself, and not of what it deploys: these go beside --config.
 OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
@@ -169,21 +169,32 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
                 " (import_path: disagg.app.build:build, with args).",
                 param="config",
             )
-    beside = sorted(map(str, application.keys() - OF_AN_APPLICATION))
-    if beside:
+    options = raw.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise StartupError(f"http_options in {file} is not a mapping.", param="config")
+    for place, given, known in (
+        ("", raw, OF_SERVE),
+        (" of the application", application, OF_AN_APPLICATION),
+        (" of http_options", options, HTTP_OPTIONS),
+    ):
+        unread = sorted(map(str, given.keys() - known))
+        if unread:
+            raise StartupError(
+                f"`disagg serve` does not read {', '.join(unread)}{place} in {file}; leave it out,"
+                " put what it says into args, or use `serve deploy`.",
+                param="config",
+            )
+    if application.get("route_prefix", "/") != "/":
         raise StartupError(
-            f"`disagg serve` does not read {', '.join(beside)} of the application in {file}; put"
-            " what it says into args, or use `serve deploy`.",
+            f"`disagg serve` answers at /, and {file} has route_prefix:"
+            f" {application['route_prefix']}; change it to /, or use `serve deploy`.",
             param="config",
         )
     config: dict[str, Any] = filled_in(args, os.environ)
-    options, http = raw.get("http_options") or {}, config.get("http") or {}
-    if not isinstance(options, dict):
-        raise StartupError(f"http_options in {file} is not a mapping.", param="config")
+    http = config.get("http") or {}
     if not isinstance(http, dict):
         return config  # which is refused with its place
-    listens = {key: value for key, value in options.items() if key in HTTP_OPTIONS}
-    return {**config, "http": {**listens, **http}}
+    return {**config, "http": {**options, **http}}
 
 
 def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
@@ -263,11 +274,20 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        raw = yaml.safe_load(path.read_text())
+        documents = list(yaml.safe_load_all(path.read_text()))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
             error
         )
-    if not isinstance(raw, dict):
-        raise StartupError(f"The configuration {path} is not a mapping.", param="config")
-    return raw
+    if any(isinstance(each, dict) and each.get("kind") == "RayService" for each in documents):
+        raise StartupError(
+            f"{path} is for KubeRay: `kubectl apply -f {path}` deploys it. To serve the same on"
+            " this machine, save the text of its serveConfigV2 as a file of its own.",
+            param="config",
+        )
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise StartupError(
+            f"The configuration {path} is not a mapping (one YAML document of keys and values).",
+            param="config",
+        )
+    return documents[0]

@@ -217,6 +217,13 @@ def test_a_serve_yaml_of_something_else_is_refused(
     ("of_the_file", "of_the_application", "message"),
     [
         ({}, {"deployments": [{"name": "x-decode"}]}, "does not read deployments of the app"),
+        (
+            {"http_options": {"port": 1, "root_path": "/x"}},
+            {},
+            "not read root_path of http_options",
+        ),
+        ({"target_capacity": 50}, {}, "does not read target_capacity in "),
+        ({}, {"route_prefix": "/models"}, "answers at /, and "),
         ({"http_options": 8000}, {}, "http_options in "),
         ({}, {"args": {"http": 8000}}, "$.http"),
     ],
@@ -234,6 +241,17 @@ def test_what_would_be_ignored_of_a_serve_yaml_is_refused(
     assert main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_file_of_several_documents_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--config", str(DEPLOYED)]) == 2
+    assert f"`kubectl apply -f {DEPLOYED}`" in capsys.readouterr().err
+    file = tmp_path / "two.yaml"
+    file.write_text("tiers: []\n---\ntiers: []\n")
+    assert main(["serve", "--config", str(file)]) == 2
+    assert "one YAML document" in capsys.readouterr().err
 
 
 def test_a_configuration_that_is_no_text_is_refused(
