@@ -109,7 +109,6 @@ class IngressCore:
         tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
         index = PrefixIndex(config.prefix_index_nbytes)
         self.fleet = Fleet(index, now=now, tpot_slo_s=tpot_slo_s)
-        self._index_room = IndexRoom(index)
         standby = Standby(self.fleet, _num_serving(config))
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
@@ -121,6 +120,7 @@ class IngressCore:
         metrics = self._metrics = ApiMetrics(
             slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_goal_s) for tier in config.tiers}
         )
+        self._index_room = IndexRoom(index, metrics.registry)
         metrics.registry.register(
             FleetMetrics(
                 self.fleet.reports,
@@ -160,7 +160,13 @@ class IngressCore:
             )
         self._limits = Limits(config.tenant, clock=metrics.clock)
         self._sharing = self._share_limits(board)
-        self._add_gauges()
+        shared = Gauge(
+            "disagg_tenant_limits_shared",
+            "0: tenants' rate limits are granted in full by each ingress, as the store that"
+            " ingresses share them in is away. 1: as configured",
+            registry=metrics.registry,
+        )
+        shared.set_function(lambda: self._limits.is_shared)
         self.service = Service(
             self._models,
             self._generate,
@@ -265,37 +271,6 @@ class IngressCore:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
         await self.links.close()
-
-    def _add_gauges(self) -> None:
-        index = self.fleet.index
-        figures: dict[str, tuple[str, Callable[[], float]]] = {
-            "prefix_index_bytes": (
-                "Memory of this ingress that holds the names of cached KV blocks, in bytes",
-                lambda: index.nbytes,
-            ),
-            "prefix_index_blocks": (
-                "Different KV blocks that this ingress knows to be cached on one or more workers",
-                lambda: index.num_blocks,
-            ),
-            "prefix_index_max_blocks": (
-                "KV blocks that this ingress has room to know (prefix_index_nbytes). With more"
-                " cached ones it forgets the oldest, and routes their requests elsewhere",
-                lambda: index.max_num_blocks,
-            ),
-            "prefix_index_evicted_blocks": (
-                "KV blocks that this ingress has forgotten for want of room since it started,"
-                " although workers may still have them",
-                lambda: index.num_evicted,
-            ),
-            "tenant_limits_shared": (
-                "0: tenants' rate limits are granted in full by each ingress, as the store that"
-                " ingresses share them in is away. 1: as configured",
-                lambda: self._limits.is_shared,
-            ),
-        }
-        for name, (text, value) in figures.items():
-            gauge = Gauge(f"disagg_{name}", text, registry=self._metrics.registry)
-            gauge.set_function(value)
 
     def _observe_wait(self, tenant: str, seconds: float) -> None:
         self._metrics.queue_wait.labels(self._config.tenant_class(tenant)).observe(seconds)

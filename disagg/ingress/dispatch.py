@@ -25,7 +25,6 @@ from types import MappingProxyType
 import msgspec
 
 from disagg import telemetry
-from disagg.api.http.metrics import Stage
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.awaiting import AwaitingWorkers
@@ -134,7 +133,7 @@ class Dispatcher:
                     is_new = not state.worker_id
                     await self._choose(state)
                     if is_new:
-                        self._stage(state, "queue", self._now() - began_s)
+                        self._metrics.staged(state.model, "queue", self._now() - began_s)
                 if state.lender is not None:
                     await self._borrow(state, state.lender)
                 try:
@@ -192,18 +191,8 @@ class Dispatcher:
             self._prefetch(state, delta.early_ticket)
         if state.awaited is not None and delta.token_ids:
             self._learn_delay(state, *state.awaited)
-        times = delta.times
-        if times is None:
-            return
-        is_prefill = times.is_prefill
-        self._stage(state, "prefill_queue" if is_prefill else "decode_queue", times.queue_s)
-        compute: Stage = "prefill_compute" if is_prefill else "decode_first_step"
-        self._stage(state, compute, times.compute_s)
-        if times.pull_s:
-            self._stage(state, "kv_pull", times.pull_s)
-
-    def _stage(self, state: RequestState, stage: Stage, seconds: float) -> None:
-        self._metrics.staged(state.model, stage, max(0.0, seconds))  # the clock may be set back
+        if delta.times is not None:
+            self._metrics.at_worker(state.model, delta.times)
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
         """Let the decode worker pull finished blocks while prefill computes the others."""
@@ -228,7 +217,7 @@ class Dispatcher:
                     state.ticket = delta.ticket  # None beside an error
                     break
         self._metrics.borrowed(state.model, state.ticket is not None)
-        self._stage(state, "prefix_loan", self._now() - began_s)
+        self._metrics.staged(state.model, "prefix_loan", self._now() - began_s)
 
     def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
         """Compare the first token's time with the prediction, if the request waited in a queue:

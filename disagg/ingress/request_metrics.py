@@ -7,6 +7,7 @@ from typing import Literal
 from prometheus_client import Counter
 
 from disagg.api.http.metrics import ApiMetrics, Stage
+from disagg.messages import StageTimes
 from disagg.router.route import Cause
 
 
@@ -63,6 +64,17 @@ class RequestMetrics:
         """A prompt was routed to the worker that computes it."""
         self._prefills.labels(model, place, reason).inc()
 
+    def at_worker(self, model: str, times: StageTimes) -> None:
+        """A worker has generated its first token of a request."""
+        if times.is_prefill:
+            self.staged(model, "prefill_queue", times.queue_s)
+            self.staged(model, "prefill_compute", times.compute_s)
+        else:
+            self.staged(model, "decode_queue", times.queue_s)
+            self.staged(model, "decode_first_step", times.compute_s)
+        if times.pull_s:
+            self.staged(model, "kv_pull", times.pull_s)
+
     def staged(self, model: str, stage: Stage, seconds: float) -> None:
         """A request has left a stage on its way to its second token."""
-        self._api.staged(model, stage, seconds)
+        self._api.staged(model, stage, max(0.0, seconds))  # the clock may be set back

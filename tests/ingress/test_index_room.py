@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from disagg.ingress.index_room import IndexRoom
 from disagg.router.prefix_index import PrefixIndex
@@ -10,7 +11,7 @@ from disagg.router.prefix_index import PrefixIndex
 
 def test_it_warns_once_when_the_fleet_outgrows_the_index(caplog: pytest.LogCaptureFixture) -> None:
     index = PrefixIndex(max_nbytes=1 << 20)
-    room = IndexRoom(index)
+    room = IndexRoom(index, CollectorRegistry())
     room.check(index.max_num_blocks)
     assert not caplog.messages
     for _ in range(3):
