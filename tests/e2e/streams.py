@@ -1,4 +1,4 @@
-"""Greedy and seeded streams, in the middle of which something is killed."""
+"""Prompts of several lengths, and streams in the middle of which something is killed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import openai
 
 from tests.e2e.single_engine import SingleEngine
 
+PROMPTS = [
+    "short",
+    "a prompt of middle length, " * 5,
+    "and one that needs many blocks, all of which are pulled: " * 6,
+]
 NUM_STREAMS = 8
 TOKENS = 120
 # Who takes a stream over computes its KV in another order. In none of these answers do the two most

@@ -15,14 +15,8 @@ import pytest
 
 from disagg.cli.ports import free_port
 from tests.e2e.command import LEFT_TIMEOUT_S, until
-from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(360)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def refusal(

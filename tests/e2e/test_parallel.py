@@ -18,27 +18,14 @@ import pytest
 import yaml
 
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig
 from tests import plain_http
 from tests.e2e.command import Command, until
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import streamed, streams_of
-from tests.e2e.test_serve import PROMPTS
-from tests.tiny_model import write_tiny_model
+from tests.e2e.streams import PROMPTS, streamed, streams_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SIZES = {"out": (1, 2), "back": (2, 1)}  # ranks of a prefill and of a decode worker
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> SingleEngine:
-    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")

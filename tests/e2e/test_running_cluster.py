@@ -23,14 +23,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig
 from tests import plain_http
 from tests.e2e.command import Command, is_named, refusal_of, until
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.test_bad_start import refusal
 from tests.e2e.test_gpus import Opened, machine
-from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -43,16 +41,6 @@ PROMPTS = [
 CHANGE_TIMEOUT_S = 240.0
 GUEST_PROMPT = "a prompt for a guest: "
 GUEST_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> SingleEngine:
-    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -19,21 +19,14 @@ import openai
 import pytest
 
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig
 from tests import plain_http
 from tests.e2e.command import Command
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import streamed, streams_of
+from tests.e2e.streams import PROMPTS, streamed, streams_of
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
-from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-PROMPTS = [
-    "short",
-    "a prompt of middle length, " * 5,
-    "and one that needs many blocks, all of which are pulled: " * 6,
-]
 SPANS = {
     "http",
     "tokenize",
@@ -48,16 +41,6 @@ SPANS = {
 # Lines of a start.
 WEIGHTS = r"weights .* of .* \(100 %\)"
 BLOCKS = r"allocating [\d,]+ KV blocks; a step has up to \d+ sequences and [\d,]+ tokens"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> SingleEngine:
-    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
 
 
 @pytest.fixture(scope="module")

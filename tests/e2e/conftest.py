@@ -1,0 +1,21 @@
+"""The model that most servers of these tests have, and what one engine answers with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from disagg.config import EngineConfig
+from tests.e2e.single_engine import SingleEngine
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> SingleEngine:
+    return SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
