@@ -439,18 +439,6 @@ async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> Non
         await r.until_empty("decode")
 
 
-async def test_what_pulls_took_is_forgotten_with_their_source() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
-        moved, first = await prefilled(r, make_request())
-        await r.all("decode", moved, ticket=first.ticket)
-        core = r.workers["decode"]._core
-        assert [figure.source_id for figure in core.status().transfers] == ["prefill"]
-        r.links["decode"].send_peers((), ["prefill"])
-        await until(lambda: not core.status().transfers)
-
-
 async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs makes its thread late, which must not hold up what else the loop does."""
     idents: list[int] = []
