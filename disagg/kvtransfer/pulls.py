@@ -159,19 +159,21 @@ class PullBook:
         return len(self._filling)
 
     def add_peer(self, peer: Peer) -> Change:
-        """Add `peer`. A known, unchanged one changes nothing.
+        """Add `peer`, or count a known one as the last that was used.
 
         Raises:
             TransferFailed: the peer cannot be pulled from; the message says why.
         """
-        sources = self._check_peer(peer)
-        known = self._peers.pop(peer.worker_id, None)
-        self._peers[peer.worker_id] = _Known(peer, sources)
-        gone = [] if known is None or known.peer == peer else [known]
+        before = known = self._peers.get(peer.worker_id)
+        if known is None or known.peer != peer:  # otherwise it was checked before
+            known = _Known(peer, self._check_peer(peer))
+        self._peers.pop(peer.worker_id, None)
+        self._peers[peer.worker_id] = known
+        gone = [] if before is None or before is known else [before]
         while len(self._peers) > self._max_peers:
             gone.append(self._peers.pop(next(iter(self._peers))))
         forgotten = tuple(source.rank for each in gone for source in each.sources)
-        return Change(tuple(source.rank for source in sources), forgotten)
+        return Change(tuple(source.rank for source in known.sources), forgotten)
 
     def peer_of(self, ticket: KVTicket) -> Peer | None:
         """The source of a ticket, if it is known and still the process that issued it."""
