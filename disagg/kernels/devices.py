@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"  # by default the fastest is 0, while `nvidia-smi` counts along the bus
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has the driver's module
 AMD = Path("/dev/kfd")
-LIBRARY = "libcuda.so.1"  # what torch opens first, too
+DRIVER_FILE = "libcuda.so.1"  # what torch opens first, too
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
 _TIMEOUT_S = 30.0  # many GPUs without the persistence daemon take seconds
 
@@ -105,7 +105,7 @@ def has_driver() -> bool:
     if DRIVER.exists() or AMD.exists() or shutil.which("nvidia-smi") is not None:
         return True
     try:
-        ctypes.CDLL(LIBRARY)
+        ctypes.CDLL(DRIVER_FILE)
     except OSError:
         return False
     return True

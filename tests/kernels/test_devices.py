@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
         monkeypatch.delenv(name)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(devices, "AMD", tmp_path / "kfd")
-    monkeypatch.setattr(devices, "LIBRARY", "no-such-library.so")
+    monkeypatch.setattr(devices, "DRIVER_FILE", "no-such-library.so")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return monkeypatch
 
@@ -45,7 +45,7 @@ def says(directory: Path, output: str) -> None:
 
 def torch_finds(machine: pytest.MonkeyPatch, num_devices: int) -> None:
     """With the driver's library, and no more of it."""
-    machine.setattr(devices, "LIBRARY", "libc.so.6")
+    machine.setattr(devices, "DRIVER_FILE", "libc.so.6")
     machine.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     machine.setattr(torch.cuda, "device_count", lambda: num_devices)
 
@@ -60,7 +60,7 @@ def test_torch_is_asked_where_anything_of_a_driver_is(
     trace: str, machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if trace == "library":
-        machine.setattr(devices, "LIBRARY", "libc.so.6")
+        machine.setattr(devices, "DRIVER_FILE", "libc.so.6")
     elif trace == "program":
         says(tmp_path, "")
     else:
@@ -80,7 +80,7 @@ import sys
 from pathlib import Path
 from disagg.kernels import devices
 devices.DRIVER = devices.AMD = Path("/nowhere")
-devices.LIBRARY = "no-such-library.so"
+devices.DRIVER_FILE = "no-such-library.so"
 assert devices.gpus_here() == devices.Gpus()
 assert "torch" not in sys.modules
 """
