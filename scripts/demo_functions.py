@@ -102,6 +102,18 @@ _TEXT = ("text", _phrase)
 _QUERY = ("query", _word(*world.LIST_WORDS, *world.PLACES))
 LANGUAGES = split_words("French German Italian Spanish English")
 
+
+def _arithmetic(name: str, description: str, sign: str, word: str, *orders: str) -> Topic:
+    """A function of two numbers."""
+    questions = (
+        f"What is {{}} {sign} {{}}?",
+        *orders,
+        f"What is {{}} {word} {{}}?",
+        f"Calculate {{}} {sign} {{}}.",
+    )
+    return Topic(name, description, (_FIRST, _SECOND), questions)
+
+
 TOPICS = {
     "weather": Topic(
         "get_weather",
@@ -116,23 +128,10 @@ TOPICS = {
         (_CITY,),
         ("What time is it in {}?", "What is the time in {}?", "Tell me the time in {}."),
     ),
-    "add": Topic(
-        "add",
-        "Add two numbers.",
-        (_FIRST, _SECOND),
-        ("What is {} + {}?", "Add {} and {}.", "What is {} plus {}?", "Calculate {} + {}."),
-    ),
-    "subtract": Topic(
-        "subtract",
-        "Subtract a number from another.",
-        (_FIRST, _SECOND),
-        ("What is {} - {}?", "What is {} minus {}?", "Calculate {} - {}."),
-    ),
-    "multiply": Topic(
-        "multiply",
-        "Multiply two numbers.",
-        (_FIRST, _SECOND),
-        ("What is {} * {}?", "Multiply {} by {}.", "What is {} times {}?", "Calculate {} * {}."),
+    "add": _arithmetic("add", "Add two numbers.", "+", "plus", "Add {} and {}."),
+    "subtract": _arithmetic("subtract", "Subtract a number from another.", "-", "minus"),
+    "multiply": _arithmetic(
+        "multiply", "Multiply two numbers.", "*", "times", "Multiply {} by {}."
     ),
     "capital": Topic(
         "get_capital",
