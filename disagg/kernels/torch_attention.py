@@ -106,11 +106,9 @@ def plan_paging(
     planner = _Planner(batch, kv_cache, scratch)
     unique = set(windows)
     groups = {window: planner.groups(window) for window in unique}
-    chunks, prompts = {}, None
-    if not is_compiled:
-        chunks = {window: planner.chunks(window) for window in unique}
-    elif batch.num_decodes < len(batch.query_lens):
-        prompts = chunks_of(batch)
+    chunks = {window: [] if is_compiled else planner.chunks(window) for window in unique}
+    has_prompts = batch.num_decodes < len(batch.query_lens)
+    prompts = chunks_of(batch) if is_compiled and has_prompts else None
     return TorchPaging(
         planner.write_rows(), groups, chunks, batch.num_decodes, planner.scratch, prompts
     )
@@ -152,8 +150,7 @@ def paged_attention(
             attended[: paging.num_decodes] = parts[0]
         compiled.run(qkv, kv_cache, layer, window, paging.prompts, sinks, attended)
         return attended
-    pieces = paging.chunks.get(window, ())
-    parts += [attend.chunk(qkv[piece.start : piece.end], piece) for piece in pieces]
+    parts += [attend.chunk(qkv[piece.start : piece.end], piece) for piece in paging.chunks[window]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
