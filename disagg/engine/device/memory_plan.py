@@ -108,8 +108,10 @@ def plan_memory(
 
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
-        num_ranks = shape.share.num_ranks
-        workspace_nbytes += captured_nbytes(model, itemsize, sizes, num_blocks, num_ranks)
+        is_packed = tensors is not None or config.quantization is not None
+        workspace_nbytes += captured_nbytes(
+            model, itemsize, sizes, num_blocks, shape.share.num_ranks, is_packed=is_packed
+        )
     plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, model_nbytes, workspace_nbytes)
     if claim_nbytes is None:
         choose_num_blocks(config, shape, max_model_len, None, num_seqs)

@@ -17,6 +17,10 @@ CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its lar
 PARTIAL_ROWS = 64  # query rows of a partial result, at most, when a sequence's keys are split
 LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
 SPARE_PARTIALS = 1024  # pieces that fill a device, over all KV heads: more than any has
+# Sums of one product with packed weights, where programs share the columns of a tile: at most as
+# many tiles of 128 x 128 as 4/3 of the programs that keep a device busy, 3 for each of up to 160
+# multiprocessors.
+SPLITS_NBYTES = 640 * 128 * 128 * 4
 
 
 def step_nbytes(
@@ -50,6 +54,8 @@ def captured_nbytes(
     capture_sizes: Iterable[int],
     max_num_blocks: int,
     num_ranks: int = 1,
+    *,
+    is_packed: bool = False,
 ) -> int:
     """Bytes of captured steps: their inputs and outputs, their memory pool, and the graphs.
 
@@ -57,6 +63,7 @@ def captured_nbytes(
         model: of `num_ranks` ranks, the first one's part.
         capture_sizes: tokens of each graph.
         max_num_blocks: of one sequence.
+        is_packed: some of its matrices are packed.
     """
     sizes = list(capture_sizes)
     num_rows = max(sizes)
@@ -67,6 +74,7 @@ def captured_nbytes(
     partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
     partials = (num_rows * model.num_kv_heads + SPARE_PARTIALS) * partial
     pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES
+    pool += SPLITS_NBYTES * is_packed
     # Pieces of work: each has numbers of its own, once for each window.
     num_windows = len(set(model.sliding_windows))
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows

@@ -17,9 +17,15 @@ from disagg.engine.device.memory_plan import plan_memory
 from disagg.engine.device.mixed_graphs import graph_sizes
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
-from disagg.engine.device.workspace import SAMPLING_NBYTES, captured_nbytes, running_nbytes
+from disagg.engine.device.workspace import (
+    SAMPLING_NBYTES,
+    SPLITS_NBYTES,
+    captured_nbytes,
+    running_nbytes,
+)
 from disagg.engine.sched.step import StepPlan
 from disagg.kernels.kv_pages import FORMATS
+from disagg.kernels.packed_linear import MAX_ROWS, MOST_SPLIT_ROWS, num_splits, tile_sizes
 from disagg.messages import SamplingParams
 from disagg.time_model import StepFeatures
 from tests.engine.device.test_sampler import new_sequence
@@ -60,6 +66,20 @@ def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     captured = workspace(claim_nbytes) - eager
     assert captured == captured_nbytes(LLAMA_3_8B, 2, graph_sizes(256, False), 2048 // 64)
     assert workspace(None) == eager
+    packed = workspace(claim_nbytes, quantization="int8") - eager
+    assert packed == captured + SPLITS_NBYTES
+
+
+def test_sums_of_shared_columns_fit_into_what_is_kept_for_them() -> None:
+    """Of the product that has most, on a device of 160 multiprocessors."""
+    num_programs, most = 3 * 160, 0
+    for num_rows in range(1, MOST_SPLIT_ROWS + 1):
+        for num_out in range(128, 1 << 15, 128):
+            rows, width = tile_sizes(num_rows, MAX_ROWS)
+            num_tiles = -(-num_rows // rows) * -(-num_out // width)
+            splits = num_splits(num_tiles, 1024, num_programs)
+            most = max(most, splits * num_rows * num_out * 4 if splits > 1 else 0)
+    assert SPLITS_NBYTES / 2 < most <= SPLITS_NBYTES
 
 
 def test_tables_of_running_sequences_are_kept_from_kv() -> None:
