@@ -63,7 +63,6 @@ def packed_values(
     def table(of_groups: Tensor) -> Tensor:
         return of_groups.expand(num_out, -1)[first:end, groups].T.contiguous()
 
-    scale = next(it for end, it in stored.pieces.items() if end.startswith(("weight_sc", "scale")))
     scales = table(affine.scales)
     if not scales.isfinite().all():
         raise ValueError("its scales hold NaN or infinite values")
@@ -72,7 +71,7 @@ def packed_values(
         columns[1] - columns[0],
         packing.group,
         torch.cat(parts),
-        scales.to(_SCALES.get(scale.dtype, torch.float32)),
+        scales.to(_SCALES.get(stored.pieces[stored.scales_end].dtype, torch.float32)),
         None if affine.zeros is None else table(affine.zeros.sub(less)).to(torch.int8),
         order,
     )

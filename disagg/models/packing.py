@@ -46,16 +46,19 @@ def fields_packed(has_experts: bool) -> tuple[str, ...]:
 
 def packing_of(tensors: Mapping[str, StoredTensor], parts: Sequence[Part]) -> Packing | None:
     """How the matrix that parts make up is kept; None: it is stored or computed with as floats."""
-    every = [_packing(tensors.get(part.name), part) for part in parts]
-    first = every[0]
-    if first is None:
-        return None
-    has_zeros = has_order = False
-    for each in every:
-        if each is None or each[:3] != first[:3]:
+    found: set[Packing] = set()
+    for part in parts:
+        packing = _packing(tensors.get(part.name), part)
+        if packing is None:
             return None
-        has_zeros, has_order = has_zeros or each.has_zeros, has_order or each.has_order
-    return first._replace(has_zeros=has_zeros, has_order=has_order)
+        found.add(packing)
+    alike = {each._replace(has_zeros=False, has_order=False) for each in found}
+    if len(alike) > 1:
+        return None
+    return alike.pop()._replace(
+        has_zeros=any(each.has_zeros for each in found),
+        has_order=any(each.has_order for each in found),
+    )
 
 
 def packed_parts_nbytes(packing: Packing, parts: Sequence[Part]) -> int:
@@ -100,19 +103,20 @@ def _packing(stored: StoredTensor | None, part: Part) -> Packing | None:
     if not isinstance(stored, QuantizedStored):
         return None
     format, num_in = stored.format, stored.shape[_COLUMNS]
-    scales = next(it for end, it in stored.pieces.items() if end.startswith(("weight_sc", "scale")))
+    scales = stored.pieces[stored.scales_end]
     group = format.group_size if format.block is None else format.block[_COLUMNS]
     if scales.num_values == 1 or (group is not None and group >= num_in):
         group = None
+    has_order = format.has_order and group is not None  # of one group, all orders are the same
     first, end = part.box[_COLUMNS] if part.box else (0, num_in)
     is_cut = (first, end) != (0, num_in)
     # All ranks have as many columns, and decide alike: if the second begins inside a group, the
     # first widens its columns too.
     size = group or 1
-    if is_cut and (format.has_order or first % size or (end - first) % size):
+    if is_cut and (has_order or first % size or (end - first) % size):
         return None
     if not can_pack(group):
         return None
     nbytes = _EXPONENT_NBYTES if scales.dtype == "F8_E8M0" else DTYPE_NBYTES[scales.dtype]
     has_zeros = any(end in stored.pieces for end in ("qzeros", "weight_zero_point"))
-    return Packing(kind_of(format), group, nbytes, has_zeros, format.has_order)
+    return Packing(kind_of(format), group, nbytes, has_zeros, has_order)

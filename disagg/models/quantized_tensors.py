@@ -43,6 +43,11 @@ class QuantizedStored(StoredTensor):
         """In the file."""
         return sum(piece.end - piece.begin for piece in self.pieces.values())
 
+    @property
+    def scales_end(self) -> str:
+        """Which of its pieces has the scales."""
+        return next(end for end in self.pieces if end.startswith(("weight_scale", "scales")))
+
 
 def as_floats(
     stored: Mapping[str, StoredTensor], format: QuantizedFormat

@@ -95,8 +95,7 @@ def affine_of(stored: QuantizedStored, read: ReadPiece) -> Affine:
 
 def _plain(stored: QuantizedStored, read: ReadPiece) -> Affine:
     numbers, block = read("weight"), stored.format.block
-    end = next(end for end in stored.pieces if end.startswith("weight_scale"))
-    scales = _table(read(end))
+    scales = _table(read(stored.scales_end))
     zeros = _table(read("weight_zero_point")) if "weight_zero_point" in stored.pieces else None
     if block is not None and scales.shape[0] > 1:
         scales = scales.repeat_interleave(block[0], 0)[: stored.shape[0]]

@@ -38,10 +38,13 @@ class Kind:
     quantize: Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]
 
 
-def write_quantized(directory: Path, variant: str, kind: str, **changes: Any) -> Checkpoint:
+def write_quantized(
+    directory: Path, variant: str, kind: str, *, with_head: bool = False, **changes: Any
+) -> Checkpoint:
     """Write `directory`/quantised and `directory`/floats; the model is that of the floats.
 
     Args:
+        with_head: the matrix that makes logits is quantised, too.
         changes: of its configuration.
     """
     floats, quantized = directory / "floats", directory / "quantised"
@@ -50,7 +53,7 @@ def write_quantized(directory: Path, variant: str, kind: str, **changes: Any) ->
     tensors, wide = load_file(floats / "model.safetensors"), {}
     rng, stored = np.random.default_rng(7), {}
     for name, tensor in sorted(tensors.items()):
-        if not _MATRIX.fullmatch(name):
+        if not _MATRIX.fullmatch(name) and not (with_head and name == "lm_head.weight"):
             wide[name] = stored[name] = tensor
             continue
         rows, columns = tensor.shape
@@ -268,4 +271,7 @@ KINDS: dict[str, Kind] = {
     "gptq 8 bits": Kind(gptq(bits=8, group_size=-1), _gptq(8, None)),
     "gptq uneven groups": Kind(gptq(group_size=32), _gptq(4, 32)),
     "gptq in order of activations": Kind(gptq(desc_act=True), _gptq(4, 16, is_ordered=True)),
+    "gptq rows in order of activations": Kind(
+        gptq(desc_act=True, group_size=-1), _gptq(4, None, is_ordered=True)
+    ),
 }

@@ -72,6 +72,11 @@ class FakeGpuOps(TorchOps):
         return super().project_gated(x, weight)
 
 
+def same(token: Tensor) -> Tensor:
+    """What one rank agrees on with itself."""
+    return token
+
+
 def _all(directory: Path, share: Share, *, keeps_packed: bool) -> dict[str, Any]:
     model = describe_model(directory)
     weights = load_weights(model, torch.float32, CPU, share=share, keeps_packed=keeps_packed)
@@ -137,11 +142,31 @@ def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_pa
     torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["fp8 blocks", "packed with zeros", "gptq"])
+def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
+    """Also the part of a rank, whose rows begin inside a block of scales."""
+    directory = write_quantized(tmp_path, "llama", kind, with_head=True).directory
+    model = describe_model(directory)
+    for share in (WHOLE, Share(0, 2), Share(1, 2)):
+        found = _all(directory, share, keeps_packed=True)
+        wanted = _all(tmp_path / "floats", share, keeps_packed=False)["lm_head"]
+        assert isinstance(found["lm_head"], PackedMatrix)
+        assert torch.equal(found["lm_head"].widened(torch.float32), wanted)
+        nbytes = sum(each.nbytes for each in found.values())
+        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+    packed, wide = (
+        compute(load_model(describe_model(place), torch.float32, CPU, ops=ops), [*range(30)], same)
+        for place, ops in ((directory, FakeGpuOps()), (tmp_path / "floats", TorchOps()))
+    )
+    for left, right in zip(packed.logits, wide.logits, strict=True):
+        torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["fp8 blocks", "awq", "gptq in order of activations"])
 def test_ranks_keep_their_parts(kind: str, tmp_path: Path) -> None:
     place = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
     model, ids = describe_model(place), [5 * each % 97 for each in range(30)]
-    alone = compute(load_model(model, torch.float32, CPU), ids, lambda token: token)
+    alone = compute(load_model(model, torch.float32, CPU), ids, same)
 
     def rank(communicator: TorchCommunicator) -> Any:
         decoder = load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
