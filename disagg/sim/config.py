@@ -72,8 +72,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         would wait longer are refused.
     scale_prefill, scale_decode: autoscale that pool, starting with the number above.
     max_num_workers: of all autoscaled pools together.
-    num_ingress: each gets every so-manieth request. With more than one, workers report to each as
-        seldom as to real ones of a fleet of that size.
+    num_ingress: requests go to them in turn. With more than one, workers report to each of them as
+        rarely as in a real fleet of that size.
     smaller: smaller models of a cascade, smallest first.
     num_judged_tokens, max_shift: as in `config.CascadeConfig`, where there are smaller models.
     """

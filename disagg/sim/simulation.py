@@ -63,13 +63,13 @@ class _WatchedFleet(Fleet):
     def __init__(
         self, tpot_slo_s: Mapping[str, float], workers: Mapping[str, SimulatedWorker]
     ) -> None:
-        self.loop = asyncio.get_running_loop()
-        super().__init__(now=self.loop.time, tpot_slo_s=tpot_slo_s)
+        self._loop = asyncio.get_running_loop()
+        super().__init__(now=self._loop.time, tpot_slo_s=tpot_slo_s)
         self._workers = workers
         self._looked_s = -1.0
 
     def view(self) -> FleetView:
-        now = self.loop.time()
+        now = self._loop.time()
         if now != self._looked_s:
             self._looked_s = now
             for worker in self._workers.values():
@@ -81,12 +81,16 @@ class _Ingress:
     """One ingress: what it knows of the workers, and how it routes. `ingress.workers.Workers`"""
 
     def __init__(
-        self, simulation: _Simulation, number: int, slo_s: tuple[float, float], interval_s: float
+        self,
+        config: SimConfig,
+        workers: Mapping[str, SimulatedWorker],
+        number: int,
+        tpot_slo_s: float,
+        interval_s: float,
     ) -> None:
-        config, loop = simulation.config, asyncio.get_running_loop()
-        self._simulation = simulation
-        tiers = config.tiers
-        self.fleet = _WatchedFleet({tier.name: slo_s[1] for tier in tiers}, simulation.workers)
+        loop, tiers = asyncio.get_running_loop(), config.tiers
+        self._workers = workers
+        self.fleet = _WatchedFleet({tier.name: tpot_slo_s for tier in tiers}, workers)
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
         allowed_s = ttft_slo_s if config.fair_queue else {}
@@ -119,32 +123,31 @@ class _Ingress:
         hand_over: bool = False,
         ticket: KVTicket | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        worker = self._simulation.workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
         self.reports.request_arrived(worker_id)
         return worker.stream(request, hand_over, ticket)
 
     def release(self, ticket: KVTicket) -> None:
-        worker = self._simulation.workers.get(ticket.source_id)
+        worker = self._workers.get(ticket.source_id)
         if worker is not None:
             worker.release(ticket.ticket_id)
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        worker = self._simulation.workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         if worker is not None:
             worker.prefetch(asked)
 
     def introduce(self, worker_id: str, source_id: str) -> None:
-        workers = self._simulation.workers
-        worker, source = workers.get(worker_id), workers.get(source_id)
+        worker, source = self._workers.get(worker_id), self._workers.get(source_id)
         if worker is not None and source is not None and worker is not source:
             worker.meet(source)
 
 
 class _Simulation:
     def __init__(self, config: SimConfig, trace: Sequence[TraceRequest]) -> None:
-        self._config = self.config = config
+        self._config = config
         self._trace = trace
         self._loop = loop = asyncio.get_running_loop()
         tiers = config.tiers
@@ -153,8 +156,7 @@ class _Simulation:
         if config.policy not in (OURS, ALL_WORKERS):  # others do not know of it
             self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
-        self.workers: dict[str, SimulatedWorker] = {}
-        self._workers = self.workers
+        self._workers: dict[str, SimulatedWorker] = {}
         self._past: list[SimulatedWorker] = []  # those that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
         unsure = {tier.name: tier.unsure for tier in config.smaller}
@@ -163,8 +165,10 @@ class _Simulation:
         interval_s = 0.0
         if config.num_ingress > 1:
             interval_s = report_interval_s(config.num_prefill + config.num_decode)
-        numbers = range(config.num_ingress)
-        self._ingresses = [_Ingress(self, number, self._slo_s, interval_s) for number in numbers]
+        self._ingresses = [
+            _Ingress(config, self._workers, number, self._slo_s[1], interval_s)
+            for number in range(config.num_ingress)
+        ]
         self._heard = EveryIngress([each.reports for each in self._ingresses])
         self._start_all(tiers)
         first = self._ingresses[0]

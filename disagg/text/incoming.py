@@ -57,13 +57,14 @@ class Incoming:
         self._at = 0
         self._is_over = False
         self._record: list[str] | None = None
-        self._take: Take = ignore  # of a reader that waits with nothing unread
-        self._search: Search | None = None  # what it looks for; None: no reader waits so
+        self._take: Take = ignore  # gets what passes
+        self._search: Search | None = None  # finds the first character of a mark; None: use `push`
 
     def passes(self, text: str) -> bool:
-        """Hands `text` on at once if its reader looks for nothing in it; returns whether it did.
+        """Hands `text` on at once if nothing in it can be a mark that the reader waits for; returns
+        whether it did.
 
-        Does what `push` and a step of the reader would do, at half the cost: so go most tokens.
+        The result is that of `push` and a step of the reader, at half the cost. Most tokens pass.
         """
         search = self._search
         if search is None or search(text):

@@ -143,7 +143,7 @@ class ChatFrames(OpenAIFrames):
         return b"".join(events)
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
-        """Of most tokens it is one of the three."""
+        """Most tokens add to one of the three alone: reasoning, text or calls."""
         if not (piece.reasoning or piece.calls):
             return self._text(piece.text)
         if not (piece.reasoning or piece.text):
@@ -198,7 +198,7 @@ def _call_deltas(calls: Sequence[CallDelta]) -> bytes:
 
 
 def _call_delta(call: CallDelta) -> bytes:
-    """For each token of arguments, so without structs."""
+    """Written without structs: it is needed for each token of arguments."""
     if call.name:
         function = FunctionDelta(call.arguments, call.name)
         return _to_json(ToolCallDelta(call.number, function, call.id, "function"))
