@@ -10,12 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from disagg.api.anthropic import answers as messages
 from disagg.api.anthropic.requests import read_messages, understand_messages
 from disagg.api.openai import frames, responses
-from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, read_request
 from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.refusals import error_json
 from disagg.api.responses import answers as response_items
 from disagg.api.responses.requests import read_response_request, understand_response_request
+from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
 from disagg.errors import DisaggError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from disagg.api.openai.answers import Job
+from disagg.api.running_job import Job
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import RequestSlo
 from disagg.api.wanted import Text, Wanted

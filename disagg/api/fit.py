@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from disagg.api.openai.answers import num_prompt_scores
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.refusals import invalid_value
+from disagg.api.running_job import num_prompt_scores
 from disagg.api.served_model import ServedModel
 from disagg.api.thinking import thinking_of
 from disagg.api.wanted import Wanted

@@ -22,7 +22,6 @@ from disagg.api.apis import Api, Asked
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import check_ids, fit, truncated_to
 from disagg.api.off_loop import off_loop
-from disagg.api.openai.answers import Explain, Generate, RunningJob
 from disagg.api.openai.requests import (
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -34,6 +33,7 @@ from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.refusals import invalid_value
+from disagg.api.running_job import Explain, Generate, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import RequestSlo, agreed
 from disagg.api.wanted import Prompt, Wanted
@@ -84,10 +84,7 @@ class Service:
 
         wanted = await off_loop(len(body), understood)
         of_model = RequestSlo(*wanted.model.slo_s)
-        least = RequestSlo(
-            *(its or model for its, model in zip(caller.least_slo, of_model, strict=True))
-        )
-        slo = agreed(wanted.slo, caller.slo, least)
+        slo = agreed(wanted.slo, caller.slo, caller.least_slo, of_model)
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
         before = PROMPT

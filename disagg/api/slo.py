@@ -47,20 +47,23 @@ def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> Request
     return RequestSlo(_seconds(ttft_ms), _seconds(tpot_ms))
 
 
-def agreed(body: RequestSlo, headers: RequestSlo, least: RequestSlo) -> RequestSlo:
+def agreed(
+    body: RequestSlo, headers: RequestSlo, least: RequestSlo, of_model: RequestSlo
+) -> RequestSlo:
     """The SLOs that apply to a request.
 
     Args:
-        least: the shortest times that it may ask for; 0: any.
+        least: the shortest times that its tenant may ask for; 0: those of the model.
+        of_model: 0: any.
 
     Raises:
         InvalidRequest: it asks for less.
     """
     agreed_s = []
-    for name, said_s, header_s, least_s in zip(
-        ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, strict=True
+    for name, said_s, header_s, tenant_s, model_s in zip(
+        ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, of_model, strict=True
     ):
-        asked_s = said_s or header_s
+        asked_s, least_s = said_s or header_s, tenant_s or model_s
         if 0.0 < asked_s < least_s:
             raise invalid_value(
                 name if said_s else f"x-{name.replace('_', '-')}",

@@ -13,7 +13,7 @@ import httpx2
 import openai
 
 from disagg.api.http.app import AsgiApp, HttpApp, Readiness
-from disagg.api.openai.answers import Generate
+from disagg.api.running_job import Generate
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.config import HttpConfig

@@ -16,11 +16,11 @@ from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import fit
 from disagg.api.openai import frames
-from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, Sampled, read_request
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.prompts import tokenise
+from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.api.wanted import Conversation, Text, Wanted

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import joined
 

@@ -29,8 +29,8 @@ from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_l
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
-from disagg.api.openai.answers import ChoiceDelta, RunningJob
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
+from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.service import Service
 from disagg.api.slo import in_headers
 from disagg.config import AUTO, HttpConfig

@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from disagg.api.openai.answers import ChoiceDelta, RunningJob
+from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded

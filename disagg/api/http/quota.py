@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
-from disagg.api.openai.answers import RunningJob
+from disagg.api.running_job import RunningJob
 from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import TenantConfig

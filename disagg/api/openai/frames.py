@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import msgspec
 
-from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.openai.logprobs import chat_logprobs, completion_logprobs
 from disagg.api.openai.responses import FunctionDelta, ToolCallDelta, echo_of, usage_of
 from disagg.api.refusals import error_frame
+from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import CallDelta
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from disagg.api.openai.answers import ScoredToken
+from disagg.api.running_job import ScoredToken
 from disagg.messages import TokenLogprobs
 from disagg.text.detokenizer import TextStream
 from disagg.text.tokenizer import Tokenizer

@@ -7,7 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.openai.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -17,6 +16,7 @@ from disagg.api.openai.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
+from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.text.answer_delta import joined
 

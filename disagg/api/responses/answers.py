@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from disagg.api.openai.answers import ChoiceDelta, Job, RunningJob
 from disagg.api.responses.requests import ResponsesRequest
+from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import CallDelta, joined
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.api.openai.answers import ChoiceDelta, Generate, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Generate, Job, RunningJob
 from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
