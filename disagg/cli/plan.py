@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from disagg.cli.chart import check_path, write_svg
-from disagg.cli.plan_play import play
+from disagg.cli.plan_play import play, why_not_played
 from disagg.cli.plan_plot import cost_chart, worker_charts
 from disagg.cli.plan_report import report, show
 from disagg.cli.plan_write import (
@@ -115,8 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--play",
-        action="store_true",
-        help="let each planned fleet serve the load in the simulator before one is advised",
+        action=argparse.BooleanOptionalAction,
+        help="let each planned fleet serve the load in the simulator before one is advised"
+        " (default: if that takes some seconds)",
     )
     parser.add_argument(
         "--write",
@@ -143,22 +144,30 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.write is not None:
         check_directory(args.write, args.force)
-    Slo(args.ttft, args.tpot)  # refuses what makes no sense, with or without a load
+    elif args.force:
+        raise StartupError(
+            "--force only lets --write overwrite files: add --write DIR, or leave it out.",
+            param="force",
+        )
+    slo, link = Slo(args.ttft, args.tpot), link_of(args.link)
     shape = read_shape(args.model)
     if args.write is not None:
         check_servable(shape, args.weights)
     load, notes = _load(args)
     load.check_fits(shape)
     every, left_out = _placements(args, shape, load)
-    charts = worker_charts(load, every) if args.plot is not None else []
     advice, played = None, None
+    charts = worker_charts(load, every) if args.plot is not None else []
     if is_asked:
-        slo, prices = Slo(args.ttft, args.tpot), _prices_of(args, every)
-        advice = advise(load, slo, every, link_of(args.link), prices)
-        if args.play:
-            advice, played = play(advice, load, slo, link_of(args.link))
+        prices = _prices_of(args, every)
+        advice = advise(load, slo, every, link, prices)
+        why_not = None if args.play else why_not_played(load, slo, args.play is None)
+        if why_not is None:
+            advice, played = play(advice, load, slo, link)
+        else:
+            notes.append(why_not)
         if args.plot is not None:
-            charts += filter(None, [cost_chart(load, slo, every, link_of(args.link), prices)])
+            charts += filter(None, [cost_chart(load, slo, every, link, prices)])
         if args.write is not None:
             notes += _write(args, shape, advice.fleet, load, slo)
     if args.plot is not None:

@@ -1,4 +1,4 @@
-"""`disagg plan --play`: planned fleets serve their load in the simulator before one is advised.
+"""Planned fleets serve their load in the simulator before `disagg plan` advises one.
 
 Router, scheduler and admission are the product's. Steps take what the planner's rooflines say, and
 workers learn lines from them as they do from real steps. So this checks queueing, batches and
@@ -27,7 +27,9 @@ from disagg.sim.trace import TraceRequest
 
 BLOCK_TOKENS = 64
 LEAST_REQUESTS = 1000
-MOST_REQUESTS = 20_000  # 130 s of processor time for both fleets (one EPYC core, 2026-11-23)
+MOST_REQUESTS = 20_000
+MOST_UNASKED = 2000
+S_PER_REQUEST = 6.5e-3  # of processor time for both fleets, about (one EPYC core, 2026-11-23)
 NUM_ANSWER_TIMES = 5.0  # as long as so many answers take: until then a fleet is emptier than later
 
 
@@ -72,10 +74,29 @@ def play(
     return msgspec.structs.replace(advice, reason=reason), Played(apart, together)
 
 
+def why_not_played(load: Workload, slo: Slo, if_quick: bool) -> str | None:
+    """A sentence for a plan that is not played; None: it should be.
+
+    Args:
+        if_quick: play what takes some seconds.
+    """
+    number = _num_requests(load, slo)
+    if if_quick and number <= MOST_UNASKED:
+        return None
+    why = "The share of requests in time is not known, as the fleets were not played:"
+    if number > MOST_REQUESTS:
+        return f"{why} {number:,} requests would take too long."
+    return f"{why} --play does it, {number:,} requests in about {S_PER_REQUEST * number:,.0f} s."
+
+
+def _num_requests(load: Workload, slo: Slo) -> int:
+    answer_s = load.mean_output_tokens * slo.tpot_s + slo.ttft_s
+    return max(LEAST_REQUESTS, int(NUM_ANSWER_TIMES * answer_s * load.requests_per_s))
+
+
 def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
     """Poisson arrivals of the load's lengths, for several times as long as an answer takes."""
-    answer_s = load.mean_output_tokens * slo.tpot_s + slo.ttft_s
-    number = max(LEAST_REQUESTS, int(NUM_ANSWER_TIMES * answer_s * load.requests_per_s))
+    number = _num_requests(load, slo)
     if number > MOST_REQUESTS:
         raise StartupError(
             f"Playing {load.requests_per_s:g} requests/s takes {number:,} requests, and more than"

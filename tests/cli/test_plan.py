@@ -28,7 +28,8 @@ DEMO = str(Path(__file__).parents[2] / "disagg/assets/demo-small")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 0
+    """Without a play, which takes seconds, unless the words ask for one."""
+    assert main(["plan", "--no-play", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -136,7 +137,8 @@ def test_a_worker_of_one_gpu_can_be_asked_for(capsys: pytest.CaptureFixture[str]
     plan = report(capsys, *words)
     assert any("has run on CPUs only" in note for note in plan["notes"])
     plan = report(capsys, *words, "--tensor-parallel-size", "1")
-    (note,) = plan["notes"]
+    not_played, note = plan["notes"]
+    assert "not played: --play does it, 1,300 requests in about 8 s." in not_played
     assert (
         "planned at 0.66 of its FLOP/s, which is assumed. Published runs reached 0.31 with" in note
     )
@@ -223,10 +225,11 @@ def test_bad_input_is_refused_in_a_sentence(
     assert sentence in refused(capsys, *words)
 
 
-def test_planned_fleets_are_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fleets_are_played_where_that_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("--input-tokens", "512", "--output-tokens", "16")
     words = ("llama-3-8b", "--requests-per-s", "20", *lengths, "--tensor-parallel-size", "1")
-    plan = report(capsys, *words, "--play")
+    assert main(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
     for kind in ("apart", "together"):
         played = plan[kind]["played"]
         assert played["num_requests"] == 1000
@@ -235,6 +238,18 @@ def test_planned_fleets_are_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Played, " in plan["reason"]
     assert "played" not in report(capsys, *words)["apart"]
     assert row(printed(capsys, *words, "--play"), "played:", "in", "time", "%")
+
+
+def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def not_played(rate: str) -> str:
+        assert main(["plan", "llama-3-8b", "--requests-per-s", rate]) == 0
+        text = capsys.readouterr().out
+        (note,) = (line for line in text.splitlines() if "not known" in line)
+        assert "Played" not in text
+        return note
+
+    assert "not played: --play does it, 6,900 requests in about 45 s." in not_played("100")
+    assert "not played: 69,000 requests would take too long." in not_played("1000")
     assert "give --requests-per-s or --trace" in refused(capsys, "llama-3-8b", "--play")
     assert "Play a part of the load" in refused(
         capsys, "llama-3-8b", "--requests-per-s", "9000", "--play"

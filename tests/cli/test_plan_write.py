@@ -39,7 +39,7 @@ def written(
     directory: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """The plan, the Serve YAML, and the documents of the KubeRay file."""
-    assert main(["plan", *words, "--write", str(directory), "--json"]) == 0
+    assert main(["plan", *words, "--no-play", "--write", str(directory), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     serve = yaml.safe_load((directory / "serve.yaml").read_text())
     return plan, serve, list(yaml.safe_load_all((directory / "rayservice.yaml").read_text()))
@@ -164,7 +164,7 @@ def test_what_is_written_can_be_served_here(
 def test_files_that_are_there_stay_unless_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("llama-3-8b", "--requests-per-s", "20", "--write", str(tmp_path))
+    words = ("llama-3-8b", "--requests-per-s", "20", "--no-play", "--write", str(tmp_path))
     (tmp_path / "serve.yaml").write_text("mine")
     assert "has serve.yaml already; --force overwrites" in refused(capsys, *words)
     assert (tmp_path / "serve.yaml").read_text() == "mine"
@@ -179,6 +179,7 @@ def test_what_cannot_be_served_is_not_written(
     to = ("--write", str(tmp_path / "fleet"))
     load = ("llama-3-8b", "--requests-per-s", "20")
     assert "There is a fleet only for a load" in refused(capsys, "llama-3-8b", *to)
+    assert "add --write DIR, or leave it out" in refused(capsys, *load, "--force")
     assert "multiplies fp8 weights in 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
     assert "no kernels for AMD's GPUs" in refused(capsys, *load, "--gpu", "mi300x", *to)
     (tmp_path / "file").write_text("")
