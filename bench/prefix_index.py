@@ -7,7 +7,8 @@ Chains of 128 blocks are told to the index as workers do, eight blocks an event,
 grew by, from /proc; `own count` is what the index says itself, its metric. `slowest` is the longest
 call of all: whoever makes it keeps streams waiting for so long. `stream` goes on with new chains
 when the index is full: the process must not grow any more. `leaves` has one of the workers leave.
-Each case runs in a process of its own.
+Each case runs in a process of its own. The second table has what names alone take while they become
+more: how many bytes each varies with the time since their tables grew last.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ NUM_WORKERS, NUM_HOLDERS = 64, 4
 CHAIN_BLOCKS, EVENT_BLOCKS = 128, 8
 GOAL = {"bytes a block": 64, "slowest ms": 5}
 FOUND_BLOCKS, NUM_LOOKUPS = 512, 200
+LEAST_NAMES = 10_000
 CASES = ("unshared", "shared", "stream", "leaves")
 
 
@@ -110,7 +112,7 @@ def copied(name: BlockHash) -> BlockHash:
 
 def run(case: str, num_blocks: int) -> list[dict[str, Any]]:
     room = num_blocks if case == "stream" else 2 * num_blocks
-    filling = Filling(num_blocks, room * new_block_names().entry_nbytes)
+    filling = Filling(num_blocks, room * new_block_names(0).ENTRY_NBYTES)
     num_holders = NUM_HOLDERS if case == "shared" else 1
     filling.fill(num_holders)
     index = filling.index
@@ -130,6 +132,24 @@ def run(case: str, num_blocks: int) -> list[dict[str, Any]]:
     return [filling.row("one of 64 leaves", index.num_blocks)]
 
 
+def bytes_a_name(num_names: int) -> list[dict[str, Any]]:
+    """Least and most while names become so many, by powers of two."""
+    names, rng, rows = new_block_names(1 << 40), random.Random(2), []
+    empty_nbytes = names.nbytes
+    names.keep(1, 1)
+    most = LEAST_NAMES
+    while most <= num_names:
+        sizes = []
+        while names.num_names < most:
+            some = [rng.randbytes(16) for _ in range(LEAST_NAMES // 10)]
+            names.put(some, [(1, len(some))])
+            sizes.append((names.nbytes - empty_nbytes) / names.num_names)
+        row = {"names": most, "bytes a name, least": min(sizes), "most": max(sizes)}
+        rows.append(row)
+        most *= 2
+    return rows[1:]  # few names lie in tables of a least size
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
@@ -145,7 +165,9 @@ def main() -> None:
         command += ["--tiny"] if arguments.tiny else []
         rows += json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     print_table(rows)
-    finish("prefix_index", rows, goal=GOAL)
+    names = bytes_a_name(num_blocks)
+    print_table(names)
+    finish("prefix_index", rows, names=names, goal=GOAL)
 
 
 if __name__ == "__main__":

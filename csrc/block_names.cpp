@@ -1,21 +1,60 @@
-// The names of cached KV blocks, each with the number of a set of workers that have it. The twin is
-// `DictNames` of disagg/router/block_names.py, which is the specification; `CompiledNames` there
-// calls the plain C interface at the end. Needs no instruction set.
+// The names of cached KV blocks, each with the number of a set of workers that have it, and these
+// sets as masks. The twin is `DictNames` of disagg/router/block_names.py, which is the
+// specification; `CompiledNames` there calls the plain C interface at the end. Needs no instruction
+// set.
 //
 // 256 shards, so that growing and purging touch few names at a time. A shard keeps its entries in a
 // ring in order of arrival, so the oldest are found first, and finds them by open addressing with
 // linear probing. A slot is an entry's place plus one (24 bits) and 8 bits of its hash.
+//
+// Memory that the system refuses ends nothing: a shard that cannot grow forgets its oldest names.
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <new>
-#include <vector>
+#include <utility>
 
 namespace {
 
-constexpr uint32_t NUM_SHARDS = 256, NAME_NBYTES = 16, GROUP = 16;
+constexpr uint32_t NUM_SHARDS = 256, NAME_NBYTES = 16, GROUP = 16, WORD_BITS = 64;
 constexpr uint32_t PLACE_BITS = 24, PLACE_MASK = (1u << PLACE_BITS) - 1;
 constexpr uint32_t ASKED = 1u << 31, NOWHERE = ~0u, LEAST_ROOM = 8;
+
+// Of types that need no constructor; new items are zero.
+template <typename T>
+class Array {
+ public:
+  Array() = default;
+  Array(const Array&) = delete;
+  ~Array() { free(items_); }
+
+  // Returns false, and changes nothing, where there is no memory.
+  bool resize(size_t size) {
+    T* items = size ? static_cast<T*>(calloc(size, sizeof(T))) : nullptr;
+    if (size && !items) return false;
+    if (size && size_) memcpy(static_cast<void*>(items), items_, std::min(size, size_) * sizeof(T));
+    free(items_);
+    items_ = items;
+    size_ = size;
+    return true;
+  }
+
+  void swap(Array& other) {
+    std::swap(items_, other.items_);
+    std::swap(size_, other.size_);
+  }
+
+  T& operator[](size_t place) { return items_[place]; }
+  const T& operator[](size_t place) const { return items_[place]; }
+  size_t size() const { return size_; }
+  size_t nbytes() const { return size_ * sizeof(T); }
+
+ private:
+  T* items_ = nullptr;
+  size_t size_ = 0;
+};
 
 struct Entry {
   char name[NAME_NBYTES];
@@ -37,8 +76,8 @@ uint32_t shard_of(uint64_t hash) { return hash >> 56; }
 uint32_t tag_of(uint64_t hash) { return uint32_t(hash >> 48 & 0xFF) << PLACE_BITS; }
 
 struct Shard {
-  std::vector<Entry> ring;
-  std::vector<uint32_t> slots;
+  Array<Entry> ring;
+  Array<uint32_t> slots;
   uint32_t oldest = 0, num_used = 0, num_live = 0;  // used: with holes
 
   uint32_t home(uint64_t hash) const {
@@ -49,7 +88,7 @@ struct Shard {
 
   // The slot of a name; NOWHERE: it is not here.
   uint32_t find(const char* name, uint64_t hash) const {
-    if (slots.empty()) return NOWHERE;
+    if (!slots.size()) return NOWHERE;
     const uint32_t tag = tag_of(hash);
     for (uint32_t slot = home(hash); slots[slot]; slot = next(slot)) {
       const uint32_t held = slots[slot];
@@ -86,34 +125,33 @@ struct Shard {
     num_live--;
   }
 
-  // Entries in order, without holes, in a ring of so many places.
-  void move_to(uint32_t num_places) {
-    std::vector<Entry> moved;
-    moved.reserve(num_places);
+  // Entries in order, without holes, in a ring of so many places. Returns false, and changes
+  // nothing, where there is no memory.
+  bool move_to(uint32_t num_places) {
+    Array<Entry> moved;
+    Array<uint32_t> unlinked;
+    if (!moved.resize(num_places)) return false;
+    if (!unlinked.resize(num_places ? num_places + num_places / 3 + 1 : 0)) return false;
+    uint32_t num_moved = 0;
     for (uint32_t n = 0; n < num_used; n++) {
       const Entry& each = ring[(oldest + n) % ring.size()];
-      if (each.set) moved.push_back(each);
+      if (each.set) moved[num_moved++] = each;
     }
-    moved.resize(num_places);
     ring.swap(moved);
-    std::vector<uint32_t>(num_places ? num_places + num_places / 3 + 1 : 0, 0).swap(slots);
+    slots.swap(unlinked);
     oldest = 0;
     num_used = num_live;
     for (uint32_t place = 0; place < num_live; place++) link(hash_of(ring[place].name), place);
+    return true;
   }
 
   // Returns false where there is no place for one more.
   bool make_place() {
     const uint32_t room = ring.size();
     if (num_used < room) return true;
-    if (num_live >= room - room / 5) {
-      const uint32_t wanted = room + room / 4 > LEAST_ROOM ? room + room / 4 : LEAST_ROOM;
-      if (wanted >= PLACE_MASK) return false;
-      move_to(wanted);
-    } else {
-      move_to(room);
-    }
-    return num_used < ring.size();
+    if (num_live < room - room / 5) return move_to(room);  // there are holes enough
+    const uint32_t wanted = std::max(room + room / 4, LEAST_ROOM);
+    return wanted < PLACE_MASK && move_to(wanted);
   }
 
   void append(const char* name, uint64_t hash, uint32_t set) {
@@ -130,68 +168,116 @@ struct Shard {
     const uint32_t wanted = num_live + num_live / 4;
     move_to(num_live && wanted < LEAST_ROOM ? LEAST_ROOM : wanted);
   }
+};
 
-  size_t nbytes() const {
-    return ring.capacity() * sizeof(Entry) + slots.capacity() * sizeof(uint32_t);
-  }
+struct Set {
+  uint32_t num_names;
+  bool is_dead;
 };
 
 struct Names {
+  explicit Names(uint64_t max_names) : max_names(max_names) {}
+
+  const uint64_t max_names;
   Shard shards[NUM_SHARDS];
-  std::vector<uint32_t> counts;  // of names, by set
-  std::vector<uint8_t> is_dead;  // by set
+  Array<Set> sets;
+  Array<uint64_t> masks, held;  // by set; room for one mask
+  size_t num_words = 0;         // of a mask
   uint64_t num_names = 0, num_dead = 0;
   uint32_t hand = 0;  // the shard in which room is made next
 
-  void count(uint32_t set, int change) {
-    if (set >= counts.size()) {
-      counts.resize(set + set / 4 + 64);
-      is_dead.resize(counts.size());
-    }
-    counts[set] += change;
-    num_names += change;
-    if (is_dead[set]) num_dead += change;
+  const uint64_t* mask(uint32_t set) const { return &masks[set * num_words]; }
+
+  // Returns false, and changes nothing, where there is no memory.
+  bool make_sets(size_t num_sets, size_t num_words_each) {
+    Array<uint64_t> wider;
+    if (!wider.resize(num_sets * num_words_each) || !held.resize(num_words_each)) return false;
+    const size_t num_before = sets.size();
+    if (!sets.resize(num_sets)) return false;
+    for (size_t set = 0; num_words && set < num_before; set++)
+      memcpy(&wider[set * num_words_each], mask(set), num_words * sizeof(uint64_t));
+    masks.swap(wider);
+    num_words = num_words_each;
+    return true;
   }
 
-  void put(const char* name, uint32_t set) {
+  bool keep(uint32_t set, const char* mask, size_t nbytes) {
+    const size_t wanted = (nbytes + sizeof(uint64_t) - 1) / sizeof(uint64_t);
+    if (set >= sets.size() || wanted > num_words) {
+      const size_t num_sets = set < sets.size() ? sets.size() : set + set / 4 + 64;
+      if (!make_sets(num_sets, wanted > num_words ? wanted + wanted / 4 : num_words)) return false;
+    }
+    uint64_t* row = &masks[set * num_words];
+    memset(row, 0, num_words * sizeof(uint64_t));
+    memcpy(row, mask, nbytes);
+    return true;
+  }
+
+  void count(uint32_t set, int change) {
+    sets[set].num_names += change;
+    num_names += change;
+    if (sets[set].is_dead) num_dead += change;
+  }
+
+  // Returns how many names were evicted for it, itself included.
+  uint64_t put(const char* name, uint32_t set) {
     const uint64_t hash = hash_of(name);
     Shard& shard = shards[shard_of(hash)];
     const uint32_t slot = shard.find(name, hash);
     if (slot != NOWHERE) {
       Entry& entry = shard.entry(slot);
       count(entry.set & ~ASKED, -1);
-      if (!set) return shard.remove(slot);
+      if (!set) {
+        shard.remove(slot);
+        return 0;
+      }
       entry.set = set | (entry.set & ASKED);
-    } else {
-      if (!set || !shard.make_place()) return;
-      shard.append(name, hash, set);
+      count(set, 1);
+      return 0;
     }
+    if (!set) return 0;
+    uint64_t num_evicted = 0;
+    while (num_names && num_names >= max_names) {
+      num_evicted += evict_from(shards[hand]);
+      hand = (hand + 1) % NUM_SHARDS;
+    }
+    if (!shard.make_place()) num_evicted += evict_from(shard);
+    if (shard.num_used == shard.ring.size()) return num_evicted + 1;
+    shard.append(name, hash, set);
     count(set, 1);
+    return num_evicted;
   }
 
   // Removes the oldest 64th of a shard, but for names that were looked up: they become the newest.
-  void make_room_in(Shard& shard) {
+  // Names of dead sets go in any case, and are not counted.
+  uint64_t evict_from(Shard& shard) {
+    uint64_t num_evicted = 0;
     for (uint32_t left = (shard.num_live + 63) / 64; left && shard.num_live;) {
       const Entry oldest = shard.ring[shard.oldest];
       if (oldest.set) {
-        const uint64_t hash = hash_of(oldest.name);
-        shard.remove(shard.find(oldest.name, hash));
+        shard.remove(shard.find(oldest.name, hash_of(oldest.name)));
         left--;
       }
       shard.oldest = (shard.oldest + 1) % shard.ring.size();
       shard.num_used--;
-      if (oldest.set & ASKED)
-        shard.append(oldest.name, hash_of(oldest.name), oldest.set & ~ASKED);
-      else if (oldest.set)
-        count(oldest.set, -1);
+      if (!oldest.set) continue;
+      const uint32_t set = oldest.set & ~ASKED;
+      const bool is_dead = sets[set].is_dead;
+      if (oldest.set & ASKED && !is_dead) {
+        shard.append(oldest.name, hash_of(oldest.name), set);
+      } else {
+        count(set, -1);
+        num_evicted += !is_dead;
+      }
     }
+    return num_evicted;
   }
 
   void purge(Shard& shard) {
     for (uint32_t n = 0; n < shard.num_used; n++) {
       const Entry& each = shard.ring[(shard.oldest + n) % shard.ring.size()];
       const uint32_t set = each.set & ~ASKED;
-      if (!set || !is_dead[set]) continue;
+      if (!set || !sets[set].is_dead) continue;
       shard.remove(shard.find(each.name, hash_of(each.name)));
       count(set, -1);
     }
@@ -204,35 +290,66 @@ struct Names {
 template <typename Take>
 void look_up(Names* table, const char* names, int64_t num, Take take) {
   uint64_t hashes[GROUP];
+  Entry* entries[GROUP];
   for (int64_t begin = 0; begin < num; begin += GROUP) {
-    const int64_t size = num - begin < GROUP ? num - begin : GROUP;
+    const int64_t size = std::min<int64_t>(num - begin, GROUP);
     const char* group = names + begin * NAME_NBYTES;
     for (int64_t i = 0; i < size; i++) {
       hashes[i] = hash_of(group + i * NAME_NBYTES);
       const Shard& shard = table->shards[shard_of(hashes[i])];
-      if (!shard.slots.empty()) __builtin_prefetch(&shard.slots[shard.home(hashes[i])]);
+      if (shard.slots.size()) __builtin_prefetch(&shard.slots[shard.home(hashes[i])]);
     }
     for (int64_t i = 0; i < size; i++) {
       const Shard& shard = table->shards[shard_of(hashes[i])];
-      if (shard.slots.empty()) continue;
+      if (!shard.slots.size()) continue;
       const uint32_t held = shard.slots[shard.home(hashes[i])];
       if (held) __builtin_prefetch(&shard.ring[(held & PLACE_MASK) - 1]);
     }
     for (int64_t i = 0; i < size; i++) {
       Shard& shard = table->shards[shard_of(hashes[i])];
       const uint32_t slot = shard.find(group + i * NAME_NBYTES, hashes[i]);
-      if (!take(begin + i, slot == NOWHERE ? nullptr : &shard.entry(slot))) return;
+      entries[i] = slot == NOWHERE ? nullptr : &shard.entry(slot);
+      if (!entries[i]) continue;
+      const uint64_t* mask = table->mask(entries[i]->set & ~ASKED);
+      for (size_t word = 0; word < table->num_words; word += 8) __builtin_prefetch(mask + word);
     }
+    for (int64_t i = 0; i < size; i++)
+      if (!take(begin + i, entries[i])) return;
   }
 }
+
+// The workers that have all blocks so far, and how many blocks each of the others had.
+struct Holders {
+  uint64_t* held;
+  size_t num_words;
+  uint32_t *depths, *places;
+  int64_t num_places = 0;
+
+  // Those without the next block leave: without a mask, all. Returns whether any is left.
+  bool narrow(const uint64_t* mask, uint32_t num_blocks) {
+    uint64_t any = 0;
+    for (size_t word = 0; word < num_words; word++) {
+      const uint64_t left = mask ? held[word] & mask[word] : 0;
+      for (uint64_t gone = num_blocks ? held[word] ^ left : 0; gone; gone &= gone - 1) {
+        const uint32_t place = uint32_t(word * WORD_BITS) + __builtin_ctzll(gone);
+        depths[place] = num_blocks;
+        places[num_places++] = place;
+      }
+      any |= held[word] = left;
+    }
+    return any != 0;
+  }
+};
 
 }  // namespace
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED int disagg_block_names_version() { return 1; }
+EXPORTED int disagg_block_names_version() { return 2; }
 
-EXPORTED void* disagg_block_names_new() { return new (std::nothrow) Names(); }
+EXPORTED void* disagg_block_names_new(uint64_t max_names) {
+  return new (std::nothrow) Names(max_names);
+}
 
 EXPORTED void disagg_block_names_free(void* table) { delete static_cast<Names*>(table); }
 
@@ -243,21 +360,68 @@ EXPORTED uint64_t disagg_block_names_num(void* table) {
 
 EXPORTED uint64_t disagg_block_names_nbytes(void* table) {
   const Names* self = static_cast<Names*>(table);
-  uint64_t nbytes = sizeof(Names) + self->counts.capacity() * 5;
-  for (const Shard& shard : self->shards) nbytes += shard.nbytes();
+  uint64_t nbytes = sizeof(Names) + self->sets.nbytes() + self->masks.nbytes();
+  for (const Shard& shard : self->shards) nbytes += shard.ring.nbytes() + shard.slots.nbytes();
   return nbytes;
 }
 
+// Keeps which workers are in a set: a mask of so many bytes, the lowest bits first. Returns 0 where
+// there is no memory.
+EXPORTED int disagg_block_names_keep(void* table, uint32_t set, const char* mask, uint64_t nbytes) {
+  return static_cast<Names*>(table)->keep(set, mask, nbytes);
+}
+
+// How many leading names each worker of `alive`, a mask, has: depths by the place of its bit, which
+// come in as zeros. These names count as looked up. `places` of those that have the first name, by
+// their depth, the smallest first. Returns how many these are.
+EXPORTED int64_t disagg_block_names_match(
+    void* table, const char* names, int64_t num, const char* alive, uint64_t nbytes,
+    uint32_t* depths, uint32_t* places) {
+  Names* self = static_cast<Names*>(table);
+  if (!self->num_words) return 0;
+  Holders holders{&self->held[0], self->num_words, depths, places};
+  memset(holders.held, 0, self->held.nbytes());
+  memcpy(holders.held, alive, std::min<uint64_t>(nbytes, self->held.nbytes()));
+  uint32_t before = 0, num_found = 0;
+  look_up(self, names, num, [&](int64_t i, Entry* entry) {
+    if (!entry) return false;
+    const uint32_t set = entry->set & ~ASKED;
+    if (!(entry->set & ASKED)) entry->set |= ASKED;
+    if (set != before && !holders.narrow(self->mask(set), uint32_t(i))) return false;
+    before = set;
+    num_found = uint32_t(i + 1);
+    return true;
+  });
+  holders.narrow(nullptr, num_found);
+  return holders.num_places;
+}
+
+// Of what `match` found, up to `most` places whose bits are in the mask `among`, the deepest first.
+// Equal ones begin at `turn`, a fraction. Returns how many.
+EXPORTED int64_t disagg_block_names_deepest(
+    const uint32_t* depths, const uint32_t* places, int64_t num, const char* among, uint64_t nbytes,
+    double turn, int64_t most, uint32_t* found) {
+  int64_t num_found = 0;
+  for (int64_t end = num, begin; end > 0; end = begin) {
+    for (begin = end - 1; begin && depths[places[begin - 1]] == depths[places[end - 1]];) begin--;
+    const int64_t size = end - begin, first = int64_t(turn * size);
+    for (int64_t n = 0; n < size; n++) {
+      const uint32_t place = places[begin + (first + n) % size];
+      if (place / 8 >= nbytes || !(among[place / 8] >> place % 8 & 1)) continue;
+      if (num_found == most) return num_found;
+      found[num_found++] = place;
+    }
+  }
+  return num_found;
+}
+
 // The sets of names as runs of equal ones: sets[r] holds for the names before ends[r]; 0: they are
-// not here. With `asks` only the leading names that are here, which are marked as looked up. Returns
-// the number of runs.
+// not here. Returns the number of runs.
 EXPORTED int64_t disagg_block_names_runs(
-    void* table, const char* names, int64_t num, int asks, uint32_t* sets, uint32_t* ends) {
+    void* table, const char* names, int64_t num, uint32_t* sets, uint32_t* ends) {
   int64_t num_runs = 0;
   look_up(static_cast<Names*>(table), names, num, [&](int64_t i, Entry* entry) {
-    if (asks && !entry) return false;
     const uint32_t set = entry ? entry->set & ~ASKED : 0;
-    if (asks && !(entry->set & ASKED)) entry->set |= ASKED;
     if (!num_runs || sets[num_runs - 1] != set) sets[num_runs++] = set;
     ends[num_runs - 1] = uint32_t(i + 1);
     return true;
@@ -265,24 +429,14 @@ EXPORTED int64_t disagg_block_names_runs(
   return num_runs;
 }
 
-// Gives names their sets, as runs; 0: removes them. Returns the number of all names.
+// Gives names their sets, as runs; 0: removes them. Returns how many names were evicted for it.
 EXPORTED uint64_t disagg_block_names_put(
     void* table, const char* names, int64_t num_runs, const uint32_t* sets, const uint32_t* ends) {
   Names* self = static_cast<Names*>(table);
+  uint64_t num_evicted = 0;
   for (int64_t run = 0, i = 0; run < num_runs; run++)
-    for (; i < ends[run]; i++) self->put(names + i * NAME_NBYTES, sets[run]);
-  return self->num_names - self->num_dead;
-}
-
-// Evicts until there are at most so many names. Returns how many it has evicted.
-EXPORTED uint64_t disagg_block_names_make_room(void* table, uint64_t max_names) {
-  Names* self = static_cast<Names*>(table);
-  const uint64_t before = self->num_names;
-  while (self->num_names > max_names) {
-    self->make_room_in(self->shards[self->hand]);
-    self->hand = (self->hand + 1) % NUM_SHARDS;
-  }
-  return before - self->num_names;
+    for (; i < ends[run]; i++) num_evicted += self->put(names + i * NAME_NBYTES, sets[run]);
+  return num_evicted;
 }
 
 // How many names each of `num` sets from `first` on has.
@@ -290,16 +444,16 @@ EXPORTED void disagg_block_names_counts(
     void* table, uint32_t first, uint32_t num, uint32_t* counts) {
   const Names* self = static_cast<Names*>(table);
   for (uint32_t i = 0; i < num; i++)
-    counts[i] = first + i < self->counts.size() ? self->counts[first + i] : 0;
+    counts[i] = first + i < self->sets.size() ? self->sets[first + i].num_names : 0;
 }
 
 // Names with this set no longer count, and `purge` removes them; or they count again.
 EXPORTED void disagg_block_names_kill(void* table, uint32_t set, int is_dead) {
   Names* self = static_cast<Names*>(table);
-  self->count(set, 0);
-  if (self->is_dead[set] == is_dead) return;
-  self->is_dead[set] = is_dead;
-  self->num_dead += is_dead ? self->counts[set] : -uint64_t(self->counts[set]);
+  Set& its = self->sets[set];
+  if (its.is_dead == bool(is_dead)) return;
+  its.is_dead = is_dead;
+  self->num_dead += is_dead ? its.num_names : -uint64_t(its.num_names);
 }
 
 EXPORTED void disagg_block_names_purge(void* table, uint32_t shard) {

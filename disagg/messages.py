@@ -12,11 +12,11 @@ from outside (HTTP) has structs of its own in `api/openai/requests.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from disagg.blocks import BlockHash
+from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.errors import DisaggError, error_from_code
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.worker_status import HoldCounts as HoldCounts
@@ -191,6 +191,12 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return not (self.finish_reason is None and self.ticket is None and self.error is None)
 
 
+# A table of names takes them without looking at each (`router/block_names.py`).
+CachedName: TypeAlias = Annotated[
+    BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES)
+]
+
+
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """Blocks were cached on a worker, or evicted.
 
@@ -198,7 +204,7 @@ class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """
 
     kind: Literal["stored", "removed"]
-    block_hashes: tuple[BlockHash, ...] = ()
+    block_hashes: tuple[CachedName, ...] = ()
     tier: Literal["cache", "host"] = "cache"
 
 
@@ -349,7 +355,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     """Findable blocks of a worker as of `sequence_number`; step frames bring the others."""
 
     sequence_number: int
-    block_hashes: tuple[BlockHash, ...]
+    block_hashes: tuple[CachedName, ...]
     status: WorkerStatus
 
 

@@ -46,7 +46,7 @@ SAMPLING = Library(
 BLOCK_NAMES = Library(
     "block_names",
     Path(__file__).parent / "_block_names.so",
-    version=1,
+    version=2,
     needed=(),
     sentence="compiled",
 )

@@ -1,8 +1,8 @@
 """The names of cached KV blocks, each with the number of a set of workers, in little memory.
 
 `CompiledNames` (`csrc/block_names.cpp`) takes 25 to 40 bytes a name. `DictNames` is for
-installations without a compiler; it takes 110 to 180. What the sets are only `prefix_index` knows;
-set 0 is empty.
+installations without a compiler; it takes 110 to 180. Sets are masks, in which each worker has the
+bit that `prefix_index` gave it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.kernels.cpu_library import BLOCK_NAMES, find_library
@@ -24,16 +26,37 @@ _ASKED = 1  # the lowest bit of a value: it was looked up since it was last spar
 # A name with its header, as the allocator rounds it up, and the number of its set.
 _NAME_NBYTES = 64
 
-
 # The number of a set of workers, which is the same for several names in a row, and where in the
 # sequence of names they end.
 Run: TypeAlias = tuple[int, int]
 
 
-class BlockNames(Protocol):
-    """What the prefix index needs. Names that have not `HASH_NBYTES` bytes are never here."""
+class LeadingNames(NamedTuple):
+    """How many leading names of a sequence each worker has.
 
-    entry_nbytes: int  # of one name, at most
+    depths: by the place of the worker's bit.
+    places: of the workers that have the first name, those with the smallest depth first.
+    num_places: the rest of `places` says nothing.
+    """
+
+    depths: Sequence[int]
+    places: Sequence[int]
+    num_places: int
+
+
+class BlockNames(Protocol):
+    """What the prefix index needs: names of `HASH_NBYTES` bytes, and sets of workers by number.
+
+    Set 0 is empty. When there is room for no more names, the oldest are evicted, but those that
+    were looked up get a second chance (CLOCK, an approximation of LRU; Corbató, 1968).
+
+    Attributes:
+        ENTRY_NBYTES: of one name, at most.
+        max_names: room for so many, those of dead sets included.
+    """
+
+    ENTRY_NBYTES: int
+    max_names: int
 
     @property
     def num_names(self) -> int:
@@ -42,21 +65,33 @@ class BlockNames(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
-        """The sets of the leading names that are here, as runs: sets and ends.
+    def keep(self, number: int, mask: int) -> None:
+        """The set `number` has the workers of these bits from now on.
 
-        These names count as looked up.
+        Raises:
+            MemoryError: there is none; the set is what it was.
+        """
+
+    def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
+        """How many leading names each worker of `alive`, a mask, has.
+
+        The leading names that any of them has count as looked up.
+        """
+
+    def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:
+        """Places of up to `most` workers of the mask `among`, those with the largest depth first.
+
+        Args:
+            turn: from 0 to 1, where equal workers begin.
         """
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
         """The sets of all names."""
 
     def put(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
-        """Give names their sets; 0 removes them. Returns `num_names`."""
+        """Give names their sets, which are kept already; 0 removes them.
 
-    def make_room(self, max_names: int) -> int:
-        """Evict the oldest names until there are at most so many; those that were looked up get a
-        second chance (CLOCK, an approximation of LRU; Corbató, 1968). Returns how many it evicted.
+        Returns how many were evicted for it, without those of dead sets.
         """
 
     def counts(self, first: int, number: int) -> list[int]:
@@ -69,19 +104,21 @@ class BlockNames(Protocol):
         """Remove the names of dead sets from one of `NUM_SHARDS` shards."""
 
 
-def new_block_names() -> BlockNames:
+def new_block_names(max_nbytes: int) -> BlockNames:
     """The compiled ones where the installation has them."""
     library = find_library(BLOCK_NAMES).loaded
-    return DictNames() if library is None else CompiledNames(library)
+    return DictNames(max_nbytes) if library is None else CompiledNames(max_nbytes, library)
 
 
 class DictNames:
     """`BlockNames` as dicts."""
 
-    entry_nbytes = _NAME_NBYTES + 6 * 20  # a dict that has just grown has six places per name
+    ENTRY_NBYTES = _NAME_NBYTES + 6 * 20  # a dict that has just grown has six places per name
 
-    def __init__(self) -> None:
+    def __init__(self, max_nbytes: int) -> None:
+        self.max_names = max(1, max_nbytes // self.ENTRY_NBYTES)
         self._shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._masks: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._dead: set[int] = set()
         self._hand = 0  # the shard in which room is made next
@@ -95,51 +132,95 @@ class DictNames:
     def nbytes(self) -> int:
         return sum(map(sys.getsizeof, self._shards)) + _NAME_NBYTES * self._num_names
 
-    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
-        shards = self._shards
-        found: list[int] = []
+    def keep(self, number: int, mask: int) -> None:
+        self._masks[number] = mask
+
+    def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
+        depths, places = [0] * alive.bit_length(), []
+        held, num_found = alive, 0
+
+        def leave(gone: int) -> None:
+            while gone:
+                bit = gone & -gone
+                gone ^= bit
+                place = bit.bit_length() - 1
+                depths[place] = num_found
+                places.append(place)
+
         for name in names:
-            shard = shards[hash(name) >> 40 & 0xFF]
+            shard = self._shard_of(name)
             value = shard.get(name, 0)
             if not value:
                 break
-            if not value & _ASKED:
-                shard[name] = value | _ASKED
-            found.append(value >> 1)
-        return found, list(range(1, len(found) + 1))
+            shard[name] = value | _ASKED
+            left = held & self._masks[value >> 1]
+            if left != held and num_found:
+                leave(held ^ left)
+            held = left
+            if not held:
+                break
+            num_found += 1
+        if num_found:
+            leave(held)
+        return LeadingNames(depths, places, len(places))
+
+    def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:
+        depths, places, end = found
+        chosen: list[int] = []
+        while end and len(chosen) < most:
+            depth = depths[places[end - 1]]
+            begin = bisect_left(places, depth, hi=end, key=depths.__getitem__)
+            first = begin + int(turn * (end - begin))
+            equal = (*places[first:end], *places[begin:first])
+            chosen += [place for place in equal if among >> place & 1]
+            end = begin
+        return chosen[:most]
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
-        shards = self._shards
-        return _runs([shards[hash(name) >> 40 & 0xFF].get(name, 0) >> 1 for name in names])
+        runs: list[Run] = []
+        for end, name in enumerate(names, 1):
+            number = self._shard_of(name).get(name, 0) >> 1
+            if runs and runs[-1][0] == number:
+                runs[-1] = (number, end)
+            else:
+                runs.append((number, end))
+        return runs
 
     def put(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
-        begin = 0
+        begin = num_evicted = 0
         for number, end in runs:
             for name in names[begin:end]:
-                shard = self._shards[hash(name) >> 40 & 0xFF]
-                before = shard.get(name, 0)
-                if before:
-                    self._count(before >> 1, -1)
-                if number and len(name) == HASH_NBYTES:
-                    shard[name] = number << 1 | before & _ASKED
-                    self._count(number, 1)
-                elif before:
-                    del shard[name]
+                num_evicted += self._put(name, number)
             begin = end
-        return self.num_names
+        return num_evicted
 
-    def make_room(self, max_names: int) -> int:
-        before = self._num_names
-        while self._num_names > max_names:
-            shard = self._shards[self._hand]
-            self._hand = (self._hand + 1) % NUM_SHARDS
-            for name in list(islice(shard, math.ceil(len(shard) * EVICTED_AT_ONCE))):
-                value = shard.pop(name)
-                if value & _ASKED:
-                    shard[name] = value ^ _ASKED  # as the newest
-                else:
-                    self._count(value >> 1, -1)
-        return before - self._num_names
+    def _put(self, name: BlockHash, number: int) -> int:
+        shard, num_evicted = self._shard_of(name), 0
+        before = shard.get(name, 0)
+        if before:
+            self._count(before >> 1, -1)
+        elif number:
+            while self._num_names >= self.max_names:
+                num_evicted += self._evict_from(self._shards[self._hand])
+                self._hand = (self._hand + 1) % NUM_SHARDS
+        if number:
+            shard[name] = number << 1 | before & _ASKED
+            self._count(number, 1)
+        elif before:
+            del shard[name]
+        return num_evicted
+
+    def _evict_from(self, shard: dict[BlockHash, int]) -> int:
+        num_evicted = 0
+        for name in list(islice(shard, math.ceil(len(shard) * EVICTED_AT_ONCE))):
+            value = shard.pop(name)
+            is_dead = value >> 1 in self._dead
+            if value & _ASKED and not is_dead:
+                shard[name] = value ^ _ASKED  # as the newest
+            else:
+                self._count(value >> 1, -1)
+                num_evicted += not is_dead
+        return num_evicted
 
     def counts(self, first: int, number: int) -> list[int]:
         return [self._counts.get(each, 0) for each in range(first, first + number)]
@@ -158,6 +239,9 @@ class DictNames:
         if len(held) < num_before // 2:
             self._shards[shard] = dict(held.items())  # a dict never becomes smaller
 
+    def _shard_of(self, name: BlockHash) -> dict[BlockHash, int]:
+        return self._shards[hash(name) >> 40 & 0xFF]
+
     def _count(self, number: int, change: int) -> None:
         self._num_names += change
         count = self._counts.get(number, 0) + change
@@ -170,40 +254,49 @@ class DictNames:
 class CompiledNames:
     """`BlockNames` in a compiled hash table: 16 bytes of a name, 4 of its set, 5 to find it.
 
+    If the system refuses memory, names are evicted although there is room for more.
+
     Args:
         library: `cpu_library.BLOCK_NAMES`.
+
+    Raises:
+        MemoryError: there is none for an empty table.
     """
 
-    entry_nbytes = 40  # 25.4 a place, of which at least 64 % are taken
+    ENTRY_NBYTES = 40  # 25.4 a place, of which at least 64 % are taken
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, max_nbytes: int, library: ctypes.CDLL) -> None:
+        self.max_names = max(1, max_nbytes // self.ENTRY_NBYTES)
+        table, names = (c_void_p,), (c_void_p, c_char_p, c_int64)
+        mask, results = (c_char_p, c_uint64), (c_void_p, c_void_p)
         signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "num": (c_uint64, ()),
-            "nbytes": (c_uint64, ()),
-            "runs": (c_int64, (c_char_p, c_int64, c_int, c_void_p, c_void_p)),
-            "put": (c_uint64, (c_char_p, c_int64, c_void_p, c_void_p)),
-            "make_room": (c_uint64, (c_uint64,)),
-            "counts": (None, (c_uint32, c_uint32, c_void_p)),
-            "kill": (None, (c_uint32, c_int)),
-            "purge": (None, (c_uint32,)),
+            "num": (c_uint64, table),
+            "nbytes": (c_uint64, table),
+            "keep": (c_int, (*table, c_uint32, *mask)),
+            "match": (c_int64, (*names, *mask, *results)),
+            "deepest": (c_int64, (*results, c_int64, *mask, c_double, c_int64, c_void_p)),
+            "runs": (c_int64, (*names, *results)),
+            "put": (c_uint64, (*names, *results)),
+            "counts": (None, (*table, c_uint32, c_uint32, c_void_p)),
+            "kill": (None, (*table, c_uint32, c_int)),
+            "purge": (None, (*table, c_uint32)),
+            "new": (c_void_p, (c_uint64,)),
+            "free": (None, table),
         }
-        functions = {}
+        functions = SimpleNamespace()
         for name, (result, arguments) in signatures.items():
-            function = functions[name] = library[f"disagg_block_names_{name}"]
-            function.restype, function.argtypes = result, (c_void_p, *arguments)
+            function = library[f"disagg_block_names_{name}"]
+            function.restype, function.argtypes = result, arguments
+            setattr(functions, name, function)
         self._call = functions
-        new, self._free = library.disagg_block_names_new, library.disagg_block_names_free
-        new.restype, new.argtypes = c_void_p, ()
-        self._free.restype, self._free.argtypes = None, (c_void_p,)
-        self._table = new()
+        self._table = self._call.new(self.max_names)
         if not self._table:
             raise MemoryError("no memory for an empty prefix index")
-        self._runs, self._put = functions["runs"], functions["put"]
         self._reserve(1024)
 
     def __del__(self) -> None:
         if getattr(self, "_table", None):
-            self._free(self._table)
+            self._call.free(self._table)
 
     def _reserve(self, number: int) -> None:
         """Room for the results of a call about so many names."""
@@ -214,89 +307,72 @@ class CompiledNames:
 
     @property
     def num_names(self) -> int:
-        number: int = self._call["num"](self._table)
+        number: int = self._call.num(self._table)
         return number
 
     @property
     def nbytes(self) -> int:
-        number: int = self._call["nbytes"](self._table)
+        number: int = self._call.nbytes(self._table)
         return number
 
-    def leading(self, names: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
-        joined, number = b"".join(names), len(names)
-        if len(joined) != number * HASH_NBYTES:
-            number = next(i for i, name in enumerate(names) if len(name) != HASH_NBYTES)
-            return self.leading(names[:number])
-        found = self._runs_of(joined, number, asks=True)
-        return self._numbers[:found], self._ends[:found]
+    def keep(self, number: int, mask: int) -> None:
+        its = _bytes_of(mask)
+        if not self._call.keep(self._table, number, its, len(its)):
+            raise MemoryError("no memory for one more set of workers in the prefix index")
+
+    def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
+        mask, size = _bytes_of(alive), alive.bit_length()
+        depths: Any = (c_uint32 * size)()
+        places: Any = (c_uint32 * size)()
+        joined = _joined(names)
+        number = self._call.match(self._table, joined, len(names), mask, len(mask), depths, places)
+        return LeadingNames(depths, places, number)
+
+    def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:
+        chosen, mask = (c_uint32 * most)(), _bytes_of(among)
+        number = self._call.deepest(*found, mask, len(mask), turn, most, chosen)
+        return chosen[:number]
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
-        joined = b"".join(names)
-        if len(joined) != len(names) * HASH_NBYTES:
-            joined = b"".join(map(_of_right_size, names))
-        found = self._runs_of(joined, len(names), asks=False)
+        if len(names) > self._room:
+            self._reserve(len(names))
+        joined = _joined(names)
+        found = self._call.runs(self._table, joined, len(names), self._numbers_at, self._ends_at)
         numbers, ends = self._numbers, self._ends
         if found == 1:  # as in most events
             return [(numbers[0], ends[0])]
         return list(zip(numbers[:found], ends[:found], strict=True))
 
     def put(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
-        joined = b"".join(names)
-        if len(joined) != len(names) * HASH_NBYTES:
-            return self._put_good(names, runs)
-        if len(names) > self._room:
-            self._reserve(len(names))
+        if len(runs) > self._room:
+            self._reserve(len(runs))
         for place, (number, end) in enumerate(runs):
             self._numbers[place], self._ends[place] = number, end
-        count: int = self._put(self._table, joined, len(runs), self._numbers_at, self._ends_at)
-        return count
-
-    def _runs_of(self, joined: bytes, number: int, asks: bool) -> int:
-        """How many runs there are, in `_numbers` and `_ends`."""
-        if number > self._room:
-            self._reserve(number)
-        found: int = self._runs(self._table, joined, number, asks, self._numbers_at, self._ends_at)
-        return found
-
-    def _put_good(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
-        """`put` where some names have a wrong length."""
-        begin = 0
-        for number, end in runs:
-            good = [name for name in names[begin:end] if len(name) == HASH_NBYTES]
-            self.put(good, [(number, len(good))])
-            begin = end
-        return self.num_names
-
-    def make_room(self, max_names: int) -> int:
-        number: int = self._call["make_room"](self._table, max_names)
-        return number
+        num_evicted: int = self._call.put(
+            self._table, _joined(names), len(runs), self._numbers_at, self._ends_at
+        )
+        return num_evicted
 
     def counts(self, first: int, number: int) -> list[int]:
         if number > self._room:
             self._reserve(number)
-        self._call["counts"](self._table, first, number, self._numbers_at)
+        self._call.counts(self._table, first, number, self._numbers_at)
         return self._numbers[:number]
 
     def kill(self, number: int, is_dead: bool = True) -> None:
-        self._call["kill"](self._table, number, is_dead)
+        self._call.kill(self._table, number, is_dead)
 
     def purge(self, shard: int) -> None:
-        self._call["purge"](self._table, shard)
+        self._call.purge(self._table, shard)
 
 
-def _runs(numbers: Sequence[int]) -> list[Run]:
-    runs: list[Run] = []
-    for end, number in enumerate(numbers, 1):
-        if runs and runs[-1][0] == number:
-            runs[-1] = (number, end)
-        else:
-            runs.append((number, end))
-    return runs
+def _joined(names: Sequence[BlockHash]) -> bytes:
+    """Raises `ValueError` where the library would read beyond them."""
+    joined = b"".join(names)
+    if len(joined) != len(names) * HASH_NBYTES:
+        raise ValueError(f"names of blocks have {HASH_NBYTES} bytes each")
+    return joined
 
 
-def _of_right_size(name: BlockHash) -> BlockHash:
-    """A name of a wrong length is not here, and nor is the one that nobody has."""
-    return name if len(name) == HASH_NBYTES else _NOBODYS
-
-
-_NOBODYS = b"\xff" * HASH_NBYTES
+def _bytes_of(mask: int) -> bytes:
+    return mask.to_bytes(-(-mask.bit_length() // 8), "little")

@@ -4,22 +4,19 @@ Fed by each worker's snapshot and KV events. `match` may be out of date (a block
 before the request arrives); that costs time, never correctness.
 
 Names are kept with the number of a set (`block_names.py`), and each set once, as a bit mask of
-workers: many blocks are cached by the same ones. Bounded in blocks; when full, the oldest are
-evicted, except that those matched since get a second chance. A lost worker's bit is ignored at
-once; it is cleared from a few sets at a time while other workers report, and reused only after
-that. No call takes long.
+workers: many blocks are cached by the same ones. Bounded in blocks, those of lost workers included;
+when full, the oldest are evicted. A lost worker's bit is ignored at once; it is cleared from a few
+sets at a time while other workers report, and reused only after that. No call takes long.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice
-from operator import and_, not_
+from functools import partial
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
-from disagg.router.block_names import NUM_SHARDS, BlockNames, new_block_names
+from disagg.router.block_names import NUM_SHARDS, BlockNames, LeadingNames, new_block_names
 
 DEFAULT_NBYTES = 1 << 30  # of names
 SETS_AT_ONCE = 64  # looked at beside a report
@@ -38,12 +35,12 @@ class PrefixIndex:
     def __init__(
         self,
         max_nbytes: int = DEFAULT_NBYTES,
-        new_names: Callable[[], BlockNames] = new_block_names,
+        new_names: Callable[[int], BlockNames] = new_block_names,
     ) -> None:
-        self._new_names = new_names
+        self._new_names = partial(new_names, max_nbytes)
         self.num_evicted = 0
         self._clear()
-        self.max_num_blocks = max(1, max_nbytes // self._names.entry_nbytes)
+        self.max_num_blocks = self._names.max_names
 
     def _clear(self) -> None:
         self._names = self._new_names()
@@ -56,7 +53,7 @@ class PrefixIndex:
         self._sweeps_at = NUM_SETS_BEFORE_SWEEP
         self._is_sweeping = False
         self._bits: dict[str, int] = {}
-        self._workers: dict[int, str] = {}
+        self._workers: dict[int, str] = {}  # by the place of their bit
         self._alive = 0  # all bits of workers
         self._gone = 0  # bits of lost workers, which masks may still contain
         self._leaving = 0  # of these, those that this sweep clears
@@ -87,17 +84,15 @@ class PrefixIndex:
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """How many leading blocks each worker has cached, of workers that have at least one."""
-        return dict(self.find(block_hashes).longest())
+        workers, (depths, places, number) = self._workers, self._find(block_hashes)
+        return {workers[place]: depths[place] for place in places[:number]}
 
     def find(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The same for few workers of many."""
-        masks = self._masks
-        sets, ends = self._names.leading(block_hashes)
-        held = accumulate([masks[number] for number in sets], and_, initial=self._alive)
-        holders = list(islice(held, 1, None))
-        if holders and not holders[-1]:  # nobody has all of them
-            del holders[bisect_left(holders, True, key=not_) :]
-        return PrefixMatch(holders, ends, self._bits, self._workers)
+        return PrefixMatch(self._find(block_hashes), self._names, self._bits, self._workers)
+
+    def _find(self, block_hashes: Sequence[BlockHash]) -> LeadingNames:
+        return self._names.match(block_hashes, self._alive)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker has exactly these blocks cached."""
@@ -105,7 +100,7 @@ class PrefixIndex:
         self._sweep()
         bit = self._free_bits.pop() if self._free_bits else self._new_bit()
         self._bits[worker_id] = bit
-        self._workers[bit] = worker_id
+        self._workers[bit.bit_length() - 1] = worker_id
         self._alive |= bit
         self._stored(bit, tuple(block_hashes))
 
@@ -124,7 +119,7 @@ class PrefixIndex:
         """Forget a lost worker."""
         bit = self._bits.pop(worker_id, 0)
         if bit:
-            del self._workers[bit]
+            del self._workers[bit.bit_length() - 1]
             self._alive &= ~bit
             self._gone |= bit
             if not self._alive:
@@ -143,8 +138,8 @@ class PrefixIndex:
             if not mask & bit:
                 runs[place] = self._set_of(mask & alive | bit), end
                 is_changed = True
-        if is_changed and self._names.put(block_hashes, runs) > self.max_num_blocks:
-            self.num_evicted += self._names.make_room(self.max_num_blocks)
+        if is_changed:
+            self.num_evicted += self._names.put(block_hashes, runs)
 
     def _removed(self, bit: int, block_hashes: Sequence[BlockHash]) -> None:
         masks, others, is_changed = self._masks, self._alive & ~bit, False
@@ -161,11 +156,11 @@ class PrefixIndex:
         """The number of the set of these workers."""
         number = self._sets.get(mask)
         if number is None:
+            number = self._free_sets[-1] if self._free_sets else len(self._masks)
+            self._names.keep(number, mask)
             if self._free_sets:
-                number = self._free_sets.pop()
-                self._masks[number] = mask
+                self._masks[self._free_sets.pop()] = mask
             else:
-                number = len(self._masks)
                 self._masks.append(mask)
             self._sets[mask] = number
         return number
@@ -198,6 +193,7 @@ class PrefixIndex:
         if self._sets.get(mask) == number:
             del self._sets[mask]
         self._masks[number] = left if num_names else 0
+        self._names.keep(number, self._masks[number])
         if not num_names:
             self._free_sets.append(number)
         elif left:
@@ -227,58 +223,35 @@ class PrefixMatch:
     """How many leading blocks of one prompt workers hold, until the index changes.
 
     Args:
-        holders: the bits of those that hold the first blocks, for growing numbers of blocks
-        ends: these numbers: `holders[i]` hold `ends[i]` leading blocks; perhaps more of them
         bits, workers: of the index.
     """
 
     def __init__(
         self,
-        holders: Sequence[int],
-        ends: Sequence[int],
+        found: LeadingNames,
+        names: BlockNames,
         bits: Mapping[str, int],
         workers: Mapping[int, str],
     ) -> None:
-        self._holders = holders
-        self._ends = ends
+        self._found = found
+        self._names = names
         self._bits = bits
         self._workers = workers
 
     def num_blocks(self, worker_id: str) -> int:
-        bit, holders = self._bits.get(worker_id, 0), self._holders
-        least, most = 0, len(holders)
-        while least < most:  # faster than `bisect` with a key
-            middle = (least + most) // 2
-            if holders[middle] & bit:
-                least = middle + 1
-            else:
-                most = middle
-        return self._ends[least - 1] if least else 0
+        bit = self._bits.get(worker_id, 0)
+        return self._found.depths[bit.bit_length() - 1] if bit else 0
 
-    def longest(self, turn: float = 0.0, among: int = -1) -> Iterator[tuple[str, int]]:
-        """Each worker that holds the first block, and how many it holds; most come first.
+    def longest(self, most: int, among: int, turn: float) -> list[tuple[str, int]]:
+        """Up to `most` workers that hold the first block, and how many they hold; most come first.
 
         Args:
-            turn: from 0 to 1, where equal workers begin, for callers that take only the first few
-            among: `PrefixIndex.bit` of the workers to name
+            among: `PrefixIndex.bit` of the workers to name.
+            turn: from 0 to 1, where equal workers begin.
         """
-        holders, workers = self._holders, self._workers
-        place, before = len(holders), 0
-        while place:
-            mask = holders[place - 1] & among
-            new, num_blocks = mask ^ before, self._ends[place - 1]
-            if new in workers:  # it is one, as in most cases
-                yield workers[new], num_blocks
-            elif new:
-                shift = int(turn * new.bit_length())
-                late = new & ((1 << shift) - 1)
-                for bit in chain(_bits_of(new ^ late), _bits_of(late)):
-                    yield workers[bit], num_blocks
-            before = mask
-            place -= 1
-            if place and holders[place - 1] & among == mask:
-                # The bits of fewer workers are a smaller number, so the masks are in order.
-                place = bisect_left(holders, -mask, hi=place, key=lambda held: -(held & among))
+        workers, depths = self._workers, self._found.depths
+        places = self._names.deepest(self._found, among, turn, most)
+        return [(workers[place], depths[place]) for place in places]
 
 
 def _bits_of(mask: int) -> Iterator[int]:

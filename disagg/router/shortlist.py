@@ -266,8 +266,8 @@ class _Some:
     def _hits(self, pool: WorkerPool) -> Mapping[str, int]:
         """Leading tokens by worker, of those with most of the prompt; most come first."""
         hits: dict[str, int] = {}
-        longest = self._found.longest(self._rng.random(), pool.index_bits)
-        for name, num_blocks in islice(longest, NUM_HITS_SEEN):
+        longest = self._found.longest(NUM_HITS_SEEN, pool.index_bits, self._rng.random())
+        for name, num_blocks in longest:
             self.held[name] = num_blocks * self._block_size
             hits.setdefault(worker_of(name), self.held[name])
         for name in self._exclude:

@@ -75,6 +75,8 @@ def test_named_benches_run_one_after_another() -> None:
     whole, changed = results["scale"]["rows"][:2]
     assert 0 < changed["bytes"] < 0.2 * whole["bytes"]
     assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
+    names = results["prefix_index"]["names"]
+    assert names and all(20 < row["bytes a name, least"] <= row["most"] for row in names)
     stored = {row["KV"]: row["bytes/token"] for row in results["kv_formats"]["rows"]}
     assert stored["int8"] == stored["fp8"] < 0.57 * stored["bfloat16"]  # scales of 32 values
     assert stored["int4"] < 0.57 * stored["int8"]

@@ -142,8 +142,9 @@ async def test_a_worker_that_cannot_be_trusted_is_refused(worker: RawWorker, rea
         (HEADER.pack((64 << 20) + 1), "announced"),
         (frame(b"\xc1"), "cannot be understood"),
         (frame(encode(Challenge(WIRE_VERSION, b"again"))), "after the handshake"),
+        (frame(encode(StepFrame(1, (), (KVEvent("stored", (b"short",)),)))), "length >= 16"),
     ],
-    ids=["oversize", "not msgpack", "wrong time"],
+    ids=["oversize", "not msgpack", "wrong time", "no name of a block"],
 )
 async def test_a_worker_that_speaks_wrongly_is_left(raw: bytes, reason: str) -> None:
     observer = RecordingObserver()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import pytest
@@ -21,15 +22,15 @@ NAMES = [bytes([i]) * 16 for i in range(12)]
 WORKERS = ["a", "b", "c"]
 
 name_lists = st.lists(st.sampled_from(NAMES), max_size=6).map(tuple)
-NewNames: TypeAlias = Callable[[], BlockNames]
+NewNames: TypeAlias = Callable[[int], BlockNames]  # for so many bytes
+NUM_BOUNDED = 20_000
 
 
 @pytest.fixture(scope="module", params=["dicts", "compiled"] if can_compile() else ["dicts"])
 def new_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewNames:
     if request.param == "dicts":
         return DictNames
-    library = compiled_block_names(tmp_path_factory.mktemp("built"))
-    return lambda: CompiledNames(library)
+    return partial(CompiledNames, library=compiled_block_names(tmp_path_factory.mktemp("built")))
 
 
 changes = st.one_of(
@@ -105,23 +106,26 @@ def test_of_some_workers_it_names_those_that_hold_most_first(
     for worker_id, num_blocks in held.items():
         index.snapshot(worker_id, NAMES[:num_blocks])
     bits = sum(index.bit(worker_id) for worker_id in among)
-    found = [*index.find(NAMES).longest(turn, bits)]
+    found = index.find(NAMES).longest(8, bits, turn)
     assert dict(found) == {name: depth for name, depth in held.items() if name in among and depth}
     assert [depth for _, depth in found] == sorted((depth for _, depth in found), reverse=True)
+    few = index.find(NAMES).longest(2, bits, turn)
+    assert [depth for _, depth in few] == [depth for _, depth in found[:2]]
 
 
-def spread(runs: tuple[list[int], list[int]]) -> list[int]:
-    """The set of each name."""
-    begins = [0, *runs[1]]
-    return [
-        n
-        for n, begin, end in zip(runs[0], begins, runs[1], strict=False)
-        for _ in range(begin, end)
-    ]
+def test_where_equal_workers_begin_is_drawn(new_names: NewNames) -> None:
+    index = PrefixIndex(new_names=new_names)
+    for worker_id in "abcd":
+        index.snapshot(worker_id, NAMES)
+    among = sum(index.bit(worker_id) for worker_id in "abcd")
+    firsts = [index.find(NAMES).longest(1, among, turn)[0][0] for turn in (0.0, 0.3, 0.6, 0.9)]
+    assert sorted(firsts) == [*"abcd"]
 
 
 def bounded(new_names: NewNames) -> PrefixIndex:
-    return PrefixIndex(20_000 * new_names().entry_nbytes, new_names)
+    index = PrefixIndex(NUM_BOUNDED * new_names(0).ENTRY_NBYTES, new_names)
+    assert index.max_num_blocks == NUM_BOUNDED
+    return index
 
 
 def random_names(rng: random.Random, num_names: int) -> list[BlockHash]:
@@ -152,7 +156,7 @@ def test_what_was_asked_for_leaves_after_what_was_not(new_names: NewNames) -> No
 
 
 def test_its_bytes_are_bounded_under_new_prefixes_for_ever(new_names: NewNames) -> None:
-    max_nbytes = 20_000 * new_names().entry_nbytes
+    max_nbytes = NUM_BOUNDED * new_names(0).ENTRY_NBYTES
     index, rng = bounded(new_names), random.Random(2)
     before = index.nbytes
     index.snapshot("a", ())
@@ -247,15 +251,19 @@ def test_sets_of_workers_that_no_block_has_any_more_are_forgotten(new_names: New
     assert index.num_sets < 2 * NUM_SETS_BEFORE_SWEEP
 
 
-def test_names_of_a_wrong_length_are_not_known(new_names: NewNames) -> None:
-    """A damaged message must not shift the names behind it."""
-    index = PrefixIndex(new_names=new_names)
-    index.snapshot("a", [*NAMES[:2], b"short", b"", *NAMES[2:4]])
-    assert index.num_blocks == 4
-    assert index.match(NAMES) == {"a": 4}
-    assert index.match([NAMES[0], b"short", NAMES[1]]) == {"a": 1}
-    index.apply("a", [KVEvent("removed", (b"short", NAMES[1]))])
-    assert index.match(NAMES) == {"a": 1}
+def test_names_of_lost_workers_count_until_they_are_gone(new_names: NewNames) -> None:
+    """Else the index would have twice the memory while they are purged."""
+    index, rng = bounded(new_names), random.Random(10)
+    before = index.nbytes
+    index.snapshot("stays", ())
+    index.snapshot("leaves", random_names(rng, NUM_BOUNDED))
+    index.drop("leaves")
+    report(index, ["stays"], 3)
+    assert index.num_blocks == 0  # they count no more, and most are still there
+    index.apply("stays", [KVEvent("stored", tuple(random_names(rng, NUM_BOUNDED)))])
+    assert index.nbytes <= before + NUM_BOUNDED * new_names(0).ENTRY_NBYTES
+    assert index.num_blocks + index.num_evicted == NUM_BOUNDED
+    assert index.num_evicted < 0.1 * NUM_BOUNDED
 
 
 def test_it_counts_what_it_forgets_for_want_of_room(new_names: NewNames) -> None:
@@ -264,31 +272,3 @@ def test_it_counts_what_it_forgets_for_want_of_room(new_names: NewNames) -> None
     assert (index.num_blocks, index.num_evicted) == (20_000, 0)
     index.apply("a", [KVEvent("stored", tuple(random_names(rng, 100)))])
     assert index.num_evicted == 20_100 - index.num_blocks > 0
-
-
-def test_a_compiled_name_takes_at_most_64_bytes() -> None:
-    assert CompiledNames.entry_nbytes <= 64
-
-
-def test_both_kinds_of_names_agree(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not can_compile():
-        return
-    compiled = CompiledNames(compiled_block_names(tmp_path_factory.mktemp("built")))
-    dicts, rng = DictNames(), random.Random(9)
-    names = random_names(rng, 300)
-    for turn in range(2000):
-        some = rng.choices(names, k=rng.randrange(1, 40))
-        if rng.random() < 0.5:
-            runs = [(rng.randrange(6), end) for end in range(1, len(some) + 1)]
-            assert compiled.put(some, runs) == dicts.put(some, runs)
-        else:
-            assert spread(compiled.leading(some)) == spread(dicts.leading(some))
-            assert compiled.sets_of(some) == dicts.sets_of(some)
-        if turn % 50 == 0:
-            number, is_dead = rng.randrange(1, 6), rng.random() < 0.5
-            for each in (compiled, dicts):
-                each.kill(number, is_dead)
-                for shard in range(NUM_SHARDS):
-                    each.purge(shard)
-        assert compiled.counts(0, 6) == dicts.counts(0, 6)
-        assert compiled.num_names == dicts.num_names
