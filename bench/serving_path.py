@@ -1,13 +1,16 @@
 """What serving costs beside the engine: CPU time of every process on a token's way.
 
     python -m bench.serving_path [--streams 32 128 256] [--rounds 3] [--window 6] [--tiny]
+    python -m bench.serving_path --haproxy-only --streams 64 256 --before COMMIT
 
 The real application on Ray Serve (ingress, router, links, worker, scheduler) with a model that
 only keeps time: 50 tokens/s for each stream. Beside it, in the same cluster and taking turns, a
-plain Serve application of the same shape, whose ingress reads the worker through a handle. `long`:
-streams that last for the whole measurement; `128`: one request of 128 tokens after the other, the
-cost of requests included. CPU is utime + stime from /proc in microseconds for each token that
-arrived at the clients, who are not counted. TARGET_US is the goal for ours behind HAProxy.
+plain Serve application of the same shape, whose ingress reads the worker through a handle. With
+`--before` also the application of an older commit of this repository, in a cluster of its own that
+takes turns too. `long`: streams that last for the whole measurement; `128` and `1`: one request of
+so many tokens after the other, the cost of requests included. CPU is utime + stime from /proc in
+microseconds for each token that arrived at the clients, who are not counted. TARGET_US is the goal
+for ours behind HAProxy.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Way:
-    """One of the two applications: how to ask it, and which processes serve it."""
+    """An application: how to ask it, and which processes serve it."""
 
     name: str
     path: str
@@ -82,7 +86,24 @@ class Cluster:
 
 
 @contextmanager
-def cluster(haproxy: bool) -> Iterator[Cluster]:
+def checked_out(commit: str) -> Iterator[Path]:
+    """The repository's files as of `commit`."""
+    with tempfile.TemporaryDirectory(prefix="bench-before-") as directory:
+        files = Path(directory) / "files"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(files), commit], check=True)
+        try:
+            yield files
+        finally:
+            subprocess.run([*git, "remove", "--force", str(files)], check=True)
+
+
+@contextmanager
+def cluster(haproxy: bool, root: Path = ROOT) -> Iterator[Cluster]:
+    """
+    Args:
+        root: of the files that it runs.
+    """
     port = free_port()
     flags = ["--port", str(port), *(["--haproxy"] if haproxy else [])]
     process = subprocess.Popen(
@@ -90,8 +111,8 @@ def cluster(haproxy: bool) -> Iterator[Cluster]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -133,11 +154,12 @@ async def measure(
     await asyncio.sleep(SETTLE_S)
     parts = where.processes_of(way)
     before = {part: cpu_s(processes) for part, processes in parts.items()}
-    engine_s, tokens = engine_thread_s(parts["worker"]), clients.num_tokens
+    engine_s = engine_thread_s(parts["worker"])
+    tokens, requests = clients.num_tokens, clients.num_ended
     own_s, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(window_s)
     clients.check()
-    num = clients.num_tokens - tokens
+    num, num_ended = clients.num_tokens - tokens, clients.num_ended - requests
     seconds = time.perf_counter() - began_s
     spent = {part: cpu_s(processes) - before[part] for part, processes in parts.items()}
     spent["engine thread"] = engine_thread_s(parts["worker"]) - engine_s
@@ -147,22 +169,37 @@ async def measure(
     figures = {part: 1e6 * each / max(num, 1) for part, each in spent.items()}
     figures["sum"] = figures["proxy"] + figures["ingress"] + figures["worker"]
     figures["tokens/s"] = num / seconds
+    figures["requests/s"] = num_ended / seconds
     figures["of ideal"] = num / seconds * STEP_S / num_streams
     figures["first token ms"] = 1e3 * statistics.median(clients.first_token_s)
     return figures
 
 
 def measure_mode(
-    haproxy: bool, streams: list[int], lengths: list[int], rounds: int, window_s: float
+    haproxy: bool,
+    streams: list[int],
+    lengths: list[int],
+    rounds: int,
+    window_s: float,
+    older: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each application, number of streams and length; medians of `rounds`."""
+    """A row for each application, number of streams and length; medians of `rounds`.
+
+    Args:
+        older: the files of an older commit, which take turns.
+    """
     rows = []
-    with cluster(haproxy) as where:
+    with ExitStack() as clusters:
+        now = clusters.enter_context(cluster(haproxy))
+        contenders = [(now, way) for way in WAYS]
+        if older is not None:
+            then = clusters.enter_context(cluster(haproxy, older))
+            contenders.append((then, replace(WAYS[0], name="before")))
         for num_streams in streams:
             for num_tokens in lengths:
-                taken: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
+                taken: dict[str, list[dict[str, float]]] = {way.name: [] for _, way in contenders}
                 for _ in range(rounds):
-                    for way in WAYS:
+                    for where, way in contenders:
                         figures = measure(where, way, num_streams, num_tokens, window_s)
                         taken[way.name].append(asyncio.run(figures))
                 for name, turns in taken.items():
@@ -185,13 +222,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--window", type=float, default=6.0, help="seconds of one measurement")
     parser.add_argument("--haproxy-only", action="store_true")
+    parser.add_argument("--before", metavar="COMMIT", help="measured beside, behind HAProxy")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, without HAProxy")
     arguments = parser.parse_args()
     if arguments.tiny:
         rows = measure_mode(False, [4], [16], 1, 1.0)
     else:
-        lengths = [LONG, 128]
-        rows = measure_mode(True, arguments.streams, lengths, arguments.rounds, arguments.window)
+        with ExitStack() as files:
+            older = files.enter_context(checked_out(arguments.before)) if arguments.before else None
+            lengths, rounds, window_s = [LONG, 128, 1], arguments.rounds, arguments.window
+            rows = measure_mode(True, arguments.streams, lengths, rounds, window_s, older)
         if not arguments.haproxy_only:
             rows += measure_mode(False, arguments.streams[:1], [LONG], 1, arguments.window)
     print_table(rows)

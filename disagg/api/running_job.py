@@ -179,15 +179,15 @@ class Answer:
     def _read(self, piece: ChoiceDelta, reader: AnswerReader, text: str) -> None:
         """Parse the text of one token."""
         was_reasoning = reader.is_reasoning
-        reasoning, said, calls = reader.push(text)
+        read = reader.push(text)
         if was_reasoning and reader.is_reasoning:  # not the mark that ends it
             piece.num_reasoning_tokens += 1
-        if reasoning and self._include_reasoning:
-            piece.reasoning += reasoning
-        if said:
-            piece.text += said
-        if calls:
-            piece.calls += calls
+        if read.reasoning and self._include_reasoning:
+            piece.reasoning += read.reasoning
+        if read.text:
+            piece.text += read.text
+        if read.calls:
+            piece.calls += read.calls
 
     def _end(self, piece: ChoiceDelta) -> None:
         """The text that was still held back."""
@@ -201,11 +201,11 @@ class Answer:
             piece.text += rest
             return
         is_cut = piece.finish_reason != "stop"
-        reasoning, said, calls = reader.push(rest, is_end=True, is_cut=is_cut)
+        read = reader.push(rest, is_end=True, is_cut=is_cut)
         if self._include_reasoning:
-            piece.reasoning += reasoning
-        piece.text += said
-        piece.calls += calls
+            piece.reasoning += read.reasoning
+        piece.text += read.text
+        piece.calls += read.calls
         if reader.has_called and piece.finish_reason == "stop":
             piece.finish_reason = "tool_calls"
 

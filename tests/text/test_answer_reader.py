@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.text.answer_delta import CallDelta
+from disagg.text.answer_delta import AnswerDelta, CallDelta
 from disagg.text.answer_reader import AnswerReader, AnswerSyntax, read_arguments_of
 from disagg.text.reasoning import reasoning_format_of
 from disagg.text.tool_parsers.registry import NAMES
@@ -108,7 +108,7 @@ def test_what_is_reasoning_is_known_after_each_token() -> None:
     assert reader.is_reasoning
     reader.push("So", is_end=False)
     assert reader.is_reasoning
-    assert reader.push("</think>", is_end=False) == ("", "", [])
+    assert reader.push("</think>", is_end=False) == AnswerDelta("", "", [])
     assert not reader.is_reasoning
 
 
@@ -134,7 +134,7 @@ def test_one_call_is_all_where_one_is_wanted() -> None:
     reader = AnswerReader(syntax_of("hermes", parallel=False), "answer")
     delta = reader.push(f"{CALL}{CALL} and more", is_end=False)
     assert delta.text == "" and len(delta.calls) == 1 and reader.is_done
-    assert reader.push(f" {CALL}", is_end=True) == ("", "", [])
+    assert reader.push(f" {CALL}", is_end=True) == AnswerDelta("", "", [])
     unclosed = AnswerReader(syntax_of("qwen3_coder", parallel=False), "answer")
     delta = unclosed.push("<function=rest> and more <function=rest>", is_end=False)
     assert delta.text == "" and unclosed.is_done

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import msgspec
@@ -147,7 +148,7 @@ class ChatFrames(OpenAIFrames):
         if not (piece.reasoning or piece.calls):
             return self._text(piece.text)
         if not (piece.reasoning or piece.text):
-            return b"{%b}" % _call_deltas(piece.calls)
+            return b"{" + _call_deltas(piece.calls) + b"}"
         parts = []
         if piece.reasoning:
             reasoning = _to_json(piece.reasoning)
@@ -194,7 +195,8 @@ class CompletionFrames(OpenAIFrames):
 
 
 def _call_deltas(calls: Sequence[CallDelta]) -> bytes:
-    return b'"tool_calls":[%b]' % b",".join(map(_call_delta, calls))
+    said = _call_delta(calls[0]) if len(calls) == 1 else b",".join(map(_call_delta, calls))
+    return b'"tool_calls":[' + said + b"]"
 
 
 def _call_delta(call: CallDelta) -> bytes:
@@ -202,4 +204,9 @@ def _call_delta(call: CallDelta) -> bytes:
     if call.name:
         function = FunctionDelta(call.arguments, call.name)
         return _to_json(ToolCallDelta(call.number, function, call.id, "function"))
-    return b'{"index":%d,"function":{"arguments":%b}}' % (call.number, _to_json(call.arguments))
+    return _before_arguments(call.number) + _to_json(call.arguments) + b"}}"
+
+
+@lru_cache(maxsize=64)
+def _before_arguments(number: int) -> bytes:
+    return b'{"index":%d,"function":{"arguments":' % number
