@@ -17,6 +17,7 @@ import psutil
 
 from bench.peers.children import NotRunning, below, last_words, reap, resident_mb
 from bench.peers.environments import ROOT, VLLM_VARIABLES, NotInstalled, python_of
+from disagg.app.build import WORKER_ENVIRONMENT
 
 ANSWER_TIMEOUT_S = 600.0  # what a peer compiles when it starts included
 
@@ -34,8 +35,8 @@ class Engine:
 OURS = "disagg"
 AUTO = "disagg auto"  # as ours starts without flags
 ENGINES = {
-    OURS: Engine("disagg"),
-    AUTO: Engine("disagg", ("auto",)),
+    OURS: Engine("disagg", variables=WORKER_ENVIRONMENT),
+    AUTO: Engine("disagg", ("auto",), variables=WORKER_ENVIRONMENT),
     "openvino": Engine("openvino", environment="openvino"),
     "vllm": Engine("vllm", environment="vllm", variables=VLLM_VARIABLES),
     "llama.cpp": Engine("llama_cpp", environment="llama-cpp"),
