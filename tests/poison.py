@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ class PoisonCount:
 def poison_new_blocks(monkeypatch: pytest.MonkeyPatch) -> PoisonCount:
     """Until `monkeypatch` is undone."""
     count = PoisonCount()
-    seen: WeakKeyDictionary[Engine, list[int]] = WeakKeyDictionary()
+    seen: WeakKeyDictionary[Engine, npt.NDArray[np.uint64]] = WeakKeyDictionary()
     give_up, forward = Engine._give_up_evicted, Decoder.forward
 
     def give_up_and_poison(engine: Engine) -> None:
@@ -36,12 +38,10 @@ def poison_new_blocks(monkeypatch: pytest.MonkeyPatch) -> PoisonCount:
         give_up(engine)
         if not isinstance(engine.runner, ModelRunner):
             return
-        generations = list(engine.pool.generations)
-        before = seen.get(engine, [0] * len(generations))
-        new = [
-            i for i, pair in enumerate(zip(before, generations, strict=True)) if len({*pair}) > 1
-        ]
-        if new:
+        # A copy: the pool counts on in place.
+        generations = np.array(engine.pool.generations, np.uint64)
+        (new,) = np.nonzero(generations != seen.get(engine, 0))
+        if len(new):
             engine.runner.kv_cache.slab.view(torch.uint8)[new] = NAN_BYTE
             count.num_blocks += len(new)
             seen[engine] = generations

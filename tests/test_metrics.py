@@ -92,7 +92,7 @@ async def test_a_request_is_counted_on_its_whole_way(client: httpx.AsyncClient) 
     assert total(pulls, outcome="ok") >= 1 and total(pulls) == total(pulls, outcome="ok")
     num_blocks = -(-usage["prompt_tokens"] // 16)
     block_nbytes = total(shown["disagg_worker_kv_pull_bytes"]) / num_blocks
-    assert block_nbytes > 0 and block_nbytes % (2 * 6 * 2 * 16 * 16 * 4) == 0, "keys and values"
+    assert block_nbytes > 0 and block_nbytes % (2 * 2 * 2 * 16 * 16 * 4) == 0, "keys and values"
     assert total(shown["disagg_worker_kv_holds_ended"], outcome="released") >= 1
     tokens = {"tenant": "default", "model_name": "tiny"}
     assert total(shown["disagg_prompt_tokens"], **tokens) == usage["prompt_tokens"]

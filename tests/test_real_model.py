@@ -7,6 +7,7 @@ installed for the tests; PyPI is asked where it is not.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ from transformers.initialization import no_init_weights
 from disagg.config_checks import parse_config
 from disagg.local import running
 from disagg.models.fetched import cached_file, fetch
+from disagg.time_model import DEFAULT_COEFFICIENTS, StepTimeModel
+from disagg.worker import parts
 
 NAME = "smollm2"
 LONG = (
@@ -52,7 +55,7 @@ def _widened(file: Path) -> Any:
         model = transformers.LlamaForCausalLM(config).eval()
     model.tie_weights()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stored = {each.name: each for each in gguf.GGUFReader(file).tensors}
+    stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             theirs = names.get_name(name, try_suffixes=(".weight",))
@@ -66,6 +69,16 @@ def _widened(file: Path) -> Any:
             parameter.copy_(torch.from_numpy(values.copy()))
     assert not stored
     return model
+
+
+@pytest.fixture(autouse=True)
+def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take seconds of each test: transformers parses the file anew for each part of it,
+    and a worker computes prompts to measure its steps. Here they seem slow, so that short prompts
+    too are computed by the prefill worker."""
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    slow = StepTimeModel(tuple(100 * each for each in DEFAULT_COEFFICIENTS))
+    monkeypatch.setattr(parts, "first_steps", lambda engine, timer, prior: slow)
 
 
 @pytest.fixture
@@ -94,7 +107,12 @@ def _expected(file: Path) -> dict[str, tuple[int, str]]:
 @asynccontextmanager
 async def _served(**engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     """By a prefill and a decode worker; KV has come from the first one when this ends."""
-    sizes = {"num_threads": 1, "max_model_len": 1024, "max_num_batched_tokens": 256}
+    sizes = {
+        "num_threads": 1,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 2,
+    }
     engine = {**sizes, **engine}
     config = parse_config(
         {"tiers": [{"model": NAME, "engine": engine}], "cluster_key": "a key of this test"}

@@ -23,7 +23,7 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
     Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
-    workers of `tiny_parts`.
+    workers of `tiny_parts`. Hence few layers, as each has KV, and wide ones, which cost most.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -34,8 +34,8 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0
     config = Qwen3Config(
         vocab_size=260,
         hidden_size=128,
-        intermediate_size=1024,
-        num_hidden_layers=6,
+        intermediate_size=1536,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -31,7 +31,7 @@ from tests.engine.test_launching import (
 )
 from tests.tiny_model import write_tiny_model
 
-NUM_LAYERS = 6
+NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
