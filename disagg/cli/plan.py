@@ -221,7 +221,7 @@ def _how_quantized(shape: ModelShape, weights: str) -> str:
         return f"{begin} planned in {weights} instead: that is its size here."
     if not shape.packed_nbytes:
         return f"{begin} widened when they are loaded: its size here is that in bf16."
-    but = "; those of experts are widened" if shape.num_experts else ""
+    but = "; those of experts are widened" if shape.has_widened_experts else ""
     return f"{begin} stay so on a GPU, where products are in bf16: its size here is so{but}."
 
 

@@ -6,6 +6,7 @@ decoder is given one and calls nothing else, so tests run both on the same model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -26,7 +27,8 @@ class Experts:
 
     Attributes:
         gate_up: [num_experts, 2 * inner, hidden], the rows of gate first.
-        down: [num_experts, hidden, inner].
+        down: [num_experts, hidden, inner]. Either may be packed: the rows of all experts, one
+            expert after the other, are then those of one matrix.
         gate_up_bias, down_bias: as the first two dimensions of these.
         gate_up_scales, down_scales: uint8 exponents of MXFP4, one for 32 values of a row; the
             matrices are then uint8 with two values a byte, the first one in its low half.
@@ -37,9 +39,10 @@ class Experts:
             also at least -limit and gate at most limit. None: silu(gate) * up.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | PackedMatrix
+    down: Tensor | PackedMatrix
     dtype: torch.dtype
+    num_experts: int
     num_chosen: int
     is_normalized: bool
     gate_up_bias: Tensor | None = None
@@ -48,6 +51,11 @@ class Experts:
     down_scales: Tensor | None = None
     limit: float | None = None
     alpha: float = 1.0
+
+    @property
+    def inner(self) -> int:
+        """Values between an expert's two matrices."""
+        return math.prod(self.gate_up.shape[:-1]) // self.num_experts // 2
 
 
 class PagedBatch(Protocol):

@@ -1,9 +1,5 @@
 """Products with packed weights in Triton: they are widened in registers, in no other memory.
 
-Numbers become the type of the activations by shifts, which is exact. The scales multiply float32
-sums, so a product differs from one with the widened weight only by not rounding the weight. e4m3
-needs no GPU that knows it.
-
 A step of few rows has too few tiles for all of a GPU's multiprocessors: programs then share the
 columns of a tile, and a second kernel adds up what they made, always in the same order.
 """
@@ -20,15 +16,9 @@ from torch import Tensor
 
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.packed_sizes import BITS, Kind, part_size
+from disagg.kernels.packed_tile import constants_of, launch_options, max_rows, packed_tile
 
 MIN_ROWS = 16
-MAX_ROWS = 128  # where groups of warps multiply: on H100 and B200, by their major capability
-WARP_GROUPS = 9, 10
-# Elsewhere there are fewer registers for a tile and less shared memory, and so there are for many
-# small groups. Of taller tiles of int4, Triton 3.7 makes a program without instructions for a B200.
-MAX_ROWS_OF_WARPS = 64
-FEW_WARPS_ROWS = 32
 WIDTH = 128  # rows of a weight that a program multiplies
 FEW_ROWS, NARROW = 8, 64  # up to so many rows of `x`, half of it: more programs for the same bytes
 BAND = 8  # tiles of rows whose programs lie side by side, so that they share what the L2 holds
@@ -36,42 +26,6 @@ MOST_SPLITS = 16
 MOST_SPLIT_ROWS = 256  # of more, tiles suffice
 LEAST_CHUNKS = 4  # of a program, so that loads overlap with products
 _BLOCK = 256
-
-
-@triton.jit
-def _numbers_of(
-    units, part: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Part `part` of units as DTYPE: numbers of 8 bits as they are, of 4 bits by `_base` more."""
-    if BITS == 4:
-        # 0x4300 is bfloat16's 128, 0x6400 float16's 1024: the last bit of the fraction counts 1.
-        bits = (units >> (4 * part)) & 15
-        if tl.bfloat16 == DTYPE:
-            return (bits | 0x4300).to(tl.bfloat16, bitcast=True)
-        return (bits | 0x6400).to(tl.float16, bitcast=True).to(DTYPE)
-    elif IS_FLOAT:
-        # e4m3's exponent and digits, where DTYPE has its own, count from another exponent.
-        if part == 0:
-            sign, rest = (units << 8) & -32768, units << 4
-        else:
-            sign, rest = units & -32768, units >> 4
-        if tl.bfloat16 == DTYPE:
-            return (sign | (rest & 0x07F0)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
-        half = sign | ((rest << 3) & 0x3F80)
-        return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
-    else:
-        return (units >> (8 * part)).to(tl.int8).to(DTYPE)
-
-
-@triton.jit
-def _base(zero, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """What `_numbers_of` is too much, for a zero: all are whole numbers that DTYPE has."""
-    if BITS == 8:
-        return zero.to(DTYPE)
-    elif tl.bfloat16 == DTYPE:
-        return (zero.to(tl.int32) + 136).to(DTYPE)
-    else:
-        return (zero.to(tl.int32) + 1032).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_own_chunks"])
@@ -104,12 +58,7 @@ def _packed_linear_kernel(
     Args:
         x_ptr: [num_rows, num_in].
         out_ptr: [num_rows, num_out]; where IS_SPLIT, as many float32 ones as there are splits.
-        GROUP: numbers that share a scale; 0: all of a row.
-        TOGETHER: parts of a chunk that share a scale.
     """
-    PARTS: tl.constexpr = 16 // BITS
-    CHUNK: tl.constexpr = PARTS * PART
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     program, split = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.cdiv(num_out, WIDTH)
     first_tile = program // (BAND * num_tiles) * BAND
@@ -118,42 +67,14 @@ def _packed_linear_kernel(
     rows = (first_tile + local % height) * ROWS + tl.arange(0, ROWS)
     columns = local // height * WIDTH + tl.arange(0, WIDTH)
     own = tl.minimum(columns, num_out - 1)  # what lies beyond is computed, and not stored
-    depth = tl.arange(0, PART)
-    unit_ptrs = units_ptr + own.to(tl.int64)[:, None] * (num_chunks * PART) + depth[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
-    is_row = (rows < num_rows)[:, None]
-    acc = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
-    if HAS_ZEROS and GROUP == 0:
-        base = _base(tl.load(zeros_ptr + own), BITS, DTYPE)[:, None]
     first = split * num_own_chunks
-    for chunk in range(first, tl.minimum(first + num_own_chunks, num_chunks)):
-        units = tl.load(unit_ptrs + chunk * PART)
-        for begin in tl.static_range(0, PARTS, TOGETHER):
-            if GROUP:
-                # Of a chunk that is filled up, the last groups may not exist, nor columns of x.
-                group = (chunk * CHUNK + begin * PART) // GROUP
-                places = tl.minimum(group, (num_in - 1) // GROUP) * num_out + own
-                scale = tl.load(scales_ptr + places).to(tl.float32)
-                if HAS_ZEROS:
-                    base = _base(tl.load(zeros_ptr + places), BITS, DTYPE)[:, None]
-                sums = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
-            else:
-                sums = acc
-            for part in tl.static_range(begin, begin + TOGETHER):
-                at = (chunk * CHUNK + part * PART + depth)[None, :]
-                x = tl.load(x_ptrs + at, mask=is_row & (at < num_in), other=0.0)
-                w = _numbers_of(units, part, BITS, IS_FLOAT, DTYPE)
-                if HAS_ZEROS:
-                    w -= base
-                elif BITS == 4:
-                    w -= 136.0 if tl.bfloat16 == DTYPE else 1032.0
-                sums = tl.dot(w, tl.trans(x), sums, input_precision="ieee")
-            if GROUP:
-                acc += sums * scale[:, None]
-            else:
-                acc = sums
-    if GROUP == 0:
-        acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
+    end = tl.minimum(first + num_own_chunks, num_chunks)
+    acc = packed_tile(
+        x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
+        num_out, num_in, num_chunks, first, end,
+        BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS, ROWS, WIDTH,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
     if IS_SPLIT:
@@ -193,21 +114,6 @@ _packed_linear = KernelLauncher(_packed_linear_kernel)
 _add_splits = KernelLauncher(_add_splits_kernel)
 
 
-def launch_options(rows: int) -> dict[str, int]:
-    """Warps and pipeline depth for a tile of so many rows."""
-    if rows <= FEW_WARPS_ROWS:
-        return {"num_warps": 4, "num_stages": 4}
-    return {"num_warps": 8, "num_stages": 3}
-
-
-def max_rows(kind: Kind, group: int | None, major: int) -> int:
-    """Of a tile of `x`."""
-    is_cut = group is not None and group <= part_size(kind, group)
-    if major not in WARP_GROUPS or (kind == "int4" and (is_cut or major == WARP_GROUPS[1])):
-        return MAX_ROWS_OF_WARPS
-    return MAX_ROWS
-
-
 def tile_sizes(num_rows: int, most: int) -> tuple[int, int]:
     """Rows of `x`, at most so many, and rows of the weight that a program has."""
     rows = max(MIN_ROWS, min(next_power_of_2(num_rows), most))
@@ -240,23 +146,14 @@ class PackedProduct:
         self.weight, self.bias = weight, bias
         self._num_programs = num_programs
         self._max_rows = max_rows(weight.kind, weight.group, major)
-        part = part_size(weight.kind, weight.group)
-        num_parts = 16 // BITS[weight.kind]
-        self._num_chunks = weight.units.shape[1] // part
-        self._sizes = {
-            "BITS": BITS[weight.kind],
-            "IS_FLOAT": weight.kind == "fp8",
-            "PART": part,
-            "GROUP": weight.group or 0,
-            "TOGETHER": min(weight.group // part, num_parts) if weight.group else num_parts,
-            "HAS_ZEROS": weight.zeros is not None,
-        }
+        self._format = constants_of(weight)
+        self._num_chunks = weight.units.shape[1] // self._format["PART"]
 
     @property
     def variant(self) -> tuple[object, ...]:
         """What decides, with the number of rows, which programs it needs."""
         weight = self.weight
-        return (*self._sizes.values(), weight.scales.dtype, self.bias is None, *weight.shape)
+        return (*self._format.values(), weight.scales.dtype, self.bias is None, *weight.shape)
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the programs for all numbers of rows of `x`, which is of `dtype`."""
@@ -299,7 +196,7 @@ class PackedProduct:
             BAND=BAND,
             HAS_BIAS=bias is not None,
             IS_SPLIT=splits > 1,
-            **self._sizes,
+            **self._format,
             **launch_options(rows),
         )
         if splits > 1:

@@ -9,7 +9,7 @@ each part with neighbouring columns of the activations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as functional
@@ -56,6 +56,12 @@ class PackedMatrix:
     def nbytes(self) -> int:
         pieces = (self.units, self.scales, self.zeros, self.order)
         return sum(piece.nbytes for piece in pieces if piece is not None)
+
+    def rows(self, first: int, end: int) -> PackedMatrix:
+        """Some of its rows, in the same memory."""
+        zeros = None if self.zeros is None else self.zeros[:, first:end]
+        units, scales = self.units[first:end], self.scales[:, first:end]
+        return replace(self, units=units, scales=scales, zeros=zeros)
 
     def numbers(self) -> Tensor:
         """[num_out, num_in]: float8_e4m3fn, or int8."""

@@ -15,9 +15,16 @@ INT4_GROUP = 32  # of weights that are quantised when they are loaded: decision 
 _PART = {8: 64, 4: 32}  # numbers of a part, unless a group has fewer
 
 
+def kept_group(size: int) -> int:
+    """The groups as which groups of `size` numbers are kept: parts of them with the same scale, the
+    largest whose size is a power of two.
+    """
+    return size & -size
+
+
 def can_pack(group: int | None) -> bool:
     """Whether a matrix can be kept whose rows have groups of so many numbers; None: one each."""
-    return group is None or (group >= LEAST_GROUP and group.bit_count() == 1)
+    return group is None or (group >= LEAST_GROUP and group == kept_group(group))
 
 
 def part_size(kind: Kind, group: int | None) -> int:

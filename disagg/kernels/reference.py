@@ -6,6 +6,7 @@ Every other implementation is tested against this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
@@ -76,21 +77,29 @@ def widen_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(groups, scales.int().unsqueeze(-1) - 127).flatten(-2)
 
 
+def _matrix_of(
+    stored: Tensor | PackedMatrix, scales: Tensor | None, num_rows: int, expert: int
+) -> Tensor:
+    """One expert's matrix, in float32."""
+    if isinstance(stored, PackedMatrix):
+        return stored.rows(expert * num_rows, (expert + 1) * num_rows).widened(torch.float32)
+    own = stored[expert]
+    return own.float() if scales is None else widen_mxfp4(own, scales[expert])
+
+
 def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     """Send one token after the other through its experts; shapes as in `ops.Ops.mix_experts`."""
-    gate_up, down = experts.gate_up, experts.down
-    if experts.gate_up_scales is not None and experts.down_scales is not None:
-        gate_up = widen_mxfp4(gate_up, experts.gate_up_scales)
-        down = widen_mxfp4(down, experts.down_scales)
+    gate_up = partial(_matrix_of, experts.gate_up, experts.gate_up_scales, 2 * experts.inner)
+    down = partial(_matrix_of, experts.down, experts.down_scales, x.shape[1])
     weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, own in enumerate(chosen.tolist()):
         for weight, expert in zip(weights[token], own, strict=True):
-            inner = gate_up[expert].float() @ x[token].float()
+            inner = gate_up(expert) @ x[token].float()
             if experts.gate_up_bias is not None:
                 inner += experts.gate_up_bias[expert].float()
             gate, up = inner.chunk(2)
-            made = down[expert].float() @ gated(gate, up, experts.limit, experts.alpha)
+            made = down(expert) @ gated(gate, up, experts.limit, experts.alpha)
             if experts.down_bias is not None:
                 made += experts.down_bias[expert].float()
             out[token] += weight * made

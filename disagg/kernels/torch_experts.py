@@ -12,6 +12,7 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.linear import Linear, linear
 from disagg.kernels.ops import Experts
+from disagg.kernels.packed_matrix import PackedMatrix
 
 
 class TorchExperts:
@@ -21,7 +22,7 @@ class TorchExperts:
         self._num_chosen, self._is_normalized = experts.num_chosen, experts.is_normalized
         self._limit, self._alpha = experts.limit, experts.alpha
         self._experts: list[tuple[Linear, Linear, Linear]] = []
-        for index in range(experts.gate_up.shape[0]):
+        for index in range(experts.num_experts):
             gate_up = _matrix(experts.gate_up, experts.gate_up_scales, index, experts.dtype)
             gate_bias, up_bias = _halves(experts.gate_up_bias, index)
             down_bias = None if experts.down_bias is None else experts.down_bias[index].clone()
@@ -66,7 +67,10 @@ class TorchExperts:
         return down(reference.gated(gate(x), up(x), self._limit, self._alpha))
 
 
-def _matrix(stored: Tensor, scales: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
+def _matrix(
+    stored: Tensor | PackedMatrix, scales: Tensor | None, index: int, dtype: torch.dtype
+) -> Tensor:
+    assert isinstance(stored, Tensor)
     if scales is None:
         return stored[index]
     return reference.widen_mxfp4(stored[index], scales[index]).to(dtype)

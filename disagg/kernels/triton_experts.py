@@ -6,15 +6,20 @@ sized for the worst case, and programs without rows end at once. So the host doe
 router's choice, and one captured graph serves every choice. Each row's result is written by one
 program and a token's are summed in the order of its choices: a result does not depend on timing.
 
-Weights of MXFP4 are widened in registers. The two values of a byte go into a product each, as in
-`attention_tile`: the first values of all bytes are multiplied with the first half of `x`, whose
-columns were put in that order.
+Packed matrices are widened in registers, as `packed_tile` does it for those of dense layers: the
+rows of all experts are one matrix. So are weights of MXFP4. The two values of their bytes go into a
+product each, as in `attention_tile`: the first values of all bytes are multiplied with the first
+half of `x`, whose columns were put in that order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,14 +28,19 @@ from torch import Tensor
 
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.ops import Experts
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_tile import WARP_GROUPS, constants_of, packed_tile
+from disagg.kernels.packed_tile import launch_options as packed_launch_options
+from disagg.kernels.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.route import choose_experts
 
 MIN_ROWS, MAX_ROWS = 16, 128
-MAX_PACKED_ROWS_OF_WARPS = 64  # MXFP4 in taller tiles spills where single warps multiply:
-WARP_GROUPS = 9, 10  # on all but H100 and B200, by their major capability
+MAX_MXFP4_ROWS_OF_WARPS = 64  # taller tiles spill where single warps multiply
 WIDTH = 128  # rows of a matrix that a program multiplies with: 64 each of gate and up
-DEPTH = 64  # values of these at a time ...
-PACKED_DEPTH = 32  # ... or bytes of MXFP4, as many values
+_NOT_PACKED = dict.fromkeys(("BITS", "IS_FLOAT", "PART", "GROUP", "TOGETHER", "HAS_ZEROS"), 0)
+# DEPTH values of these at a time, or bytes of MXFP4, as many values.
+FLOATS: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": False, "DEPTH": 64}
+MXFP4: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": True, "DEPTH": 32}
 
 
 @triton.jit
@@ -58,32 +68,54 @@ def _e2m1(bits):
 
 
 @triton.jit
-def _add_product(
-    acc,
+def _product(
     x_ptrs,
     is_row,
     matrix_ptr,
     scales_ptr,
+    zeros_ptr,
+    expert,
     own,
     is_own,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_OUT: tl.constexpr,
     SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
 ):
-    """Add x W^T, of which W has the rows `own` of a matrix with SIZE values in each."""
+    """x W^T, [ROWS, WIDTH], of which W has the rows `own` of an expert's NUM_OUT, with SIZE values
+    in each. PART: of a packed matrix; 0: it is not packed."""
     depth = tl.arange(0, DEPTH)
-    if PACKED:
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    if PART:
+        num_chunks: tl.constexpr = (SIZE * BITS + PART * 16 - 1) // (PART * 16)
+        row = expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1)
+        sums = packed_tile(
+            x_ptrs, is_row[:, None], matrix_ptr, scales_ptr, zeros_ptr, row,
+            NUM_EXPERTS * NUM_OUT, SIZE, num_chunks, 0, num_chunks,
+            BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS, ROWS, WIDTH,
+        )  # fmt: skip
+        acc = tl.trans(sums)
+    elif MXFP4:
         # Each byte has two values. The first ones go with the first half of x.
         half: tl.constexpr = SIZE // 2
-        w_ptrs = matrix_ptr + own[:, None] * half
+        w_ptrs = matrix_ptr + expert * (NUM_OUT * half) + own[:, None] * half
         for start in range(0, half, DEPTH):
             at = (start + depth)[None, :]
             mask = is_own[:, None] & (at < half)
             packed = tl.load(w_ptrs + at, mask=mask, other=0).to(tl.int32)
             group = (start // 16 + tl.arange(0, DEPTH // 16))[None, :]
-            scale_ptrs = scales_ptr + own[:, None] * (SIZE // 32) + group
+            scale_rows = scales_ptr + expert * (NUM_OUT * SIZE // 32) + own[:, None] * (SIZE // 32)
             mask = is_own[:, None] & (group < SIZE // 32)
-            exponents = tl.load(scale_ptrs, mask=mask, other=0).to(tl.int32)
+            exponents = tl.load(scale_rows + group, mask=mask, other=0).to(tl.int32)
             scales = (exponents << 23).to(tl.float32, bitcast=True) * 0.5
             scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], DEPTH // 16, 16])
             scales = tl.reshape(scales, packed.shape)
@@ -95,7 +127,7 @@ def _add_product(
             w = (_e2m1(packed >> 4) * scales).to(x.dtype)
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     else:
-        w_ptrs = matrix_ptr + own[:, None] * SIZE
+        w_ptrs = matrix_ptr + expert * (NUM_OUT * SIZE) + own[:, None] * SIZE
         for start in range(0, SIZE, DEPTH):
             at = (start + depth)[None, :]
             x = tl.load(x_ptrs + at, mask=is_row[:, None] & (at < SIZE), other=0.0)
@@ -111,6 +143,7 @@ def _gate_up_kernel(
     starts_ptr,
     matrix_ptr,
     scales_ptr,
+    zeros_ptr,
     bias_ptr,
     inner_ptr,
     limit,
@@ -123,7 +156,13 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
@@ -136,19 +175,11 @@ def _gate_up_kernel(
         places = tl.arange(0, WIDTH)
         column = tl.program_id(1) * (WIDTH // 2) + places // 2
         own = (places % 2) * INNER + column
-        values: tl.constexpr = HIDDEN // 2 if PACKED else HIDDEN
-        acc = _add_product(
-            tl.zeros([ROWS, WIDTH], dtype=tl.float32),
-            x_ptr + tokens[:, None] * HIDDEN,
-            is_row,
-            matrix_ptr + expert * (2 * INNER * values),
-            scales_ptr + expert * (2 * INNER * HIDDEN // 32) if PACKED else None,
-            own,
-            column < INNER,
-            HIDDEN,
-            DEPTH,
-            PACKED,
-        )
+        acc = _product(
+            x_ptr + tokens[:, None] * HIDDEN, is_row, matrix_ptr, scales_ptr, zeros_ptr,
+            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, DEPTH,
+            MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+        )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
             acc += tl.load(bias_ptrs, mask=column < INNER, other=0.0).to(tl.float32)[None, :]
@@ -161,7 +192,7 @@ def _gate_up_kernel(
             made = up * gate / (1.0 + tl.exp(-gate))
         column = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
         target = column
-        if PACKED:  # as the product that follows reads it
+        if MXFP4:  # as the product that follows reads it
             target = column % 2 * (INNER // 2) + column // 2
         inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + target[None, :]
         mask = is_row[:, None] & (column < INNER)[None, :]
@@ -175,6 +206,7 @@ def _down_kernel(
     starts_ptr,
     matrix_ptr,
     scales_ptr,
+    zeros_ptr,
     bias_ptr,
     weights_ptr,
     out_ptr,
@@ -185,7 +217,13 @@ def _down_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
@@ -193,19 +231,11 @@ def _down_kernel(
         rows = first + tl.arange(0, ROWS)
         is_row = rows < end
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        values: tl.constexpr = INNER // 2 if PACKED else INNER
-        acc = _add_product(
-            tl.zeros([ROWS, WIDTH], dtype=tl.float32),
-            inner_ptr + rows.to(tl.int64)[:, None] * INNER,
-            is_row,
-            matrix_ptr + expert * (HIDDEN * values),
-            scales_ptr + expert * (HIDDEN * INNER // 32) if PACKED else None,
-            column,
-            column < HIDDEN,
-            INNER,
-            DEPTH,
-            PACKED,
-        )
+        acc = _product(
+            inner_ptr + rows.to(tl.int64)[:, None] * INNER, is_row, matrix_ptr, scales_ptr,
+            zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH,
+            DEPTH, MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+        )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert * HIDDEN + column
             acc += tl.load(bias_ptrs, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
@@ -220,14 +250,41 @@ _gate_up = KernelLauncher(_gate_up_kernel)
 _down = KernelLauncher(_down_kernel)
 
 
-def launch_options(rows: int) -> dict[str, int]:
+def launch_options(rows: int, *, is_packed: bool) -> dict[str, int]:
     """Warps and pipeline depth for a tile of so many rows."""
+    if is_packed:
+        return packed_launch_options(rows)
     return {"num_warps": 4 if rows < MAX_ROWS else 8, "num_stages": 4 if rows < MAX_ROWS else 3}
 
 
-def max_rows(is_packed: bool, major: int) -> int:
-    """Of a tile. major: of the GPU's compute capability."""
-    return MAX_PACKED_ROWS_OF_WARPS if is_packed and major not in WARP_GROUPS else MAX_ROWS
+def max_rows(is_mxfp4: bool, major: int) -> int:
+    """Of a tile, if the matrix is not packed. major: of the GPU's compute capability."""
+    return MAX_MXFP4_ROWS_OF_WARPS if is_mxfp4 and major not in WARP_GROUPS else MAX_ROWS
+
+
+class _Matrix(NamedTuple):
+    """A matrix of all experts, as a kernel takes it.
+
+    Attributes:
+        pieces: numbers, scales, zeros.
+        constants: of its format.
+        max_rows: of a tile.
+    """
+
+    pieces: tuple[Tensor, Tensor | None, Tensor | None]
+    constants: Mapping[str, Any]
+    max_rows: int
+
+
+def _matrix(stored: Tensor | PackedMatrix, scales: Tensor | None, major: int) -> _Matrix:
+    if isinstance(stored, PackedMatrix):
+        assert stored.order is None
+        pieces = stored.units, stored.scales, stored.zeros
+        most = packed_max_rows(stored.kind, stored.group, major)
+        return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most)
+    is_mxfp4 = scales is not None
+    constants = MXFP4 if is_mxfp4 else FLOATS
+    return _Matrix((stored, scales, None), constants, max_rows(is_mxfp4, major))
 
 
 class TritonExperts:
@@ -235,14 +292,34 @@ class TritonExperts:
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
-        num_experts, twice_inner = experts.gate_up.shape[:2]
-        self._num_experts, self._inner = num_experts, twice_inner // 2
-        self._is_packed = experts.gate_up_scales is not None
         device = experts.gate_up.device
         is_gpu = device.type == "cuda"
         major = torch.cuda.get_device_capability(device)[0] if is_gpu else WARP_GROUPS[0]
-        self._max_rows = max_rows(self._is_packed, major)
-        self._numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+        self._gate_up = _matrix(experts.gate_up, experts.gate_up_scales, major)
+        self._down = _matrix(experts.down, experts.down_scales, major)
+        self._max_rows = min(self._gate_up.max_rows, self._down.max_rows)
+        self._hidden = math.prod(experts.down.shape[:-1]) // experts.num_experts
+        self._numbers = torch.arange(experts.num_experts + 1, dtype=torch.int32, device=device)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What decides, with the number of tokens, which programs it needs."""
+        experts = self._experts
+        numbers = experts.num_experts, experts.num_chosen, experts.limit is None
+        formats = (*self._gate_up.constants.values(), *self._down.constants.values())
+        pieces = (*self._gate_up.pieces, *self._down.pieces, experts.gate_up_bias)
+        types = (None if each is None else each.dtype for each in pieces)
+        return (*numbers, *formats, *types, *experts.gate_up.shape, *experts.down.shape)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the programs for all numbers of tokens, whose activations are of `dtype`."""
+        experts, rows = self._experts, MIN_ROWS
+        device = self._numbers.device
+        while rows <= self._max_rows:
+            num_tokens = -(-rows * experts.num_experts // experts.num_chosen)
+            x = torch.zeros(num_tokens, self._hidden, dtype=dtype, device=device)
+            self(x, x.new_zeros(num_tokens, experts.num_experts))
+            rows *= 2
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `Ops.mix_experts`."""
@@ -253,34 +330,30 @@ class TritonExperts:
         weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
         by_expert, order = torch.sort(chosen.flatten(), stable=True)
         starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
-        num_pairs = num_tokens * experts.num_chosen
-        inner = torch.empty(num_pairs, self._inner, dtype=x.dtype, device=x.device)
+        num_pairs, num_experts = num_tokens * experts.num_chosen, experts.num_experts
+        size = experts.inner
+        inner = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
         out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-        rows = max(MIN_ROWS, min(next_power_of_2(num_pairs // self._num_experts), self._max_rows))
-        num_hit = min(self._num_experts, num_pairs)
-        num_blocks = (
-            num_pairs + num_hit * (rows - 1)
-        ) // rows  # if each has a block that ends early
+        rows = max(MIN_ROWS, min(next_power_of_2(num_pairs // num_experts), self._max_rows))
+        num_hit = min(num_experts, num_pairs)
+        # If each has a block that ends early.
+        num_blocks = (num_pairs + num_hit * (rows - 1)) // rows
         sizes = {
-            "NUM_EXPERTS": self._num_experts,
-            "EXPERTS": next_power_of_2(self._num_experts),
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS": next_power_of_2(num_experts),
             "HIDDEN": hidden,
-            "INNER": self._inner,
+            "INNER": size,
             "ROWS": rows,
             "WIDTH": WIDTH,
-            "DEPTH": PACKED_DEPTH if self._is_packed else DEPTH,
-            "PACKED": self._is_packed,
-            **launch_options(rows),
         }
-        if self._is_packed:
+        if self._gate_up.constants["MXFP4"]:
             x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
         _gate_up(
-            (num_blocks, -(-self._inner // (WIDTH // 2))),
+            (num_blocks, -(-size // (WIDTH // 2))),
             x,
             order,
             starts,
-            experts.gate_up,
-            experts.gate_up_scales,
+            *self._gate_up.pieces,
             experts.gate_up_bias,
             inner,
             experts.limit or 0.0,
@@ -289,18 +362,21 @@ class TritonExperts:
             HAS_BIAS=experts.gate_up_bias is not None,
             CLAMPED=experts.limit is not None,
             **sizes,
+            **self._gate_up.constants,
+            **launch_options(rows, is_packed=self._gate_up.constants["PART"] > 0),
         )
         _down(
             (num_blocks, -(-hidden // WIDTH)),
             inner,
             order,
             starts,
-            experts.down,
-            experts.down_scales,
+            *self._down.pieces,
             experts.down_bias,
             weights,
             out,
             HAS_BIAS=experts.down_bias is not None,
             **sizes,
+            **self._down.constants,
+            **launch_options(rows, is_packed=self._down.constants["PART"] > 0),
         )
         return out.view(num_tokens, -1, hidden).sum(1)

@@ -84,8 +84,8 @@ class TritonOps:
         long_rows: of a tile of a prompt, a power of two.
         major: of the device's compute capability.
         quantization: of matrices that are packed, but not of the table that makes logits.
-        dtype: of activations; products with packed matrices are then compiled when they are packed,
-            not while a request waits. None: at their first use.
+        dtype: of activations; products with packed matrices, and experts, are then compiled when
+            they are packed, not while a request waits. None: at their first use.
     """
 
     keeps_packed = True
@@ -115,10 +115,14 @@ class TritonOps:
         if isinstance(weight, Tensor):
             return Matrix(weight, bias)
         product = PackedProduct(weight, bias, self._num_programs, self._major)
-        if self._dtype is not None and product.variant not in self._compiled:
-            product.compile(self._dtype)
-            self._compiled.add(product.variant)
+        self._compile(product)
         return product
+
+    def _compile(self, made: PackedProduct | TritonExperts) -> None:
+        """Its programs; layers that are alike have the same ones."""
+        if self._dtype is not None and made.variant not in self._compiled:
+            made.compile(self._dtype)
+            self._compiled.add(made.variant)
 
     def pack_table(self, weight: Tensor | PackedMatrix) -> Matrix | PackedProduct:
         return Matrix(weight, None) if isinstance(weight, Tensor) else self.pack(weight, None)
@@ -129,7 +133,9 @@ class TritonOps:
         return self.pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
-        return TritonExperts(experts)
+        made = TritonExperts(experts)
+        self._compile(made)
+        return made
 
     def mix_experts(self, x: Tensor, logits: Tensor, experts: TritonExperts) -> Tensor:
         return experts(x, logits)

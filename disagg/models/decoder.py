@@ -21,6 +21,7 @@ from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
@@ -144,7 +145,9 @@ class Decoder:
         assert layer.router is not None
 
         def by_expert(rows: Any) -> Any:
-            return None if rows is None else rows.view(experts.num_experts, -1, *rows.shape[1:])
+            if rows is None or isinstance(rows, PackedMatrix):
+                return rows
+            return rows.view(experts.num_experts, -1, *rows.shape[1:])
 
         shared = shared_gate = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
@@ -156,6 +159,7 @@ class Decoder:
             gate_up=by_expert(layer.gate_up),
             down=by_expert(layer.down),
             dtype=self.dtype,
+            num_experts=experts.num_experts,
             num_chosen=experts.num_experts_per_tok,
             is_normalized=experts.is_normalized,
             gate_up_bias=by_expert(layer.gate_up_bias),

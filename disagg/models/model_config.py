@@ -52,7 +52,7 @@ class ModelConfig:
     sinks: bool = False  # a logit for each query head, in its softmax
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()  # without experts, in a model that has some
-    quantized: QuantizedFormat | None = None  # of matrices that are widened when they are loaded
+    quantized: QuantizedFormat | None = None  # how a checkpoint keeps its matrices
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None: its MLP is dense."""

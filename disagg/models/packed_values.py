@@ -39,7 +39,7 @@ def packed_values(
     """
     num_out, num_in = stored.shape
     (first, end), columns = box or ((0, num_out), (0, num_in))
-    affine, size = affine_of(stored, read), packing.group or num_in
+    affine, size = affine_of(stored, read), stored.group_size or num_in
     if affine.zeros is not None and affine.zeros.shape[1] != affine.scales.shape[1]:
         return None
     order = None
@@ -58,10 +58,11 @@ def packed_values(
         numbers = affine.numbers(slice(begin, min(begin + _ROWS_AT_ONCE, end)))
         numbers = numbers[:, slice(*columns)] if order is None else numbers[:, order]
         parts.append(_units(numbers, less, packing))
-    groups = slice(columns[0] // size, -(-columns[1] // size))
+    # Of each group that is kept, the stored one that it is a part of.
+    owners = torch.arange(*columns, packing.group or num_in, device=affine.scales.device) // size
 
     def table(of_groups: Tensor) -> Tensor:
-        return of_groups.expand(num_out, -1)[first:end, groups].T.contiguous()
+        return of_groups.expand(num_out, -1)[first:end].index_select(1, owners).T.contiguous()
 
     scales = table(affine.scales)
     if not scales.isfinite().all():

@@ -1,25 +1,26 @@
 """Which matrices of a checkpoint stay in the bits that they were quantised to, on a device that
 multiplies them so, and how many bytes they have there. Knows no torch.
 
-The headers decide it, so that memory is planned before anything is read. What is left is widened:
-matrices of experts, groups that are no power of two or that ranks would cut, and columns in the
-order of activations of which a rank has a part.
+The headers decide it, so that memory is planned before anything is read. Groups whose size is no
+power of two, or that ranks cut, are kept as smaller ones. What is left is widened: groups that are
+smaller than `LEAST_GROUP` then, and experts and parts of columns in the order of activations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from disagg.kernels.packed_sizes import BITS, Kind, can_pack, packed_nbytes
+from disagg.kernels.packed_sizes import BITS, Kind, can_pack, kept_group, packed_nbytes
 from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
 from disagg.models.parts import Fields, Part
 from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.quantized_tensors import QuantizedStored
 
-# Fields of a layer; with experts, the last two are theirs.
-_FIELDS = ("qkv", "output", "shared_gate_up", "shared_down", "gate_up", "down")
-_OF_EXPERTS = 2
+# Of a layer; with experts, the last two are theirs.
+LAYER_FIELDS = ("qkv", "output", "shared_gate_up", "shared_down", "gate_up", "down")
+_OF_EXPERTS = LAYER_FIELDS[-2:]
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
 _ORDER_NBYTES = 8  # of a column
 _COLUMNS = 1
@@ -37,11 +38,6 @@ class Packing(NamedTuple):
     scale_nbytes: int
     has_zeros: bool
     has_order: bool
-
-
-def fields_packed(has_experts: bool) -> tuple[str, ...]:
-    """The fields of a layer whose matrices can be kept."""
-    return _FIELDS[:-_OF_EXPERTS] if has_experts else _FIELDS
 
 
 def packing_of(tensors: Mapping[str, StoredTensor], parts: Sequence[Part]) -> Packing | None:
@@ -73,10 +69,13 @@ def packed_parts_nbytes(packing: Packing, parts: Sequence[Part]) -> int:
 def packed_fields(
     fields: Fields, has_experts: bool, tensors: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, Packing]]:
-    """The fields of a layer that are kept, and how."""
-    for field in fields_packed(has_experts):
+    """The fields of a layer, or of what lies outside the layers, that are kept, and how."""
+    for field in (*LAYER_FIELDS, "lm_head"):
         packing = packing_of(tensors, fields[field]) if field in fields else None
-        if packing is not None:
+        if packing is None:
+            continue
+        # The experts of a layer are one matrix, but each would have an order of its own.
+        if not (packing.has_order and has_experts and field in _OF_EXPERTS):
             yield field, packing
 
 
@@ -85,7 +84,8 @@ def value_nbytes(format: QuantizedFormat) -> float | None:
 
     Scales are taken to have 2 bytes, and formats that may have zeros to have them.
     """
-    group = format.group_size if format.block is None else format.block[_COLUMNS]
+    size = format.group_size if format.block is None else format.block[_COLUMNS]
+    group = size and kept_group(size)
     if not can_pack(group):
         return None
     has_zeros = format.layout in ("awq", "gptq")
@@ -102,21 +102,17 @@ def _packing(stored: StoredTensor | None, part: Part) -> Packing | None:
     """Of one tensor, or the box of it that a rank has."""
     if not isinstance(stored, QuantizedStored):
         return None
-    format, num_in = stored.format, stored.shape[_COLUMNS]
-    scales = stored.pieces[stored.scales_end]
-    group = format.group_size if format.block is None else format.block[_COLUMNS]
-    if scales.num_values == 1 or (group is not None and group >= num_in):
-        group = None
-    has_order = format.has_order and group is not None  # of one group, all orders are the same
+    size, num_in = stored.group_size, stored.shape[_COLUMNS]
+    has_order = stored.format.has_order and size is not None  # one group has the same in any order
     first, end = part.box[_COLUMNS] if part.box else (0, num_in)
     is_cut = (first, end) != (0, num_in)
-    # All ranks have as many columns, and decide alike: if the second begins inside a group, the
-    # first widens its columns too.
-    size = group or 1
-    if is_cut and (has_order or first % size or (end - first) % size):
+    if is_cut and has_order:
         return None
+    # All ranks have as many columns, so all decide alike.
+    group = size and kept_group(math.gcd(size, end - first) if is_cut else size)
     if not can_pack(group):
         return None
+    scales = stored.pieces[stored.scales_end]
     nbytes = _EXPONENT_NBYTES if scales.dtype == "F8_E8M0" else DTYPE_NBYTES[scales.dtype]
     has_zeros = any(end in stored.pieces for end in ("qzeros", "weight_zero_point"))
-    return Packing(kind_of(format), group, nbytes, has_zeros, has_order)
+    return Packing(kind_of(stored.format), group, nbytes, has_zeros, has_order)

@@ -44,6 +44,14 @@ class QuantizedStored(StoredTensor):
         return sum(piece.end - piece.begin for piece in self.pieces.values())
 
     @property
+    def group_size(self) -> int | None:
+        """Neighbouring columns that share a scale; None: all."""
+        format, num_in = self.format, self.shape[1]
+        size = format.group_size if format.block is None else format.block[1]
+        is_one = size is None or size >= num_in or self.pieces[self.scales_end].num_values == 1
+        return None if is_one else size
+
+    @property
     def scales_end(self) -> str:
         """Which of its pieces has the scales."""
         return next(end for end in self.pieces if end.startswith(("weight_scale", "scales")))

@@ -15,7 +15,7 @@ from disagg.kernels.packed_sizes import Kind, quantized_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.model_config import ModelConfig
-from disagg.models.packing import fields_packed, packed_parts_nbytes, packing_of
+from disagg.models.packing import LAYER_FIELDS, packed_fields, packed_parts_nbytes
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
@@ -106,12 +106,11 @@ def weights_nbytes(
 
 
 def quantized_on_gpu_nbytes(config: ModelConfig, itemsize: int, kind: Kind) -> int:
-    """As `weights_nbytes`, of floats whose matrices in layers are quantised on a GPU."""
+    """As `weights_nbytes`, of a dense model of floats whose layers are quantised on a GPU."""
     nbytes = 0
-    for has_experts, fields in _all_fields(config, WHOLE):
-        names = fields_packed(has_experts)
+    for _, fields in _all_fields(config, WHOLE):
         for field, parts in fields.items():
-            if field in names:
+            if field in LAYER_FIELDS:
                 shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
                 nbytes += quantized_nbytes(kind, shape, itemsize)
             else:
@@ -124,11 +123,10 @@ def _packed_nbytes(
 ) -> int:
     nbytes = 0
     for has_experts, fields in _all_fields(config, share):
-        names = (*fields_packed(has_experts), "lm_head")
+        packings = dict(packed_fields(fields, has_experts, kept))
         for field, parts in fields.items():
-            packing = packing_of(kept, parts) if field in names else None
-            if packing is not None:
-                nbytes += packed_parts_nbytes(packing, parts)
+            if field in packings:
+                nbytes += packed_parts_nbytes(packings[field], parts)
             else:
                 nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
     return nbytes

@@ -26,7 +26,7 @@ from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.packed_values import packed_values
-from disagg.models.packing import Packing, packed_fields, packing_of
+from disagg.models.packing import Packing, packed_fields
 from disagg.models.parts import Fields, Part, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
@@ -48,7 +48,7 @@ class LayerWeights:
 
     Of a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
     expert after the other. Where scales are given, these matrices are MXFP4: bytes of two values.
-    Other matrices are packed where `load_weights` keeps them so.
+    Matrices are packed where `load_weights` keeps them so.
     """
 
     input_norm: Tensor  # [hidden]
@@ -113,19 +113,19 @@ def load_weights(
     kept = model.tensors if keeps_packed and config.quantized is not None else None
     total_nbytes = weights_nbytes(config, dtype.itemsize, share=share, kept=kept)
     reader = _Reader(model.tensors, dtype, device, total_nbytes, progress)
-    tables: dict[str, Any] = {}
-    for field, parts in outer.items():
-        packing = packing_of(kept, parts) if kept is not None and field == "lm_head" else None
-        tables[field] = reader.read(parts, packing)
-    tables.setdefault("lm_head", tables["embedding"])
 
-    def read(index: int, fields: Fields) -> LayerWeights:
-        has_experts = config.experts_in(index) is not None
+    def read(fields: Fields, has_experts: bool) -> dict[str, Matrix]:
         packings = {} if kept is None else dict(packed_fields(fields, has_experts, kept))
-        return _layer({name: reader.read(its, packings.get(name)) for name, its in fields.items()})
+        return {name: reader.read(its, packings.get(name)) for name, its in fields.items()}
 
+    tables = read(outer, has_experts=False)
+    tables.setdefault("lm_head", tables["embedding"])
     # The reader goes with the last layer, and its mapped files with it.
-    return DecoderWeights(layers=(read(*each) for each in enumerate(layers)), **tables)
+    read_layers = (
+        _layer(read(fields, config.experts_in(layer) is not None))
+        for layer, fields in enumerate(layers)
+    )
+    return DecoderWeights(layers=read_layers, **tables)
 
 
 def random_weights(

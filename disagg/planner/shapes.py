@@ -35,8 +35,9 @@ class ModelShape(msgspec.Struct, frozen=True):
         num_dense_layers: without experts, in a model that has some.
         has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
         quantized: the format of a checkpoint whose weights are quantised.
-        packed_nbytes: of a value of its layers' matrices outside experts, which stay quantised on a
-            GPU; 0: they are widened when they are loaded, as those of experts are.
+        packed_nbytes: of a value of its layers' matrices, which stay quantised on a GPU; 0: they
+            are widened when they are loaded.
+        has_widened_experts: the matrices of experts are widened in any case.
         latent_size: values of KV that a layer keeps of a token for all heads (multi-head latent
             attention); 0: keys and values of `num_kv_heads`.
         attention_params: of one layer, where they do not follow from the heads.
@@ -62,6 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     has_mxfp4_experts: bool = False
     quantized: str = ""
     packed_nbytes: float = 0.0
+    has_widened_experts: bool = False
     latent_size: int = 0
     attention_params: int = 0
     repository: str = ""
@@ -93,7 +95,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, packed_nbytes=0.0)
 
     def value_nbytes(self, dtype: str) -> float:
-        """Of one value of the layers' matrices outside experts."""
+        """Of one value of the layers' matrices; of experts, see `_expert_nbytes`."""
         return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]
 
     def stored_as(self, dtype: str) -> str:
@@ -142,10 +144,15 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     def _nbytes(self, num_tables: int, num_experts: float, dtype: str) -> float:
         """Of so many tables of the vocabulary, and all layers with so many experts."""
-        expert_nbytes = MXFP4_NBYTES if self.has_mxfp4_experts else NBYTES[dtype]
-        experts = num_experts * self._num_params_per_expert
+        experts = num_experts * self._num_params_per_expert * self._expert_nbytes(dtype)
         tables = num_tables * self.num_head_params * TABLE_NBYTES
-        return self._num_common_params * self.value_nbytes(dtype) + experts * expert_nbytes + tables
+        return self._num_common_params * self.value_nbytes(dtype) + experts + tables
+
+    def _expert_nbytes(self, dtype: str) -> float:
+        """Of one value of an expert."""
+        if self.has_mxfp4_experts:
+            return MXFP4_NBYTES
+        return NBYTES[dtype] if self.has_widened_experts else self.value_nbytes(dtype)
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
         """Keys and values of all layers, with their scales."""
@@ -200,6 +207,7 @@ def shape_of(model: ModelDescription) -> ModelShape:
         shared_size=experts.shared_intermediate_size,
         num_dense_layers=len(config.dense_layers),
         has_mxfp4_experts=experts.is_mxfp4,
+        has_widened_experts=format is not None and format.has_order,
     )
 
 

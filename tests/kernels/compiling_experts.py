@@ -10,17 +10,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from disagg.kernels import route, triton_experts
-from disagg.kernels.triton_experts import DEPTH, WIDTH, launch_options
+from disagg.kernels.triton_experts import FLOATS, MXFP4, WIDTH, launch_options
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
+from tests.kernels.compiling_packed import Format
 
 INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
-# (experts, experts of a token, hidden, inner): Qwen3-30B-A3B and gpt-oss
-QWEN3, GPT_OSS = (128, 8, 2048, 768), (128, 4, 2880, 2880)
+# (experts, experts of a token, hidden, inner): Qwen3-30B-A3B, Qwen3-235B-A22B and gpt-oss
+QWEN3, QWEN3_235B, GPT_OSS = (128, 8, 2048, 768), (128, 8, 4096, 1536), (128, 4, 2880, 2880)
 
 
 def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> Any:
-    packed = constants.get("PACKED", False)
-    types = {**INTEGERS, "scales_ptr": "*u8", "matrix_ptr": "*u8" if packed else "*bf16"}
+    types = {**INTEGERS, "zeros_ptr": "*i8"}
+    if constants.get("MXFP4"):
+        types |= {"matrix_ptr": "*u8", "scales_ptr": "*u8"}
+    elif constants.get("PART"):
+        types["matrix_ptr"] = "*i16"
     if kernel is not triton_experts._gate_up_kernel:
         types["weights_ptr"] = "*fp32"
     signature = {
@@ -39,11 +43,19 @@ def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) 
 
 
 def check_products(
-    assembler: Assembler, model: tuple[int, int, int, int], rows: int, arch: int
+    assembler: Assembler,
+    model: tuple[int, int, int, int],
+    rows: int,
+    arch: int,
+    format: Format | None = None,
 ) -> None:
-    """They keep to registers, fit into shared memory, and use the tensor cores."""
+    """They keep to registers, fit into shared memory, and use the tensor cores.
+
+    Args:
+        format: of packed matrices; None: they are floats, or those of gpt-oss.
+    """
     num_experts, num_chosen, hidden, inner = model
-    packed = model == GPT_OSS
+    is_gpt_oss = model == GPT_OSS
     constants: dict[str, Any] = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS": num_experts,
@@ -51,17 +63,22 @@ def check_products(
         "INNER": inner,
         "ROWS": rows,
         "WIDTH": WIDTH,
-        "DEPTH": triton_experts.PACKED_DEPTH if packed else DEPTH,
-        "PACKED": packed,
-        "HAS_BIAS": packed,
+        "HAS_BIAS": is_gpt_oss,
+        **(MXFP4 if is_gpt_oss else FLOATS),
     }
-    if not packed:
-        constants |= {"scales_ptr": None, "bias_ptr": None}
+    if format is not None:
+        constants |= format.constants()
+    if not constants["HAS_ZEROS"]:
+        constants["zeros_ptr"] = None
+    if not is_gpt_oss:
+        constants["bias_ptr"] = None
+        constants |= {} if format is not None else {"scales_ptr": None}
     for kernel, its in (
-        (triton_experts._gate_up_kernel, {"NUM_CHOSEN": num_chosen, "CLAMPED": packed}),
+        (triton_experts._gate_up_kernel, {"NUM_CHOSEN": num_chosen, "CLAMPED": is_gpt_oss}),
         (triton_experts._down_kernel, {}),
     ):
-        compiled = _compile(kernel, arch, {**constants, **its}, **launch_options(rows))
+        options = launch_options(rows, is_packed=format is not None)
+        compiled = _compile(kernel, arch, {**constants, **its}, **options)
         registers, spilled_nbytes = assembler()
         print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
         assert compiled.metadata.shared <= SHARED_NBYTES[arch]

@@ -10,8 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from disagg.kernels import packed_linear
-from disagg.kernels.packed_linear import BAND, launch_options, max_rows, tile_sizes
-from disagg.kernels.packed_sizes import BITS, Kind, part_size
+from disagg.kernels.packed_linear import BAND, tile_sizes
+from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_tile import format_constants, launch_options, max_rows
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
 
 
@@ -21,6 +22,9 @@ class Format(NamedTuple):
     kind: Kind
     group: int = 0
     has_zeros: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        return format_constants(self.kind, self.group or None, has_zeros=self.has_zeros)
 
 
 FORMATS = {
@@ -40,19 +44,13 @@ SIZES = ("num_rows", "num_out", "num_in", "num_chunks", "num_own_chunks")
 
 def compile_product(format: Format, num_rows: int, arch: int, *, is_split: bool = False) -> Any:
     """With bfloat16 activations; `is_split` as steps of few rows have it."""
-    part, num_parts = part_size(format.kind, format.group or None), 16 // BITS[format.kind]
     most = max_rows(format.kind, format.group or None, arch // 10)
     rows, width = tile_sizes(num_rows, most)
     constants: dict[str, Any] = {
-        "BITS": BITS[format.kind],
-        "IS_FLOAT": format.kind == "fp8",
-        "PART": part,
-        "GROUP": format.group,
-        "TOGETHER": min(format.group // part, num_parts) if format.group else num_parts,
+        **format.constants(),
         "ROWS": rows,
         "WIDTH": width,
         "BAND": BAND,
-        "HAS_ZEROS": format.has_zeros,
         "HAS_BIAS": False,
         "IS_SPLIT": is_split,
         "bias_ptr": None,

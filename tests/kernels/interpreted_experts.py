@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.kernels import reference
+from disagg.kernels import reference, triton_experts
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.ops import Experts
+from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import plan_work
 from disagg.kernels.route import choose_experts
@@ -19,6 +20,7 @@ from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.weights import random_weights
+from tests.kernels.packed_cases import random_packed
 from tests.kernels.paged_inputs import LAYER, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -35,7 +37,7 @@ def _experts(
         return torch.randn(shape).div(shape[-1] ** 0.5).to(dtype)
 
     gate_up, down = draw(num_experts, 2 * inner, hidden), draw(num_experts, hidden, inner)
-    experts = Experts(gate_up, down, dtype, num_chosen, is_normalized=kind != "plain")
+    experts = Experts(gate_up, down, dtype, num_experts, num_chosen, is_normalized=kind != "plain")
     if kind == "plain":
         return experts
     biases = draw(num_experts, 2 * inner), draw(num_experts, hidden)
@@ -87,6 +89,69 @@ def test_experts_of_odd_sizes_in_half_precision(kind: str) -> None:
     ours = TritonExperts(experts)(x, logits)
     theirs = reference.mix_experts(x, logits, experts)
     torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [
+        (("fp8", 128, False), ("fp8", 32, False)),
+        (("int4", 32, True), ("int4", 32, True)),
+        (("int8", None, True), ("int8", None, False)),
+        (("int4", 64, False), None),
+        (None, ("fp8", None, False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(1, torch.float32), (23, torch.float16)])
+def test_packed_experts(
+    gate_up: tuple[Kind, int | None, bool] | None,
+    down: tuple[Kind, int | None, bool] | None,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    """Rows, columns and inner sizes that fill no tile; one of the two matrices as floats, too."""
+    num_experts, num_chosen, hidden, inner = 5, 2, 144, 80
+    torch.manual_seed(num_tokens)
+    experts = _experts(num_experts, num_chosen, hidden, inner, "plain", dtype)
+    for field, packed, shape in (
+        ("gate_up", gate_up, (num_experts * 2 * inner, hidden)),
+        ("down", down, (num_experts * hidden, inner)),
+    ):
+        if packed is not None:
+            kind, group, has_zeros = packed
+            matrix = random_packed(kind, *shape, group, has_zeros=has_zeros, dtype=dtype)
+            experts = replace(experts, **{field: matrix})  # type: ignore[arg-type]
+    assert experts.inner == inner
+    x, logits = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, num_experts)
+    ours = TritonExperts(experts)(x, logits)
+    theirs = reference.mix_experts(x, logits, experts)
+    assert theirs.std() > 0.1
+    tolerance = SINGLE if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_the_programs_of_all_steps_are_compiled_when_experts_are_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for layers that are alike."""
+    heights: list[int] = []
+
+    def down(*_: object, ROWS: int, **others: object) -> None:
+        heights.append(ROWS)
+
+    monkeypatch.setattr(triton_experts, "_gate_up", lambda *_, **others: None)
+    monkeypatch.setattr(triton_experts, "_down", down)
+    ops = TritonOps(6, 1, dtype=torch.float32)
+    experts = _experts(7, 3, 32, 16, "plain", torch.float32)
+    mixed = ops.pack_experts(experts)
+    compiled, heights[:] = list(heights), []
+    ops.pack_experts(experts)
+    assert not heights
+    ops.pack_experts(replace(experts, num_chosen=2))
+    assert heights == compiled
+    for num_tokens in range(1, 400, 3):
+        mixed(torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 7))
+    assert set(heights) == set(compiled) == {16, 32, 64, 128}
 
 
 def test_all_tokens_to_one_expert() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 import triton.language as tl
 
-from disagg.kernels import packed_linear, reference
+from disagg.kernels import packed_tile, reference
 from disagg.kernels.packed_linear import PackedProduct, num_splits
 from disagg.kernels.packed_matrix import quantized
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
-from disagg.models.weights import random_weights
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import DecoderWeights, LayerWeights, random_weights
 from tests.kernels.packed_cases import random_packed
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -109,7 +112,7 @@ def test_what_other_rows_hold_does_not_change_a_row(num_programs: int) -> None:
 
 
 class TorchUnits:
-    """What `_numbers_of` does to a tensor, done by torch: Triton's interpreter has no bfloat16."""
+    """What `numbers_of` does to a tensor, done by torch: Triton's interpreter has no bfloat16."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -153,13 +156,13 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
             wanted = numbers.to(torch.int8).float()
         elif kind == "fp8":
             wanted = numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        found = packed_linear._numbers_of.fn(
+        found = packed_tile.numbers_of.fn(
             TorchUnits(every), part, bits, kind == "fp8", in_triton
         ).value
         assert found.dtype == dtype
         if kind == "int4":
             zero = torch.tensor([-8, 0, 7], dtype=torch.int8)
-            base = packed_linear._base.fn(TorchUnits(zero), bits, in_triton).value
+            base = packed_tile.base_of.fn(TorchUnits(zero), bits, in_triton).value
             assert base.dtype == dtype
             wanted = wanted[:, None] - 8 - zero
             found = found[:, None] - base
@@ -167,31 +170,54 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
         assert torch.equal(found.float()[is_number], wanted[is_number])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) -> None:
-    """Quantised by the operations, or before; a prompt, and a step after it."""
-    weights = random_weights(SMALL, torch.float32, CPU, seed=2)
-    names = ("qkv", "output", "gate_up", "down")
+def _packed_and_wide(
+    layers: Iterable[LayerWeights], kind: Kind
+) -> tuple[list[LayerWeights], list[LayerWeights]]:
+    """Layers with quantised matrices, and with the floats that these stand for."""
     packed, wide = [], []
-    for layer in weights.layers:
-        matrices: dict[str, Any] = {name: quantized(getattr(layer, name), kind) for name in names}
+    for layer in layers:
+        matrices: dict[str, Any] = {
+            name: quantized(getattr(layer, name), kind)
+            for name in ("qkv", "output", "gate_up", "down")
+        }
         packed.append(replace(layer, **matrices))
         floats: dict[str, Any] = {
             name: each.widened(torch.float32) for name, each in matrices.items()
         }
         wide.append(replace(layer, **floats))
-    logits = []
-    for layers, ops in (
-        (wide, None),
-        (packed, TritonOps(6, 1)),
-        (weights.layers, TritonOps(6, 1, quantization=kind, dtype=torch.float32)),
-    ):
-        decoder = Decoder(SMALL, replace(weights, layers=layers), ops)
-        slab = new_slab(SMALL, 16, 8, torch.float32, fill=torch.nan)
-        tokens = Tokens(list(range(24)), [9, 2, 3])
-        run_step(decoder, slab, [(tokens, 22)], 8)
-        run_step(decoder, slab, [(tokens, 1)], 8)
-        logits.append(torch.stack(tokens.logits))
-    assert logits[0].abs().max() > 0.1
-    for found in logits[1:]:
-        torch.testing.assert_close(found, logits[0], atol=SINGLE, rtol=SINGLE)
+    return packed, wide
+
+
+def _logits(config: ModelConfig, weights: DecoderWeights, ops: TritonOps | None) -> torch.Tensor:
+    """Of a prompt, and a step after it."""
+    decoder = Decoder(config, weights, ops)
+    slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
+    tokens = Tokens(list(range(24)), [9, 2, 3])
+    run_step(decoder, slab, [(tokens, 22)], 8)
+    run_step(decoder, slab, [(tokens, 1)], 8)
+    return torch.stack(tokens.logits)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) -> None:
+    """Quantised by the operations, or before."""
+    weights = random_weights(SMALL, torch.float32, CPU, seed=2)
+    packed, wide = _packed_and_wide(weights.layers, kind)
+    wanted = _logits(SMALL, replace(weights, layers=wide), None)
+    assert wanted.abs().max() > 0.1
+    quantizing = TritonOps(6, 1, quantization=kind, dtype=torch.float32)
+    for layers, ops in ((packed, TritonOps(6, 1)), (weights.layers, quantizing)):
+        found = _logits(SMALL, replace(weights, layers=layers), ops)
+        torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_decoder_with_packed_experts_equals_one_with_the_widened(kind: Kind) -> None:
+    experts = ExpertsConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=40)
+    config = replace(SMALL, family="Qwen3MoeForCausalLM", experts=experts)
+    weights = random_weights(config, torch.float32, CPU, seed=2)
+    packed, wide = _packed_and_wide(weights.layers, kind)
+    wanted = _logits(config, replace(weights, layers=wide), None)
+    found = _logits(config, replace(weights, layers=packed), TritonOps(6, 1))
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)

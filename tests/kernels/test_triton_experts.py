@@ -9,16 +9,26 @@ import pytest
 
 from disagg.kernels.triton_experts import MAX_ROWS, MIN_ROWS
 from tests.kernels.compiling import Assembler
-from tests.kernels.compiling_experts import GPT_OSS, QWEN3, check_products, check_routing
+from tests.kernels.compiling_experts import (
+    GPT_OSS,
+    QWEN3,
+    QWEN3_235B,
+    check_products,
+    check_routing,
+)
+from tests.kernels.compiling_packed import FORMATS
 
 SM = 90  # H100 and H200
 
 
-@pytest.mark.parametrize(("model", "rows"), [(QWEN3, MAX_ROWS), (GPT_OSS, MIN_ROWS)])
+@pytest.mark.parametrize(
+    ("model", "rows", "packed"),
+    [(QWEN3, MAX_ROWS, ""), (GPT_OSS, MIN_ROWS, ""), (QWEN3_235B, MAX_ROWS, "fp8 blocks")],
+)
 def test_products_compile(
-    model: tuple[int, int, int, int], rows: int, assembler: Assembler
+    model: tuple[int, int, int, int], rows: int, packed: str, assembler: Assembler
 ) -> None:
-    check_products(assembler, model, rows, SM)
+    check_products(assembler, model, rows, SM, FORMATS[packed] if packed else None)
 
 
 def test_routing_compiles_without_spills(assembler: Assembler) -> None:

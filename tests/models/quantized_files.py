@@ -270,6 +270,7 @@ KINDS: dict[str, Kind] = {
     "gptq v2": Kind(gptq(checkpoint_format="gptq_v2"), _gptq(4, 16, version=2)),
     "gptq 8 bits": Kind(gptq(bits=8, group_size=-1), _gptq(8, None)),
     "gptq uneven groups": Kind(gptq(group_size=32), _gptq(4, 32)),
+    "gptq groups of 48": Kind(gptq(group_size=48), _gptq(4, 48)),
     "gptq in order of activations": Kind(gptq(desc_act=True), _gptq(4, 16, is_ordered=True)),
     "gptq rows in order of activations": Kind(
         gptq(desc_act=True, group_size=-1), _gptq(4, None, is_ordered=True)

@@ -21,6 +21,7 @@ from disagg.engine.device.communicator import TorchCommunicator
 from disagg.errors import ModelError
 from disagg.kernels import reference
 from disagg.kernels.linear import PlainLinear
+from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch_ops import TorchOps
 from disagg.models.decoder import load_model
@@ -60,6 +61,16 @@ class FakeGpuOps(TorchOps):
         if isinstance(weight, PackedMatrix):
             return ReferenceProduct(weight, bias)
         return super().pack(weight, bias)
+
+    def pack_experts(self, experts: Experts) -> Any:
+        return (
+            experts if isinstance(experts.gate_up, PackedMatrix) else super().pack_experts(experts)
+        )
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Any) -> Tensor:
+        if isinstance(experts, Experts):
+            return reference.mix_experts(x, logits, experts)
+        return super().mix_experts(x, logits, experts)
 
     def pack_gated(self, weight: Any, bias: Tensor | None) -> Any:
         if isinstance(weight, PackedMatrix):
@@ -126,6 +137,9 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
         ("qwen2", "gptq in order of activations"),
         ("qwen3-moe-dense-first", "fp8 tensor"),
         ("qwen2-moe", "gptq 8 bits"),
+        ("qwen3-moe", "fp8 blocks"),
+        ("mixtral", "awq"),
+        ("qwen2-moe-dense-between", "gptq uneven groups"),
     ],
 )
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
@@ -162,9 +176,60 @@ def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "awq", "gptq in order of activations"])
-def test_ranks_keep_their_parts(kind: str, tmp_path: Path) -> None:
-    place = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
+SMALL_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 with zeros", "packed with zeros", "awq"])
+def test_experts_keep_their_bits(kind: str, tmp_path: Path) -> None:
+    """All of a layer are one matrix; the parts of ranks have rows of gate and of up of each."""
+    directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
+    model = describe_model(directory)
+    for share in (WHOLE, Share(0, 2), Share(1, 2)):
+        found = _all(directory, share, keeps_packed=True)
+        wanted = _all(tmp_path / "floats", share, keeps_packed=False)
+        for field in ("gate_up", "down", "shared_gate_up", "shared_down"):
+            own = found[f"1.{field}"]
+            assert isinstance(own, PackedMatrix), field
+            assert torch.equal(own.widened(torch.float32), wanted[f"1.{field}"])
+        nbytes = sum(each.nbytes for each in found.values())
+        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+
+
+def test_experts_in_orders_of_their_own_are_widened_and_counted_so(tmp_path: Path) -> None:
+    kind = "gptq in order of activations"
+    directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
+    model, found = describe_model(directory), _all(directory, WHOLE, keeps_packed=True)
+    for field, is_packed in (("gate_up", False), ("down", False), ("shared_gate_up", True)):
+        assert isinstance(found[f"1.{field}"], PackedMatrix) == is_packed
+    nbytes = sum(each.nbytes for each in found.values())
+    assert nbytes == weights_nbytes(model.config, 4, kept=model.tensors)
+    assert shape_of(model).has_widened_experts
+
+
+def test_groups_that_ranks_cut_become_smaller_ones(tmp_path: Path) -> None:
+    """48 columns each, of groups of 32: 16 columns share a scale then."""
+    sizes = {**eight_heads("llama"), "intermediate_size": 96}
+    directory = write_quantized(tmp_path, "llama", "gptq uneven groups", **sizes).directory
+    for share in (Share(0, 2), Share(1, 2)):
+        own = _all(directory, share, keeps_packed=True)["1.down"]
+        wanted = _all(tmp_path / "floats", share, keeps_packed=False)["1.down"]
+        assert isinstance(own, PackedMatrix) and own.group == 16
+        assert torch.equal(own.widened(torch.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("llama", "fp8 blocks"),
+        ("llama", "awq"),
+        ("llama", "gptq in order of activations"),
+        ("qwen3-moe", "fp8 blocks"),
+        ("qwen2-moe", "packed with zeros"),
+    ],
+)
+def test_ranks_keep_their_parts(variant: str, kind: str, tmp_path: Path) -> None:
+    sizes = eight_heads(variant) | (SMALL_EXPERTS if "moe" in variant else {})
+    place = write_quantized(tmp_path, variant, kind, **sizes).directory
     model, ids = describe_model(place), [5 * each % 97 for each in range(30)]
     alone = compute(load_model(model, torch.float32, CPU), ids, same)
 
@@ -241,3 +306,19 @@ def test_disagg_plan_counts_them(tmp_path: Path) -> None:
     on_cpu, on_gpu = (placements(packed, gpu)[0] for gpu in (CPU_CORE, GPUS["h100"]))
     assert on_cpu.weights_nbytes == floats.weights_nbytes("bf16") > on_gpu.weights_nbytes
     assert step_times(packed, "") == step_times(floats, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts_nbytes"),
+    [("awq", 0.5 + 3 / 16), ("fp8 rows", 1), ("gptq in order of activations", 2)],
+)
+def test_disagg_plan_counts_experts(kind: str, experts_nbytes: float, tmp_path: Path) -> None:
+    directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
+    packed, floats = (shape_of(describe_model(each)) for each in (directory, tmp_path / "floats"))
+    num_params = packed.num_experts * packed.num_layers * 3 * packed.hidden_size * 64
+    without = [
+        each.weights_nbytes("bf16") - num_params * nbytes
+        for each, nbytes in ((packed, experts_nbytes), (floats, 2))
+    ]
+    tables = 2 * 2 * packed.num_head_params
+    assert without[0] - tables == (without[1] - tables) * packed.packed_nbytes / 2

@@ -25,7 +25,8 @@ from disagg.engine.device.workspace import (
 )
 from disagg.engine.sched.step import StepPlan
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.packed_linear import MAX_ROWS, MOST_SPLIT_ROWS, num_splits, tile_sizes
+from disagg.kernels.packed_linear import MOST_SPLIT_ROWS, num_splits, tile_sizes
+from disagg.kernels.packed_tile import MAX_ROWS
 from disagg.messages import SamplingParams
 from disagg.time_model import StepFeatures
 from tests.engine.device.test_sampler import new_sequence

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from disagg.kernels.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.triton_experts import MIN_ROWS, max_rows
 from tests.kernels.compiling import (
     OTHERS,
@@ -20,7 +21,13 @@ from tests.kernels.compiling import (
     check_mixed_cut,
     check_without_spills,
 )
-from tests.kernels.compiling_experts import GPT_OSS, QWEN3, check_products, check_routing
+from tests.kernels.compiling_experts import (
+    GPT_OSS,
+    QWEN3,
+    QWEN3_235B,
+    check_products,
+    check_routing,
+)
 from tests.kernels.compiling_packed import FORMATS, check_adding, check_packed
 from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
 
@@ -110,6 +117,22 @@ def test_products_of_experts(
     model: tuple[int, int, int, int], rows: int, arch: int, assembler: Assembler
 ) -> None:
     check_products(assembler, model, rows, arch)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        *((name, arch) for arch in (90, 100) for name in FORMATS),
+        *((name, arch) for arch in (80, 89, 120) for name in FEW_FORMATS),
+    ],
+)
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_products_of_packed_experts(
+    name: str, arch: int, is_tall: bool, assembler: Assembler
+) -> None:
+    format = FORMATS[name]
+    most = packed_max_rows(format.kind, format.group or None, arch // 10)
+    check_products(assembler, QWEN3_235B, most if is_tall else MIN_ROWS, arch, format)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
