@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
+from bench.gpu_packed import FORMATS, random_packed
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.ops import Experts, Ops
-from disagg.models.experts_config import MXFP4_NBYTES
 
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference
@@ -38,18 +38,19 @@ class Shape:
     num_chosen: int
     hidden: int
     inner: int
-    is_mxfp4: bool = False
-
-    def expert_nbytes(self, itemsize: int) -> float:
-        return 3 * self.hidden * self.inner * (MXFP4_NBYTES if self.is_mxfp4 else itemsize)
+    format: str = "floats"  # or "mxfp4", or of `gpu_packed.FORMATS`
 
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
-    "gpt-oss-120b": Shape(128, 4, 2880, 2880, is_mxfp4=True),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, "mxfp4"),
+    "qwen3-30b-a3b int4": Shape(128, 8, 2048, 768, "int4 g128"),
+    "qwen3-235b-a22b fp8": Shape(128, 8, 4096, 1536, "fp8 blocks"),
 }
 ON_A_CPU = {"small": Shape(16, 4, 768, 512)}
-INTERPRETED = {"bf16": Shape(4, 2, 64, 64), "mxfp4": Shape(4, 2, 64, 64, is_mxfp4=True)}
+INTERPRETED = {
+    name: Shape(4, 2, 64, 64, name) for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks")
+}
 NUM_TOKENS = (1, 32, 256, 4096)
 
 
@@ -77,12 +78,13 @@ class Bench:
 
     def layer(self, shape: Shape, num_tokens: int) -> dict[str, Any]:
         ops = self.ops()
-        nbytes = shape.num_experts * shape.expert_nbytes(self.dtype.itemsize)
         is_gpu = self.device.type == "cuda"
-        num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
         x = self._random(num_tokens, shape.hidden)
         logits = self._random(num_tokens, shape.num_experts)
         matrices = self._experts(shape)
+        pieces = matrices.gate_up, matrices.down, matrices.gate_up_scales, matrices.down_scales
+        nbytes = sum(each.nbytes for each in pieces if each is not None)
+        num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
         layers = [ops.pack_experts(matrices)]
         layers += [ops.pack_experts(self._experts(shape)) for _ in range(num_layers - 1)]
         difference = self._difference(ops.mix_experts(x, logits, layers[0]), x, logits, matrices)
@@ -94,7 +96,7 @@ class Bench:
         taken_s = seconds(mix, self.device) / num_layers
         chosen = torch.topk(logits, shape.num_chosen).indices
         hit = len(set(chosen.flatten().tolist()))
-        read = hit * shape.expert_nbytes(self.dtype.itemsize) / taken_s
+        read = hit / shape.num_experts * nbytes / taken_s
         flops = 6 * num_tokens * shape.num_chosen * shape.hidden * shape.inner / taken_s
         return {
             "us": taken_s * 1e6,
@@ -128,10 +130,20 @@ class Bench:
 
     def _experts(self, shape: Shape) -> Experts:
         count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
-        if not shape.is_mxfp4:
+        if shape.format in FORMATS:
+            format = FORMATS[shape.format]
+            return Experts(
+                random_packed((count * 2 * inner, hidden), format, self.dtype, self._generator),
+                random_packed((count * hidden, inner), format, self.dtype, self._generator),
+                self.dtype,
+                count,
+                shape.num_chosen,
+                is_normalized=True,
+            )
+        if shape.format == "floats":
             gate_up = self._random(count, 2 * inner, hidden) / hidden**0.5
             down = self._random(count, hidden, inner) / inner**0.5
-            return Experts(gate_up, down, self.dtype, shape.num_chosen, is_normalized=True)
+            return Experts(gate_up, down, self.dtype, count, shape.num_chosen, is_normalized=True)
 
         def packed(*dims: int, high: int, low: int = 0) -> Tensor:
             drawn = torch.randint(
@@ -143,6 +155,7 @@ class Bench:
             packed(count, 2 * inner, hidden // 2, high=256),
             packed(count, hidden, inner // 2, high=256),
             self.dtype,
+            count,
             shape.num_chosen,
             is_normalized=True,
             gate_up_bias=self._random(count, 2 * inner),

@@ -73,6 +73,28 @@ SHAPES = {"llama-3-8b": Shape(4096, 14336, 32, 8), "qwen3-32b": Shape(5120, 2560
 INTERPRETED = {"tiny": Shape(64, 96, 4, 2, 16)}
 
 
+def random_packed(
+    shape: tuple[int, int], format: Format, dtype: torch.dtype, generator: torch.Generator
+) -> PackedMatrix:
+    """On the generator's device, with scales of `dtype`."""
+    (num_out, num_in), (kind, group, has_zeros) = shape, format
+
+    def integers(limit: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.randint(
+            -limit, limit, shape, generator=generator, device=generator.device, dtype=dtype
+        )
+
+    chunk = part_size(kind, group) * UNIT_BITS // BITS[kind]
+    num_units = -(-num_in // chunk) * chunk * BITS[kind] // UNIT_BITS
+    num_groups = 1 if group is None else -(-num_in // group)
+    # Of e4m3 no exponent that could make NaN: bit 6 of each number is 0.
+    units = integers(1 << 15, (num_out, num_units), torch.int16)
+    units &= -0x4041 if kind == "fp8" else -1
+    scales = torch.full((num_groups, num_out), 1e-3, device=generator.device).to(dtype)
+    zeros = integers(8, (num_groups, num_out), torch.int8) if has_zeros else None
+    return PackedMatrix(kind, num_in, group, units, scales, zeros)
+
+
 class Bench:
     """The device, and what it gives."""
 
@@ -157,18 +179,7 @@ class Bench:
         return max(2, min(MOST_MATRICES, round(UNCACHED_NBYTES / nbytes))) if self.is_gpu else 2
 
     def _packed(self, num_out: int, num_in: int, format: Format) -> PackedMatrix:
-        kind, group, has_zeros = format
-        chunk = part_size(kind, group) * UNIT_BITS // BITS[kind]
-        num_units = -(-num_in // chunk) * chunk * BITS[kind] // UNIT_BITS
-        num_groups = 1 if group is None else -(-num_in // group)
-        # Of e4m3 no exponent that could make NaN: bit 6 of each number is 0.
-        units = self._integers(-(1 << 15), 1 << 15, (num_out, num_units), torch.int16)
-        units &= -0x4041 if kind == "fp8" else -1
-        scales = torch.full((num_groups, num_out), 1e-3, device=self.device).to(self.dtype)
-        zeros = None
-        if has_zeros:
-            zeros = self._integers(-8, 8, (num_groups, num_out), torch.int8)
-        return PackedMatrix(kind, num_in, group, units, scales, zeros)
+        return random_packed((num_out, num_in), format, self.dtype, self._generator)
 
     def _difference(self, x: Tensor, weight: PackedMatrix) -> float:
         """From the reference, as a share of the largest value."""
@@ -178,11 +189,6 @@ class Bench:
         if not difference <= TOLERANCE:
             raise ArithmeticError(f"differs from its reference by {difference:.2g} of the largest")
         return difference
-
-    def _integers(self, low: int, high: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return torch.randint(
-            low, high, shape, generator=self._generator, device=self.device, dtype=dtype
-        )
 
     def _random(self, *shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=self._generator, device=self.device)

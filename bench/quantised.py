@@ -37,7 +37,7 @@ from disagg.kernels.packed_sizes import BITS, Kind
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.fetched import FETCHED, cached_file, fetch
-from disagg.models.packing import fields_packed
+from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import LayerWeights, load_weights
 
 CPU = torch.device("cpu")
@@ -111,8 +111,7 @@ def as_on_a_gpu(place: Path, kind: Kind) -> Contender:
     weights = load_weights(model, torch.bfloat16, CPU)
 
     def widened(layer: LayerWeights) -> LayerWeights:
-        fields = fields_packed(has_experts=False)
-        matrices = {field: getattr(layer, field) for field in fields}
+        matrices = {field: getattr(layer, field) for field in LAYER_FIELDS}
         kept = {
             field: quantized(matrix, kind).widened(torch.bfloat16)
             for field, matrix in matrices.items()
