@@ -5,7 +5,7 @@ an error and never as a silently dropped option. Hot messages are arrays on the 
 from outside (HTTP) has structs of its own in `api/openai/requests.py`.
 
     ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
-    worker -> ingress   Challenge, then Welcome | Refused, then StepFrame | Snapshot
+    worker -> ingress   Challenge, then Welcome | Refused, then Snapshot and StepFrames
     worker -> command line, while it starts   StartStep
 """
 
