@@ -98,7 +98,6 @@ class IngressCore:
     ) -> None:
         self._config = config
         self._ingress_id = ingress_id
-        self._records: list[WorkerRecord] = []
         self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
         self._is_starting = True  # until each pool has had a worker
         self._models = served_models(config)
@@ -188,7 +187,6 @@ class IngressCore:
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
         """Set the complete list of workers."""
-        self._records = list(records)
         for record in records:
             model = self._models.get(record.model)
             if model is not None and _differs(model, record):
