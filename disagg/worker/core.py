@@ -126,8 +126,9 @@ class WorkerCore:
             self._cancel(name)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
-    def forget_peers(self, gone: Iterable[str]) -> None:
-        """Drop the transfer times of workers that have left."""
+    def forget_transfer_times(self, gone: Iterable[str]) -> None:
+        """Drop those of workers that have left. How to reach them stays known until others need the
+        place (`pulls.MAX_PEERS`)."""
         for worker_id in gone:
             self._transfer_times.forget(worker_id)
 
