@@ -1,7 +1,8 @@
 """`disagg serve demo-small demo-large --cascade` as a user starts it: hard tasks escalate, easy
 ones stream from the small model, and a calibration against the server writes a threshold.
 
-The user's home directory is read-only, and the server ends when Ray's control store dies.
+Every worker has a GPU of its own, on a machine whose GPUs are stood in for. The user's home
+directory is read-only, and the server ends when Ray's control store dies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from disagg.cli.main import main
 from tests import plain_http
 from tests.e2e.command import Command, until
+from tests.e2e.test_gpus import Opened, machine
 from tests.otlp_collector import OtlpCollector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -38,16 +40,25 @@ def collector() -> Iterator[OtlpCollector]:
 
 
 @pytest.fixture(scope="module")
-def server(collector: OtlpCollector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """Its home is read-only: nothing but logs would be kept there, and they go elsewhere."""
-    directory = tmp_path_factory.mktemp("cascade")
-    (directory / "home").mkdir()
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cascade")
+
+
+@pytest.fixture(scope="module")
+def server(collector: OtlpCollector, directory: Path) -> Iterator[Command]:
+    """Its home is read-only: nothing but logs would be kept there, and they go elsewhere. It has
+    eight GPUs, the first of which another process fills."""
+    for name in ("home", "opened"):
+        (directory / name).mkdir()
     environment = {
+        **machine(3, *[80] * 7),
+        "DISAGG_TEST_OPENED": str(directory / "opened"),
         "HOME": str(directory / "home"),
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
     }
     command = Command(
-        f"{SMALL} {LARGE} --cascade --no-haproxy --num-threads 1 --no-redis",
+        f"{SMALL} {LARGE} --cascade --prefill 0 --num-threads 1 --no-haproxy --no-redis"
+        " --host :: --insecure",
         directory,
         environment,
         mounts=f"mount -t tmpfs -o ro tmpfs {directory}/home",
@@ -55,6 +66,15 @@ def server(collector: OtlpCollector, tmp_path_factory: pytest.TempPathFactory) -
     with command.killed_at_the_end():
         command.wait_ready()
         yield command
+
+
+def test_every_worker_opens_a_gpu_of_its_own(server: Command, directory: Path) -> None:
+    found = Opened(directory / "opened")
+    assert [pool for pool, _ in found.gpus] == [f"{LARGE}-decode", f"{SMALL}-decode"]
+    assert sorted(gpu for _, gpu in found.gpus) == [1, 2]
+    assert found.claims == [72.0] * 2
+    said = server.output()
+    assert f"1 {SMALL}-decode, 1 {LARGE}-decode on GPU 1, 2 of 8" in said
 
 
 def body(question: str, **fields: Any) -> dict[str, Any]:
@@ -132,8 +152,7 @@ def test_a_server_is_calibrated_against(
 def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Command) -> None:
     """Serve starts another worker, which is not waited for."""
     url, question = f"{server.url}/v1/chat/completions", next(iter(HARD))
-    for process in server.named(f"{LARGE}-prefill") + server.named(f"{LARGE}-decode"):
-        process.kill()
+    server.one(f"{LARGE}-decode").kill()
     until(lambda: not num_large_workers(server), why=lambda: "they are still there")
     answer = plain_http.post(url, json=body(question), timeout=60)
     assert answer.status_code == 200, answer.text

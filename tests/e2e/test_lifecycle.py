@@ -1,8 +1,9 @@
 """It starts, stops and heals as it says: real signals to a real `disagg serve` under streams.
 
-After each end nothing may be left: no process, port, directory or shared memory. More ends are in
-`test_serve.py`, `test_cascade.py`, `test_gpus.py` and `test_wheel.py`, of servers that are started
-for something else. A cluster of others is in `test_running_cluster.py`.
+Its two workers share a GPU, which is stood in for. After each end nothing may be left: no process,
+port, directory or shared memory. More ends are in `test_serve.py`, `test_cascade.py`,
+`test_gpus.py` and `test_wheel.py`, of servers that are started for something else. A cluster of
+others is in `test_running_cluster.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 from disagg.cli.ports import free_port
 from tests import plain_http
 from tests.e2e.command import (
+    LONG,
     NUM_STREAMS,
     TIMEOUT_S,
     Command,
@@ -30,10 +32,11 @@ from tests.e2e.command import (
     refusal_of,
     until,
 )
+from tests.e2e.test_gpus import Opened, machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SHORT = 1400  # tokens of a stream: a few seconds, in which all streams of a test begin
+SHORT = 900  # tokens of a stream: a few seconds, in which all streams of a test begin
 DONE = "data: [DONE]"
 ROOT = Path(__file__).parents[2]
 MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
@@ -62,13 +65,27 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
+    (directory / "opened").mkdir()
+    environment = {**machine(80), "DISAGG_TEST_OPENED": str(directory / "opened")}
     # On a busy machine the last test's streams may need longer than the usual 60 s to end.
-    command = Command(f"{MODEL} --drain-s {TIMEOUT_S:g}", tmp_path_factory.mktemp("home"))
+    flags = f"{MODEL} --num-gpus-per-worker 0.5 --drain-s {TIMEOUT_S:g}"
+    command = Command(flags, directory, environment)
     with command.killed_at_the_end():
         command.wait_ready()
         yield command
+
+
+def test_workers_that_share_a_gpu_share_its_memory(served: Command, directory: Path) -> None:
+    found = Opened(directory / "opened")
+    assert found.gpus == [("demo-small-decode", 0), ("demo-small-prefill", 0)]
+    assert found.claims == [36.0, 36.0]
 
 
 def test_only_this_machine_reaches_any_of_its_ports(served: Command) -> None:
@@ -132,14 +149,17 @@ def test_lines_are_json_and_logs_outlive_the_command(served: Command) -> None:
     assert {"disagg.log", "server.log"} <= files
 
 
-def test_sigterm_lets_streams_end(served: Command) -> None:
+def test_sigterm_lets_streams_end_and_a_second_one_does_not(served: Command) -> None:
     """Last of those with this server."""
-    streams = Streams(served.url, NUM_STREAMS, SHORT)
+    long, short = Streams(served.url, 2, LONG), Streams(served.url, NUM_STREAMS, SHORT)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
     until(lambda: not takes_requests(served))  # the ingress hears of it a bit later
-    assert streams.wait() == [DONE] * NUM_STREAMS
-    assert served.ended() == 0
+    assert short.wait() == [DONE] * NUM_STREAMS
+    served.process.send_signal(signal.SIGTERM)
+    assert served.ended() == 128 + signal.SIGTERM
+    ends = long.wait()
+    assert len(ends) == 2 and DONE not in ends, "they were waited for"
     served.assert_only_own_lines()
     served.assert_nothing_left()
     assert (Path(served.events("logs")[0]["directory"]) / "ray").is_dir()
@@ -171,6 +191,13 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     command.assert_only_own_lines()
     assert "before it was ready" in command.output()
     command.assert_nothing_left()
+
+
+def test_a_killed_command_takes_all_along(home: Path) -> None:
+    """Its server process does that. Where both are killed: `test_serve.py`."""
+    command = Command(ONE_WORKER, home)
+    with command.killed_at_the_end():
+        until(lambda: "starting Ray Serve" in command.output())
 
 
 def test_a_dead_cluster(home: Path) -> None:

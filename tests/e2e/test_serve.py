@@ -2,25 +2,28 @@
 
 Serve's own proxy takes HAProxy's place in `test_cascade.py`.
 
-A worker's death costs time and nothing else: the text is that of a single engine. In the end all
-that could clean up is killed, and the next start does it.
+The prefill worker has two ranks; `tests/test_local_ranks.py` has pools of other sizes. The death of
+a worker, or of a rank, costs time and nothing else: the text is that of a single engine. In the end
+all that could clean up is killed, and the next start does it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 from disagg.cli.ports import free_port
 from tests import plain_http
-from tests.e2e.command import Command
+from tests.e2e.command import Command, until
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, streamed, streams_of
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
@@ -55,9 +58,9 @@ def server(
     collector: OtlpCollector,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Command]:
-    """Two ingresses, one prefill worker, two decode workers, an embedded Redis."""
+    """Two ingresses, a prefill worker of two ranks, two decode workers, an embedded Redis."""
     flags = "--served-model-name tiny --dtype float32 --num-threads 1"
-    pools = "--ingress 2 --prefill 1 --decode 2"
+    pools = "--ingress 2 --prefill 1 --prefill-tensor-parallel-size 2 --decode 2"
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
     command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("serve"), environment)
     with command.killed_at_the_end():
@@ -69,6 +72,23 @@ def server(
 def client(server: Command) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def num_pulls(server: Command, outcome: str) -> float:
+    text = plain_http.get(f"{server.url}/metrics").text
+    found = re.findall(r"^disagg_worker_kv_pulls_total\{(.*)\} ([\d.e+]+)$", text, re.M)
+    return sum(float(number) for labels, number in found if f'outcome="{outcome}"' in labels)
+
+
+def until_pulled(server: Command, ask: Callable[[], object]) -> None:
+    """Asks until KV was pulled: a worker that measured slow first steps gets no prompt yet."""
+    before = num_pulls(server, "ok")
+
+    def pulled() -> bool:
+        ask()
+        return num_pulls(server, "ok") > before
+
+    until(pulled, why=lambda: "nothing was pulled")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "middle", "long"])
@@ -85,6 +105,26 @@ def test_text_equals_a_single_engines(
     )
     expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
     assert answer.choices[0].message.content == expected
+
+
+def test_text_of_pulled_kv_is_a_single_engines(
+    server: Command, client: openai.OpenAI, reference: SingleEngine
+) -> None:
+    """From the ranks of one process tree to the process of another, by NIXL."""
+    numbers = itertools.count()
+
+    def ask() -> None:
+        prompt = f"{next(numbers)}: " + PROMPTS[-1]
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=24,
+        )
+        assert answer.choices[0].message.content == reference.chat(prompt, 24)
+
+    until_pulled(server, ask)
+    assert not num_pulls(server, "failed") + num_pulls(server, "torn")
 
 
 def test_streamed_text_is_the_same(client: openai.OpenAI, reference: SingleEngine) -> None:
@@ -164,24 +204,31 @@ def test_errors_are_sentences(client: openai.OpenAI) -> None:
 
 
 def test_a_trace_goes_through_all_processes(server: Command, collector: OtlpCollector) -> None:
-    trace_id = secrets.token_hex(16)
-    answer = plain_http.post(
-        f"{server.url}/v1/chat/completions",
-        json={
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "a traced request of its own: " * 12}],
-            "max_tokens": 8,
-        },
-        headers={"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"},
-        timeout=60,
-    )
-    assert answer.status_code == 200, answer.text
+    trace_ids: list[str] = []
 
-    def ours(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
-        return {span.name: span for span in spans if span.trace_id == trace_id}
+    def ask() -> None:
+        trace_ids.append(secrets.token_hex(16))
+        content = f"traced request {len(trace_ids)}, of its own: " * 12
+        answer = plain_http.post(
+            f"{server.url}/v1/chat/completions",
+            json={
+                "model": "tiny",
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 8,
+            },
+            headers={"traceparent": f"00-{trace_ids[-1]}-b7ad6b7169203331-01"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
 
-    collector.wait_for(lambda spans: set(ours(spans)) >= SPANS)
-    spans = ours(collector.spans)
+    def through_all(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
+        """Of the first trace that is complete; empty while none is."""
+        traces = [{s.name: s for s in spans if s.trace_id == each} for each in trace_ids]
+        return next((trace for trace in traces if set(trace) >= SPANS), {})
+
+    until_pulled(server, ask)
+    collector.wait_for(lambda spans: bool(through_all(spans)))
+    spans = through_all(collector.spans)
     assert spans["http"].parent_id == "b7ad6b7169203331"
     for name in SPANS - {"http"}:
         assert spans[name].parent_id == spans["http"].span_id, name
@@ -230,13 +277,21 @@ def test_metrics_and_probes(server: Command, client: openai.OpenAI) -> None:
 async def test_no_stream_notices_a_workers_death(
     server: Command, reference: SingleEngine, role: str
 ) -> None:
-    """Greedy and seeded streams go on elsewhere, from the token at which their worker died.
+    """Greedy and seeded streams go on elsewhere, from the token at which their worker died. The
+    prefill worker dies with one of its ranks.
 
     Serve starts another worker, which is not waited for.
     """
     expected = streams_of(reference)
-    victim = server.named(f"tiny-{role}")[0]
+    worker = server.named(f"tiny-{role}")[0]
+    victim = worker if role == "decode" else second_rank(worker)
     assert await streamed(server.url, "tiny", victim.kill) == expected
+    until(lambda: not worker.is_running(), why=lambda: f"{worker} has outlived its rank")
+
+
+def second_rank(worker: psutil.Process) -> psutil.Process:
+    (found,) = [each for each in worker.children() if "disagg.worker.rank" in each.cmdline()]
+    return found
 
 
 def test_what_a_killed_run_leaves_ends_at_the_next_start(server: Command, tmp_path: Path) -> None:
