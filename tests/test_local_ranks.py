@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
 import signal
@@ -100,75 +99,106 @@ def spied(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], l
     return pulled, learned
 
 
+def num_ranks(worker: Worker) -> int:
+    return 1 if worker._ranks is None else 1 + len(worker._ranks.others)
+
+
+async def pulls_between_unlike_sizes(
+    running: LocalCluster, client: httpx.AsyncClient, reference: SingleEngine, content: str
+) -> None:
+    prefill, decode = running.workers
+    assert {num_ranks(prefill), num_ranks(decode)} == {1, 2}
+    for temperature in (0, 1):
+        answer = await chat(client, content, temperature=temperature, seed=7)
+        assert text(answer) == reference.chat(content, 24, temperature=temperature, seed=7)
+    pulls = decode._core.status().pulls
+    assert sum(each.num_ok for each in pulls), "nothing was pulled"
+    assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
+
+
+async def replace_worker(running: LocalCluster, old: Worker, num_ranks: int) -> Worker:
+    (tier,) = config(running.config.tiers[0].directory, num_ranks, num_ranks).tiers
+    await running.stop_worker(old)
+    new = await running.start_worker(tier, old.record.role)
+    await running.wait_ready()
+    return new
+
+
 async def test_text_is_one_engines_text_until_a_rank_dies_and_after(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From one rank to two, from two to two, where one dies, and from two to one."""
     reference = SingleEngine(model, ENGINE)
-    async with cluster(model) as (running, client):
-        prefill, decode = running.workers
-        pulled, learned = spied(decode, monkeypatch)
-        wanted = [
-            (content, temperature, seed)
-            for content in ("short", LONG, "another one: " + LONG)
-            for temperature, seed in ((0.0, 0), (1.0, 7))
-        ]
-        answers = await asyncio.gather(
-            *(chat(client, content, temperature=t, seed=s) for content, t, s in wanted)
-        )
-        for answer, (content, temperature, seed) in zip(answers, wanted, strict=True):
-            assert text(answer) == reference.chat(content, 24, temperature=temperature, seed=seed)
-        pulls = decode._core.status().pulls
-        assert sum(each.num_ok for each in pulls), "nothing was pulled"
-        assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
-        assert pulled == [2 * nbytes for nbytes in learned]  # pulls are predicted of one rank
-        for worker in running.workers:
-            await until_empty(worker)
+    async with cluster(model, 1, 2) as (running, client):
+        await pulls_between_unlike_sizes(running, client, reference, "to two: " + LONG)
+        prefill = await replace_worker(running, running.workers[0], 2)
+        decode = next(each for each in running.workers if each is not prefill)
+        assert num_ranks(prefill) == num_ranks(decode) == 2
+        await pulls_of_all_ranks(running, client, reference, spied(decode, monkeypatch))
 
         scored = await chat(client, "scored: " + LONG, prompt_logprobs=1)
         assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
         assert text(scored) == reference.chat("scored: " + LONG, 24)
 
-        num_steps = decode._thread.num_turns
-        asked = body("last: " + LONG, 100, ignore_eos=True)
-        moving = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
-        await until(lambda: has_stepped(decode) and decode._thread.num_turns > num_steps + 5)
-        (lost,), (other,) = processes(decode), processes(prefill)
-        lost.kill()
-        moved = await moving
-        assert moved.status_code == 200, moved.text
-        assert text(moved.json()) == reference.chat("last: " + LONG, 100, ignore_eos=True)
-        # As if the worker's only process had been killed: it may happen to a request again.
-        decisions = running.ingress.dispatcher.decision(moved.json()["id"])
-        assert any("worker_lost" in d.because for d in decisions), decisions
-        assert not any("engine_failed" in d.because for d in decisions), decisions
-        await until(lambda: decode._thread.failed is not None)
-        with pytest.raises(EngineFailed):
-            decode.check_health()
+        (other,) = processes(prefill)
+        await loses_a_rank(running, client, reference, decode)
         prefill.check_health()
         assert other.poll() is None
+
+        await replace_worker(running, decode, 1)
+        await pulls_between_unlike_sizes(running, client, reference, "to one: " + LONG)
     assert other.wait(10) == 0
 
 
-@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1)])
-async def test_pools_of_unlike_sizes_give_one_engines_text(
-    model: Path, num_prefill_ranks: int, num_decode_ranks: int
+async def pulls_of_all_ranks(
+    running: LocalCluster,
+    client: httpx.AsyncClient,
+    reference: SingleEngine,
+    spied: tuple[list[int], list[int]],
 ) -> None:
-    reference = SingleEngine(model, ENGINE)
-    async with cluster(model, num_prefill_ranks, num_decode_ranks) as (running, client):
-        _, decode = running.workers
-        num_ranks = [1 if w._ranks is None else 1 + len(w._ranks.others) for w in running.workers]
-        assert num_ranks == [num_prefill_ranks, num_decode_ranks]
-        for temperature in (0, 1):
-            answer = await chat(client, LONG, temperature=temperature, seed=7)
-            assert text(answer) == reference.chat(LONG, 24, temperature=temperature, seed=7)
-        pulls = decode._core.status().pulls
-        assert sum(each.num_ok for each in pulls), "nothing was pulled"
-        assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
+    wanted = [
+        (content, temperature, seed)
+        for content in ("short", LONG, "another one: " + LONG)
+        for temperature, seed in ((0.0, 0), (1.0, 7))
+    ]
+    answers = await asyncio.gather(
+        *(chat(client, content, temperature=t, seed=s) for content, t, s in wanted)
+    )
+    for answer, (content, temperature, seed) in zip(answers, wanted, strict=True):
+        assert text(answer) == reference.chat(content, 24, temperature=temperature, seed=seed)
+    pulled, learned = spied
+    assert pulled, "nothing was pulled"
+    assert pulled == [2 * nbytes for nbytes in learned]  # pulls are predicted of one rank
+    for worker in running.workers:
+        await until_empty(worker)
+
+
+async def loses_a_rank(
+    running: LocalCluster, client: httpx.AsyncClient, reference: SingleEngine, decode: Worker
+) -> None:
+    """While it decodes: its request moves, and it reports that its engine failed."""
+    num_steps = decode._thread.num_turns
+    asked = body("last: " + LONG, 100, ignore_eos=True)
+    moving = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
+    await until(lambda: has_stepped(decode) and decode._thread.num_turns > num_steps + 5)
+    (lost,) = processes(decode)
+    lost.kill()
+    moved = await moving
+    assert moved.status_code == 200, moved.text
+    assert text(moved.json()) == reference.chat("last: " + LONG, 100, ignore_eos=True)
+    # As if the worker's only process had been killed: it may happen to a request again.
+    decisions = running.ingress.dispatcher.decision(moved.json()["id"])
+    assert any("worker_lost" in d.because for d in decisions), decisions
+    assert not any("engine_failed" in d.because for d in decisions), decisions
+    await until(lambda: decode._thread.failed is not None)
+    with pytest.raises(EngineFailed):
+        decode.check_health()
 
 
 async def test_an_evicted_prefix_comes_back_from_the_host_memory_of_all_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And then, without work, the worker ends with a rank."""
     monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: 10.0)
     few = msgspec.structs.replace(TWO, num_gpu_blocks_override=40, kv_offloading_size=0.1)
     (tier,) = config(model).tiers
@@ -193,25 +223,12 @@ async def test_an_evicted_prefix_comes_back_from_the_host_memory_of_all_ranks(
         (worker,) = running.workers
         await worker.check()
 
-
-async def test_a_worker_without_work_ends_with_a_rank(model: Path) -> None:
-    worker = await Worker.start(
-        config(model),
-        config(model).tiers[0],
-        "decode",
-        worker_id="lonely",
-        epoch=1,
-        host="127.0.0.1",
-    )
-    with contextlib.ExitStack() as stack:
         (lost,) = processes(worker)
-        stack.callback(lost.kill)
         worker.check_health()
         lost.send_signal(signal.SIGTERM)
         await until(lambda: worker._thread.failed is not None)
         with pytest.raises(EngineFailed, match=r"rank 1 of 2 ended with exit status -15"):
             worker.check_health()
-        await worker.close()
 
 
 def test_a_start_that_fails_on_a_rank_names_it(
