@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,10 +56,19 @@ def engine_with(kv_cache_dtype: Any, **changes: Any) -> EngineConfig:
     return msgspec.structs.replace(ENGINE, kv_cache_dtype=kv_cache_dtype, **changes)
 
 
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Callable[[str], SingleEngine]:
+    """By the format of its KV, made once."""
+    return functools.cache(lambda name: SingleEngine(model, engine_with(name)))
+
+
 @pytest.mark.parametrize("transport", ["local", "nixl"])
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS[1:])
 async def test_pulled_blocks_give_the_text_of_one_engine(
-    model: Path, kv_cache_dtype: Any, transport: Literal["local", "nixl"]
+    model: Path,
+    reference: Callable[[str], SingleEngine],
+    kv_cache_dtype: Any,
+    transport: Literal["local", "nixl"],
 ) -> None:
     engine = engine_with(kv_cache_dtype)
     tier = TierConfig(
@@ -66,7 +77,6 @@ async def test_pulled_blocks_give_the_text_of_one_engine(
         prefill=PoolConfig(num_replicas=1),
         decode=PoolConfig(num_replicas=1),
     )
-    reference = SingleEngine(model, engine)
     whole = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
     async with local.running(whole, tiny_parts()) as running:
         for prompt in PROMPTS:
@@ -79,7 +89,7 @@ async def test_pulled_blocks_give_the_text_of_one_engine(
             status, answer = await running.post("/v1/chat/completions", msgspec.json.encode(body))
             assert status == 200, answer
             said = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
-            assert said == reference.chat(prompt, 24)
+            assert said == reference(kv_cache_dtype).chat(prompt, 24)
         cores = [worker._core for worker in running.workers]
         assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
 
