@@ -22,18 +22,16 @@ from typing import Any
 import torch
 
 from bench.report import ENOUGH_S, finish, print_table, take_turns
+from bench.requests import greedy, new_request
 from bench.shapes import SHAPES, transformers_config
-from disagg.blocks import hash_blocks
 from disagg.config import DType, EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import describe_model
 
 MAX_MODEL_LEN = 2048
 PAGE_SIZE, NUM_PAGES = 128, 96  # of continuous batching: room for every case
 CACHE_NBYTES = 512 << 20
-HASH_ROOT = b"bench"
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]
@@ -75,17 +73,8 @@ class Ours:
 
     def _sequence(self, prompt: list[int], num_new: int) -> Sequence:
         self._num_requests += 1
-        request = GenerateRequest(
-            request_id=str(self._num_requests),
-            model="bench",
-            token_ids=tuple(prompt),
-            num_prompt_tokens=len(prompt),
-            hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, prompt, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=num_new, temperature=0.0),
-            deadline_unix_s=float("inf"),
-        )
-        return Sequence(request)
+        block_size = self.engine.pool.block_size
+        return Sequence(new_request(self._num_requests, prompt, greedy(num_new), block_size))
 
 
 def static_batch(directory: Path) -> Generate:

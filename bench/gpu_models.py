@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from bench.requests import greedy, new_request
 from bench.shapes import model_config
-from disagg.blocks import hash_blocks
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.runner import ModelRunner
@@ -21,7 +21,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kernels.kv_pages import format_of
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import SamplingParams
 from disagg.models.decoder import random_decoder
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
@@ -30,7 +30,6 @@ from disagg.planner.gpus import CPU_CORE, gpu_called
 from disagg.planner.roofline import Placement
 from disagg.planner.shapes import shape_of
 
-HASH_ROOT = b"bench"
 _numbers = count()  # a request's name is used once
 
 
@@ -105,19 +104,9 @@ def new_sequence(
     hand_over: bool = False,
 ) -> EngineSequence:
     """A request, greedy unless `sampling` says more, with prompt and perhaps output so far."""
-    return EngineSequence(
-        GenerateRequest(
-            request_id=name,
-            model="bench",
-            token_ids=tuple(tokens),
-            num_prompt_tokens=num_prompt_tokens,
-            hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
-            sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            deadline_unix_s=float("inf"),
-        ),
-        hand_over=hand_over,
-    )
+    sampling = sampling or greedy(max_tokens)
+    request = new_request(name, tokens, sampling, block_size, num_prompt_tokens=num_prompt_tokens)
+    return EngineSequence(request, hand_over=hand_over)
 
 
 def join_sequences(

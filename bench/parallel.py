@@ -26,16 +26,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bench.engine import HASH_ROOT, write_checkpoint
+from bench.engine import write_checkpoint
 from bench.report import ENOUGH_S, finish, print_table, take_turns
+from bench.requests import greedy, new_request
 from bench.shapes import SHAPES
-from disagg.blocks import hash_blocks
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence as Request
-from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.communicator import Communicator
 from disagg.models.description import describe_model
 from disagg.models.share import Share
@@ -135,17 +134,8 @@ class Contender:
     def _request(self, num_in: int, num_out: int) -> Request:
         self._num_requests += 1
         tokens = torch.randint(1, self._vocab_size, (num_in,)).tolist()
-        request = GenerateRequest(
-            request_id=str(self._num_requests),
-            model="bench",
-            token_ids=tuple(tokens),
-            num_prompt_tokens=num_in,
-            hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=num_out, temperature=0.0),
-            deadline_unix_s=float("inf"),
-        )
-        return Request(request)
+        block_size = self.engine.pool.block_size
+        return Request(new_request(self._num_requests, tokens, greedy(num_out), block_size))
 
 
 def contender(

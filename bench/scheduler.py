@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.report import finish, print_table
-from disagg.blocks import hash_blocks
+from bench.requests import new_request
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.slots import Slots
 from disagg.engine.engine import Engine
@@ -32,11 +32,10 @@ from disagg.engine.sched.block_tables import find_prefix
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, StepPlan
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1 << 16
 PROMPT, LONG_PROMPT, NUM_STEPS, NUM_PROMPTS = 2048, 8192, 256, 64
-HASH_ROOT = b"bench"
 TOKEN_ID = 7
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
@@ -64,18 +63,7 @@ def new_engine(block_size: int = BLOCK_SIZE) -> Engine:
 def new_sequence(
     number: int, tokens: list[int], sampling: SamplingParams, block_size: int = BLOCK_SIZE
 ) -> Sequence:
-    return Sequence(
-        GenerateRequest(
-            request_id=str(number),
-            model="bench",
-            token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens),
-            hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, tokens, block_size)),
-            sampling=sampling,
-            deadline_unix_s=float("inf"),
-        )
-    )
+    return Sequence(new_request(number, tokens, sampling, block_size))
 
 
 def decode(num_seqs: int, num_steps: int) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import torch
 
-from bench.gpu_models import HASH_ROOT, new_engine
+from bench.gpu_models import new_engine
 from bench.report import finish, print_table, take_turns
+from bench.requests import greedy, new_request
 from bench.shapes import SHAPES, model_config
-from disagg.blocks import hash_blocks
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.engine.engine_thread import IN_FLIGHT_WAIT_S, StepResult
@@ -35,7 +35,7 @@ from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
+from disagg.messages import GenerateRequest, Start, TokenDelta
 from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
@@ -45,7 +45,6 @@ from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport
 LINK = 1
 HOST_NBYTES = 4 << 30  # more than all prompts take
 BORROWER = "another worker"
-FOREVER_S = 1e12
 
 
 class Contender:
@@ -119,16 +118,8 @@ class Contender:
     def first_token_s(self, prompt: list[int], lender: Contender | None = None) -> float:
         """Ask for one token, after borrowing what a lender has. Afterwards nothing is under way."""
         self._num_requests += 1
-        request = GenerateRequest(
-            request_id=str(self._num_requests),
-            model="bench",
-            token_ids=tuple(prompt),
-            num_prompt_tokens=len(prompt),
-            hash_root=HASH_ROOT,
-            block_hashes=tuple(hash_blocks(HASH_ROOT, prompt, self.engine.pool.block_size)),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            deadline_unix_s=FOREVER_S,
-        )
+        block_size = self.engine.pool.block_size
+        request = new_request(self._num_requests, prompt, greedy(1), block_size)
         began_s = time.perf_counter()
         ticket = None if lender is None else lender.lend(request)
         start = Start(self._num_requests, request, ticket=ticket)
