@@ -320,8 +320,5 @@ class Fleet:
         pools = self._pools.get(record.model)
         if pools is None:
             pools = self._pools[record.model] = ModelPools(is_shared=tpot_slo_s != math.inf)
-        index = self.index
-        index_bits = index.bit(worker_id)
-        if status.host is not None:
-            index_bits |= index.bit(host_id(worker_id))
-        pools.put(view, index_bits)
+        names = (worker_id,) if status.host is None else (worker_id, host_id(worker_id))
+        pools.put(view, self.index.places(*names))

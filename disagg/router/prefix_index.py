@@ -11,7 +11,7 @@ sets at a time while other workers report, and reused only after that. No call t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from disagg.blocks import BlockHash
@@ -78,21 +78,28 @@ class PrefixIndex:
     def nbytes(self) -> int:
         return self._names.nbytes + self.num_sets * (SET_NBYTES + self._num_bits // 7)
 
-    def bit(self, worker_id: str) -> int:
-        """The worker's bit until its next snapshot; 0: it is unknown."""
-        return self._bits.get(worker_id, 0)
+    def places(self, *worker_ids: str) -> tuple[int, ...]:
+        """Of the bits of those workers that are known, until their next snapshot."""
+        bits = self._bits
+        return tuple([bits[each].bit_length() - 1 for each in worker_ids if each in bits])
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """How many leading blocks each worker has cached, of workers that have at least one."""
-        workers, (depths, places, number) = self._workers, self._find(block_hashes)
+        workers, (depths, places, number) = self._workers, self.find(block_hashes)
         return {workers[place]: depths[place] for place in places[:number]}
 
-    def find(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
-        """The same for few workers of many."""
-        return PrefixMatch(self._find(block_hashes), self._names, self._bits, self._workers)
-
-    def _find(self, block_hashes: Sequence[BlockHash]) -> LeadingNames:
+    def find(self, block_hashes: Sequence[BlockHash]) -> LeadingNames:
+        """The same by `places` of workers, until the index changes."""
         return self._names.match(block_hashes, self._alive)
+
+    def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:
+        """Places of up to `most` workers that have the first block; those with most come first.
+
+        Args:
+            among: a mask of the places to choose from.
+            turn: from 0 to 1, where equal workers begin.
+        """
+        return self._names.deepest(found, among, turn, most)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker has exactly these blocks cached."""
@@ -217,41 +224,6 @@ class PrefixIndex:
             else:
                 self._names.kill(number, is_dead=False)
                 self._free_sets.append(number)
-
-
-class PrefixMatch:
-    """How many leading blocks of one prompt workers hold, until the index changes.
-
-    Args:
-        bits, workers: of the index.
-    """
-
-    def __init__(
-        self,
-        found: LeadingNames,
-        names: BlockNames,
-        bits: Mapping[str, int],
-        workers: Mapping[int, str],
-    ) -> None:
-        self._found = found
-        self._names = names
-        self._bits = bits
-        self._workers = workers
-
-    def num_blocks(self, worker_id: str) -> int:
-        bit = self._bits.get(worker_id, 0)
-        return self._found.depths[bit.bit_length() - 1] if bit else 0
-
-    def longest(self, most: int, among: int, turn: float) -> list[tuple[str, int]]:
-        """Up to `most` workers that hold the first block, and how many they hold; most come first.
-
-        Args:
-            among: `PrefixIndex.bit` of the workers to name.
-            turn: from 0 to 1, where equal workers begin.
-        """
-        workers, depths = self._workers, self._found.depths
-        places = self._names.deepest(self._found, among, turn, most)
-        return [(workers[place], depths[place]) for place in places]
 
 
 def _bits_of(mask: int) -> Iterator[int]:

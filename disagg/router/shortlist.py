@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from disagg.blocks import BlockHash
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import FleetView
-from disagg.router.prefix_index import PrefixIndex, PrefixMatch
-from disagg.router.worker_pools import ModelPools, WorkerPool
-from disagg.router.worker_view import WorkerView, host_id, worker_of
+from disagg.router.prefix_index import PrefixIndex
+from disagg.router.worker_pools import ModelPools, PooledWorker, WorkerPool
+from disagg.router.worker_view import WorkerView, host_id
 
 # Of each pool of a large fleet.
 NUM_CHEAPEST = 6  # of each ranking
@@ -162,7 +163,8 @@ def _of_all(
         prefills = _rotated(prefills, rng)
         other = _whole(prefills, held)
         workers = [*prefills, *decodes]
-    return Shortlist(other if prefills else None, side, held, _holder(workers, held))
+    holder = _holder(fleet, (each.worker_id for each in workers), held)
+    return Shortlist(other if prefills else None, side, held, holder)
 
 
 def _whole(workers: Sequence[WorkerView], held: Mapping[str, int]) -> Side:
@@ -184,13 +186,10 @@ def _held_once(num_held: Iterable[int]) -> tuple[int, int]:
     return second, most
 
 
-def _holder(workers: Iterable[WorkerView], held: Mapping[str, int]) -> WorkerView | None:
-    most, holder = 0, None
-    for worker in workers:
-        num_held = held.get(worker.worker_id, 0)
-        if num_held > most:
-            most, holder = num_held, worker
-    return holder
+def _holder(fleet: FleetView, names: Iterable[str], held: Mapping[str, int]) -> WorkerView | None:
+    """The worker with the longest cached prefix."""
+    longest = max(names, key=lambda name: held.get(name, 0), default="")
+    return fleet.workers[longest] if held.get(longest) else None
 
 
 def _of_some(
@@ -202,10 +201,10 @@ def _of_some(
     exclude: Collection[str],
 ) -> Shortlist | None:
     """The shortlist of a large fleet; None: all workers found of some pool are excluded."""
-    workers, prefill, decode = fleet.workers, pools.prefill, pools.decode
-    block_size = workers[(decode.names or prefill.names)[0]].record.block_size  # one per model
-    found = index.find(() if request.scores_prompt else request.block_hashes)
-    some = _Some(workers, found, len(request.token_ids), block_size, rng, exclude)
+    prefill, decode = pools.prefill, pools.decode
+    block_size = (decode.workers or prefill.workers)[0].view.record.block_size  # one per model
+    names = () if request.scores_prompt else request.block_hashes
+    some = _Some(index, names, len(request.token_ids), block_size, rng, exclude)
     prefills: Side | None
     if prefill is decode:
         decodes = prefills = some.of(decode)
@@ -215,7 +214,7 @@ def _of_some(
         decodes, prefills = some.of(decode), some.of(prefill) if len(prefill) else None
     if not decodes.workers or (prefills is not None and not prefills.workers):
         return None
-    return Shortlist(prefills, decodes, some.held, _holder(some.holders, some.held))
+    return Shortlist(prefills, decodes, some.held, _holder(fleet, some.holders, some.held))
 
 
 class _Some:
@@ -223,73 +222,69 @@ class _Some:
 
     Attributes:
         held: leading tokens by name in the index, of the workers with most of the prompt and of
-            all compared ones.
+                all compared ones.
         holders: workers of these pools with most of the prompt, in their cache or in host memory.
     """
 
     def __init__(
         self,
-        workers: Mapping[str, WorkerView],
-        found: PrefixMatch,
+        index: PrefixIndex,
+        block_hashes: Sequence[BlockHash],
         num_tokens: int,
         block_size: int,
         rng: random.Random,
         exclude: Collection[str],
     ) -> None:
-        self._workers = workers
-        self._found = found
+        self._index = index
+        self._found = index.find(block_hashes)
         self._num_tokens = num_tokens
         self._block_size = block_size
         self._rng = rng
         self._exclude = exclude
         self.held: dict[str, int] = {}
-        self.holders: list[WorkerView] = []
+        self.holders: list[str] = []
 
     def of(self, pool: WorkerPool) -> Side:
-        workers, rng, held = self._workers, self._rng, self.held
+        rng, held, exclude = self._rng, self.held, self._exclude
         hits = self._hits(pool)
-        names = self._cheapest_hits(pool, hits)
-        names += islice(hits, NUM_DEEPEST)
+        found = self._cheapest_hits(hits)
+        found += islice(hits, NUM_DEEPEST)
         for ranking in pool.rankings_for(self._num_tokens):
-            names += ranking.cheapest(NUM_CHEAPEST, rng)
-        names += rng.choices(pool.names, k=NUM_RANDOM)
-        looked_at = dict.fromkeys(names)
-        for name in self._exclude:
-            looked_at.pop(name, None)
-        num_held = [self._held_by(workers[name]) for name in looked_at]
-        others = [held[name] for name in hits if name in held and name not in looked_at]
+            found += ranking.cheapest(NUM_CHEAPEST, rng)
+        found += rng.choices(pool.workers, k=NUM_RANDOM)
+        looked_at = dict.fromkeys(found)
+        if exclude:
+            looked_at = dict.fromkeys(each for each in found if each.name not in exclude)
+        num_held = [self._held_by(each) for each in looked_at]
+        others = [held[w.name] for w in hits if w not in looked_at and w.name in held]
         once = _held_once([*num_held, *others])
-        return Side(
-            [workers[name] for name in looked_at], num_held, once, pool.num_prompts, len(pool)
-        )
+        workers = [each.view for each in looked_at]
+        return Side(workers, num_held, once, pool.num_prompts, len(pool))
 
-    def _hits(self, pool: WorkerPool) -> Mapping[str, int]:
-        """Leading tokens by worker, of those with most of the prompt; most come first."""
-        hits: dict[str, int] = {}
-        longest = self._found.longest(NUM_HITS_SEEN, pool.index_bits, self._rng.random())
-        for name, num_blocks in longest:
-            self.held[name] = num_blocks * self._block_size
-            hits.setdefault(worker_of(name), self.held[name])
-        for name in self._exclude:
-            hits.pop(name, None)
-        self.holders += [self._workers[name] for name in hits]
+    def _hits(self, pool: WorkerPool) -> Mapping[PooledWorker, int]:
+        """Leading tokens of those workers with most of the prompt, in their cache or in their host
+        memory; most come first."""
+        hits: dict[PooledWorker, int] = {}
+        depths, turn = self._found.depths, self._rng.random()
+        for place in self._index.deepest(self._found, pool.index_bits, turn, NUM_HITS_SEEN):
+            worker, num_tokens = pool.by_index_place[place], depths[place] * self._block_size
+            is_cache = place == worker.index_places[0]
+            self.held[worker.name if is_cache else host_id(worker.name)] = num_tokens
+            if worker.name not in self._exclude:
+                hits.setdefault(worker, num_tokens)
+        self.holders += [each.name for each in hits]
         return hits
 
-    def _cheapest_hits(self, pool: WorkerPool, hits: Mapping[str, int]) -> list[str]:
-        def prefill_s(name: str) -> float:
-            any_s, token_s = pool.prefill_estimates[name]
-            return any_s + token_s * (self._num_tokens - hits[name])
+    def _cheapest_hits(self, hits: Mapping[PooledWorker, int]) -> list[PooledWorker]:
+        def prefill_s(worker: PooledWorker) -> float:
+            return worker.any_s + worker.token_s * (self._num_tokens - hits[worker])
 
         return sorted(hits, key=prefill_s)[:NUM_HITS]
 
-    def _held_by(self, worker: WorkerView) -> int:
+    def _held_by(self, worker: PooledWorker) -> int:
         """Leading tokens in a worker's cache. Also looks up those in its host memory."""
-        if worker.host is not None:
-            self._look_up(host_id(worker.worker_id))
-        return self._look_up(worker.worker_id)
-
-    def _look_up(self, name: str) -> int:
-        num_tokens = self.held.get(name)
-        if num_tokens is None:
-            num_tokens = self.held[name] = self._found.num_blocks(name) * self._block_size
+        depths, (place, *in_host) = self._found.depths, worker.index_places
+        for each in in_host:
+            self.held[host_id(worker.name)] = depths[each] * self._block_size
+        num_tokens = self.held[worker.name] = depths[place] * self._block_size
         return num_tokens

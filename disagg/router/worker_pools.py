@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from collections.abc import Hashable, Iterable
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from disagg.router.costs import decode_cost, prefill_estimate
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
@@ -23,48 +23,51 @@ BUCKETS_PER_OCTAVE = 8
 LEAST_S, MOST_S = 2.0**-20, 2.0**20
 
 
-class Ranking:
-    """Names by a cost in seconds that changes often, cheapest first.
+Ranked = TypeVar("Ranked", bound=Hashable)
+
+
+class Ranking(Generic[Ranked]):
+    """Items by a cost in seconds that changes often, cheapest first.
 
     Exact to an eighth of an octave, so a report with small changes moves nothing.
 
     Attributes:
-        bucket_of: the bucket of costs in which each name is; cheaper ones have smaller numbers.
+        bucket_of: the bucket of costs in which each item is; cheaper ones have smaller numbers.
     """
 
     def __init__(self) -> None:
         num_buckets = _bucket(MOST_S) + 1
-        self._buckets: list[list[str]] = [[] for _ in range(num_buckets)]
+        self._buckets: list[list[Ranked]] = [[] for _ in range(num_buckets)]
         self._filled = 0  # a bit for each bucket that is not empty
-        self.bucket_of: dict[str, int] = {}
-        self._place_of: dict[str, int] = {}  # in its bucket
+        self.bucket_of: dict[Ranked, int] = {}
+        self._place_of: dict[Ranked, int] = {}  # in its bucket
 
-    def put(self, name: str, cost_s: float) -> None:
+    def put(self, item: Ranked, cost_s: float) -> None:
         number = _bucket(cost_s)
-        before = self.bucket_of.get(name)
+        before = self.bucket_of.get(item)
         if number == before:
             return
         if before is not None:
-            self.drop(name)
+            self.drop(item)
         bucket = self._buckets[number]
-        self.bucket_of[name] = number
-        self._place_of[name] = len(bucket)
-        bucket.append(name)
+        self.bucket_of[item] = number
+        self._place_of[item] = len(bucket)
+        bucket.append(item)
         self._filled |= 1 << number
 
-    def drop(self, name: str) -> None:
-        number = self.bucket_of.pop(name)
-        bucket, place = self._buckets[number], self._place_of.pop(name)
+    def drop(self, item: Ranked) -> None:
+        number = self.bucket_of.pop(item)
+        bucket, place = self._buckets[number], self._place_of.pop(item)
         last = bucket.pop()
-        if last != name:
+        if last != item:
             bucket[place] = last
             self._place_of[last] = place
         if not bucket:
             self._filled ^= 1 << number
 
-    def cheapest(self, number: int, rng: random.Random | None = None) -> list[str]:
-        """Up to `number` of the cheapest names; among equal costs random ones, or the first."""
-        found: list[str] = []
+    def cheapest(self, number: int, rng: random.Random | None = None) -> list[Ranked]:
+        """Up to `number` of the cheapest items; among equal costs random ones, or the first."""
+        found: list[Ranked] = []
         filled = self._filled
         while filled and len(found) < number:
             lowest = filled & -filled
@@ -93,79 +96,105 @@ SHORT_TOKENS, LONG_TOKENS = 512, 4096
 BETWEEN_TOKENS = math.sqrt(SHORT_TOKENS * LONG_TOKENS)
 
 
+class PooledWorker:
+    """A worker, with what a decision reads of many workers: one object, since in a large fleet
+    reports displace all of them from the processor's caches.
+
+    Attributes:
+        view: its latest.
+        index_places: in the prefix index, of its cache and of its host memory if it has some.
+        any_s, token_s: in a ranked pool, `costs.prefill_estimate`.
+    """
+
+    __slots__ = ("any_s", "index_places", "name", "place", "token_s", "view")
+
+    def __init__(self, view: WorkerView, place: int) -> None:
+        self.name = view.worker_id
+        self.view = view
+        self.place = place  # in `WorkerPool.workers`
+        self.index_places: tuple[int, ...] = ()
+        self.any_s = self.token_s = 0.0
+
+
 class WorkerPool:
     """Workers that a decision compares with each other.
 
     Attributes:
-        names: of all workers, in no order.
+        workers: in no order.
         num_prompts: prompts that wait on them or are being computed.
-        index_bits: of their caches and their host memory in the prefix index.
+        by_index_place: by place in the prefix index.
+        index_bits: a mask of these places.
         rankings: in a ranked pool, its workers by the cost of each part that decisions about this
             pool need, where nothing is cached.
-        prefill_estimates: in a ranked pool, `costs.prefill_estimate` by worker.
     """
 
     def __init__(self, *parts: Part) -> None:
-        self.names: list[str] = []
+        self.workers: list[PooledWorker] = []
         self.num_prompts = 0
-        self.prefill_estimates: dict[str, tuple[float, float]] = {}
+        self.by_index_place: dict[int, PooledWorker] = {}
         self.index_bits = 0
-        self._num_prompts: dict[str, int] = {}
-        self._bits: dict[str, int] = {}
-        self._place_of: dict[str, int] = {}  # in `names`
-        self.rankings: dict[Part, Ranking] = {}
+        self._by_name: dict[str, PooledWorker] = {}
+        self.rankings: dict[Part, Ranking[PooledWorker]] = {}
         self.rank_by(*parts)
 
     def rank_by(self, *parts: Part) -> None:
         """Begin with empty rankings by these parts."""
         self.rankings = {part: Ranking() for part in parts}
-        self.prefill_estimates.clear()
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.workers)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._place_of
+        return name in self._by_name
 
-    def put(self, worker: WorkerView, index_bits: int) -> None:
-        name, num_prompts = worker.worker_id, worker.backlog.num_prompts
-        if name not in self._place_of:
-            self._place_of[name] = len(self.names)
-            self.names.append(name)
-            self._bits[name] = 0
-        if index_bits != self._bits[name]:
-            self.index_bits ^= self._bits[name] ^ index_bits
-            self._bits[name] = index_bits
-        self.num_prompts += num_prompts - self._num_prompts.get(name, 0)
-        self._num_prompts[name] = num_prompts
+    def put(self, view: WorkerView, index_places: tuple[int, ...]) -> None:
+        worker = self._by_name.get(view.worker_id)
+        if worker is None:
+            worker = self._by_name[view.worker_id] = PooledWorker(view, len(self.workers))
+            self.workers.append(worker)
+        else:
+            self.num_prompts -= worker.view.backlog.num_prompts
+        self.num_prompts += view.backlog.num_prompts
+        worker.view = view
+        if index_places != worker.index_places:
+            self._move(worker, index_places)
+
+    def _move(self, worker: PooledWorker, index_places: tuple[int, ...]) -> None:
+        for place in worker.index_places:
+            del self.by_index_place[place]
+            self.index_bits ^= 1 << place
+        for place in index_places:
+            self.by_index_place[place] = worker
+            self.index_bits ^= 1 << place
+        worker.index_places = index_places
 
     def drop(self, name: str) -> None:
-        place, last = self._place_of.pop(name), self.names.pop()
-        if last != name:
-            self.names[place] = last
-            self._place_of[last] = place
-        self.num_prompts -= self._num_prompts.pop(name)
-        self.index_bits ^= self._bits.pop(name)
-        if self.prefill_estimates.pop(name, None) is not None:
-            for ranking in self.rankings.values():
-                ranking.drop(name)
+        worker, last = self._by_name.pop(name), self.workers.pop()
+        if last is not worker:
+            self.workers[worker.place] = last
+            last.place = worker.place
+        self.num_prompts -= worker.view.backlog.num_prompts
+        self._move(worker, ())
+        for ranking in self.rankings.values():
+            if worker in ranking.bucket_of:
+                ranking.drop(worker)
 
-    def rank(self, worker: WorkerView, spares_decodes: bool) -> None:
+    def rank(self, name: str, spares_decodes: bool) -> None:
         """`spares_decodes`: as of `costs.prefill_cost`."""
-        name = worker.worker_id
-        estimate = self.prefill_estimates[name] = prefill_estimate(worker, spares_decodes)
-        any_s, token_s = estimate
+        worker = self._by_name[name]
+        any_s, token_s = prefill_estimate(worker.view, spares_decodes)
+        worker.any_s, worker.token_s = any_s, token_s
         cost_s: dict[Part, float] = {
             "short": any_s + SHORT_TOKENS * token_s,
             "long": any_s + LONG_TOKENS * token_s,
         }
         if "both" in self.rankings:
-            decode_s = cost_s["decode"] = _decode_s(worker)
+            decode_s = cost_s["decode"] = _decode_s(worker.view)
             cost_s["both"] = any_s + CHUNK_TOKENS * token_s + decode_s
         for part, ranking in self.rankings.items():
-            ranking.put(name, cost_s[part])
+            ranking.put(worker, cost_s[part])
 
-    def rankings_for(self, num_tokens: int) -> list[Ranking]:
+    def rankings_for(self, num_tokens: int) -> list[Ranking[PooledWorker]]:
         """The rankings for a prompt of that length."""
         other = "long" if num_tokens < BETWEEN_TOKENS else "short"
         return [ranking for part, ranking in self.rankings.items() if part != other]
@@ -202,18 +231,18 @@ class ModelPools:
     def num_workers(self) -> int:
         return len(self._workers)
 
-    def put(self, worker: WorkerView, index_bits: int) -> None:
+    def put(self, worker: WorkerView, index_places: tuple[int, ...]) -> None:
         """Store a worker's latest view, or remove a worker that no longer takes requests.
 
         Args:
-            index_bits: of its cache and its host memory in the prefix index.
+            index_places: in the prefix index, of its cache and of its host memory if it has some.
         """
         name = worker.worker_id
         if not worker.accepting:
             self.drop(name)
             return
         self._workers[name] = worker
-        self._of(worker).put(worker, index_bits)
+        self._of(worker).put(worker, index_places)
         is_large, self.is_large = self.is_large, len(self._workers) > NUM_ALL_LOOKED_AT
         if self._has_divided() or not is_large:
             self._rank(self._workers.values())
@@ -243,7 +272,7 @@ class ModelPools:
     def _rank(self, workers: Iterable[WorkerView]) -> None:
         if self.is_large:
             for worker in workers:
-                self._of(worker).rank(worker, spares_decodes=self._has_both)
+                self._of(worker).rank(worker.worker_id, spares_decodes=self._has_both)
 
     def likely_soonest(self) -> tuple[list[WorkerView], list[WorkerView]]:
         """Workers among which one computes a prompt soonest, and workers for places to decode.
@@ -251,7 +280,7 @@ class ModelPools:
         All of them in small pools, the cheapest few in large ones. Not empty if any worker is.
         """
         if not self.is_large:
-            decodes = [self._workers[name] for name in self.decode.names]
+            decodes = [each.view for each in self.decode.workers]
             workers = list(self._workers.values())
             return workers, decodes or workers
         decodes = self._cheapest(self.decode)
@@ -262,8 +291,8 @@ class ModelPools:
 
     def _cheapest(self, pool: WorkerPool) -> list[WorkerView]:
         """Of a ranked pool, those where some part of a request costs least."""
-        names = {n for each in pool.rankings.values() for n in each.cheapest(NUM_SOONEST)}
-        return [self._workers[name] for name in names]
+        found = (each for by in pool.rankings.values() for each in by.cheapest(NUM_SOONEST))
+        return [each.view for each in dict.fromkeys(found)]
 
     def _of(self, worker: WorkerView) -> WorkerPool:
         return self.decode if worker.record.role == "decode" else self.prefill

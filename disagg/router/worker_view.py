@@ -13,7 +13,6 @@ from disagg.router.slack import RunningStreams
 from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role
-_HOST_SUFFIX = "/host"
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
@@ -85,9 +84,4 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 def host_id(worker_id: str) -> str:
     """The name of a worker's host tier in the prefix index."""
-    return f"{worker_id}{_HOST_SUFFIX}"
-
-
-def worker_of(name: str) -> str:
-    """The worker of a name in the prefix index, which is a worker id or a `host_id`."""
-    return name.removesuffix(_HOST_SUFFIX)
+    return f"{worker_id}/host"

@@ -105,21 +105,26 @@ def test_of_some_workers_it_names_those_that_hold_most_first(
     index = PrefixIndex(new_names=new_names)
     for worker_id, num_blocks in held.items():
         index.snapshot(worker_id, NAMES[:num_blocks])
-    bits = sum(index.bit(worker_id) for worker_id in among)
-    found = index.find(NAMES).longest(8, bits, turn)
-    assert dict(found) == {name: depth for name, depth in held.items() if name in among and depth}
-    assert [depth for _, depth in found] == sorted((depth for _, depth in found), reverse=True)
-    few = index.find(NAMES).longest(2, bits, turn)
-    assert [depth for _, depth in few] == [depth for _, depth in found[:2]]
+    mask = sum(1 << place for place in index.places(*among))
+    found = index.find(NAMES)
+    places = index.deepest(found, mask, turn, 8)
+    assert {*places} == {*index.places(*(name for name in among if held.get(name)))}
+    depths = [found.depths[place] for place in places]
+    assert depths == sorted(depths, reverse=True)
+    for name in among & held.keys():
+        assert found.depths[index.places(name)[0]] == held[name]
+    few = index.deepest(found, mask, turn, 2)
+    assert [found.depths[place] for place in few] == depths[:2]
 
 
 def test_where_equal_workers_begin_is_drawn(new_names: NewNames) -> None:
     index = PrefixIndex(new_names=new_names)
     for worker_id in "abcd":
         index.snapshot(worker_id, NAMES)
-    among = sum(index.bit(worker_id) for worker_id in "abcd")
-    firsts = [index.find(NAMES).longest(1, among, turn)[0][0] for turn in (0.0, 0.3, 0.6, 0.9)]
-    assert sorted(firsts) == [*"abcd"]
+    found, places = index.find(NAMES), index.places(*"abcd")
+    mask = sum(1 << place for place in places)
+    firsts = [index.deepest(found, mask, turn, 1)[0] for turn in (0.0, 0.3, 0.6, 0.9)]
+    assert sorted(firsts) == sorted(places)
 
 
 def bounded(new_names: NewNames) -> PrefixIndex:

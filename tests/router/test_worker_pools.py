@@ -30,7 +30,7 @@ STEP = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)  # what places are exact to
 def test_the_cheapest_are_those_of_a_sorted_list(
     changes: list[tuple[str, float | None]], number: int, seed: int
 ) -> None:
-    ranking = Ranking()
+    ranking: Ranking[str] = Ranking()
     costs: dict[str, float] = {}
     for name, cost_s in changes:
         if cost_s is not None:
@@ -47,14 +47,15 @@ def test_the_cheapest_are_those_of_a_sorted_list(
 
 
 def test_among_equals_all_are_found_in_turn() -> None:
-    ranking, rng = Ranking(), random.Random(0)
+    ranking: Ranking[str] = Ranking()
+    rng = random.Random(0)
     for number in range(100):
         ranking.put(f"w{number}", 1.0)
     assert len({name for _ in range(200) for name in ranking.cheapest(3, rng)}) == 100
 
 
 def test_no_cost_is_too_small_or_too_large_for_a_place() -> None:
-    ranking = Ranking()
+    ranking: Ranking[str] = Ranking()
     for number, cost_s in enumerate((1e300, 0.0, 1.0, float("inf"))):
         ranking.put(str(number), cost_s)
     assert ranking.cheapest(2, random.Random(0)) == ["1", "2"]
@@ -72,12 +73,23 @@ def assert_is_current(pool: WorkerPool, members: Sequence[WorkerView], is_alone:
     """Estimates and rankings are those of a pool which sees its workers for the first time."""
     fresh = WorkerPool(*pool.rankings)
     for worker in members:
-        fresh.put(worker, 0)
-        fresh.rank(worker, spares_decodes=not is_alone)
-    assert pool.prefill_estimates == fresh.prefill_estimates
+        fresh.put(worker, ())
+        fresh.rank(worker.worker_id, spares_decodes=not is_alone)
+    estimates = [
+        {each.name: (each.any_s, each.token_s) for each in its.workers} for its in (pool, fresh)
+    ]
+    assert estimates[0] == estimates[1]
     for part, ranking in pool.rankings.items():
-        assert ranking.bucket_of == fresh.rankings[part].bucket_of
-        assert set(ranking.cheapest(99, random.Random(0))) == set(pool.names)
+        buckets = [
+            {each.name: number for each, number in its.bucket_of.items()}
+            for its in (ranking, fresh.rankings[part])
+        ]
+        assert buckets[0] == buckets[1]
+        assert set(ranking.cheapest(99, random.Random(0))) == set(pool.workers)
+
+
+def names_of(pool: WorkerPool) -> list[str]:
+    return [worker.name for worker in pool.workers]
 
 
 @pytest.mark.parametrize("tpot_slo_s", (math.inf, 0.05, 0.0125))
@@ -113,10 +125,11 @@ def test_pools_know_their_workers_and_queues_whatever_happens(tpot_slo_s: float)
         assert is_shared == (tpot_slo_s != math.inf)
         for role, pool in (("prefill", pools.prefill), ("decode", pools.decode)):
             members = [w for w in accepting if is_shared or w.record.role == role]
-            assert sorted(pool.names) == sorted(worker.worker_id for worker in members)
+            assert sorted(names_of(pool)) == sorted(worker.worker_id for worker in members)
             assert pool.num_prompts == sum(worker.backlog.num_prompts for worker in members)
-            bits = [fleet.index.bit(worker.worker_id) for worker in members]
-            assert 0 not in bits and pool.index_bits == sum(bits)
+            places = {fleet.index.places(worker.worker_id): worker.worker_id for worker in members}
+            assert {(at,): each.name for at, each in pool.by_index_place.items()} == places
+            assert pool.index_bits == sum(1 << place for (place,) in places)
             if pools.is_large:
                 assert_is_current(pool, members, is_alone=is_shared)
 
@@ -125,7 +138,7 @@ def test_the_rankings_of_a_pool_are_those_that_decisions_read() -> None:
     fleet = large_fleet()
     fleet.worker_synced(make_record("p-one-more"), [], make_status())
     pools = fleet.view().pools["toy"]
-    decodes = list(pools.decode.names)
+    decodes = names_of(pools.decode)
     assert set(pools.prefill.rankings) == {"short", "long"}
     assert set(pools.decode.rankings) == {"decode", "both"}
     for number in range(len(decodes)):
@@ -146,13 +159,13 @@ def test_reports_move_a_worker_in_the_ranking() -> None:
     fleet, rng = large_fleet(), random.Random(2)
     fleet.worker_synced(make_record("d-one-more"), [], make_status())
     decodes = fleet.view().pools["toy"].decode
-    for name in decodes.names[1:]:
+    for name in names_of(decodes)[1:]:
         fleet.worker_stepped(name, (), make_status(num_running=8, num_context_tokens=8000))
-    idle = decodes.names[0]
+    idle = decodes.workers[0]
     for ranking in decodes.rankings.values():
         assert ranking.cheapest(1, rng) == [idle]
     slow = StepCosts(tuple(20 * each for each in COSTS.coefficients), 1000, 0.0)
-    fleet.worker_stepped(idle, (), make_status(step_costs=slow))
+    fleet.worker_stepped(idle.name, (), make_status(step_costs=slow))
     assert idle not in decodes.rankings["decode"].cheapest(len(decodes) - 1, rng)
 
 
@@ -161,12 +174,12 @@ def test_a_worker_may_be_the_cheapest_only_for_short_prompts() -> None:
     fleet, rng = large_fleet(tpot_slo_s=0.0125), random.Random(3)
     fleet.worker_synced(make_record("d-one-more"), [], make_status())
     pool = fleet.view().pools["toy"].decode
-    for name in pool.names[1:]:
+    for name in names_of(pool)[1:]:
         queued = make_status(num_waiting=1, num_uncomputed_tokens=9000)
         fleet.worker_stepped(name, (), queued)
     streams = make_status(num_running=2, num_context_tokens=200)
-    fleet.worker_stepped(pool.names[0], (), streams)
-    slow = pool.names[0]
+    slow = pool.workers[0]
+    fleet.worker_stepped(slow.name, (), streams)
 
     def is_first(num_tokens: int) -> bool:
         first, *_ = pool.rankings_for(num_tokens)
@@ -191,7 +204,7 @@ def test_where_every_worker_may_do_both_there_is_one_pool() -> None:
 
 def test_a_worker_that_comes_back_with_another_role_changes_its_pool() -> None:
     fleet = large_fleet()
-    name = fleet.view().pools["toy"].decode.names[0]
+    name = fleet.view().pools["toy"].decode.workers[0].name
     fleet.worker_synced(make_record(name, role="prefill"), [], make_status())
     pools = fleet.view().pools["toy"]
     assert name in pools.prefill and name not in pools.decode
