@@ -24,6 +24,7 @@ from disagg.kernels.linear import PlainLinear
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch_ops import TorchOps
+from disagg.models import weights
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import value_nbytes
@@ -180,9 +181,14 @@ SMALL_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_int
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int8 with zeros", "packed with zeros", "awq"])
-def test_experts_keep_their_bits(kind: str, tmp_path: Path) -> None:
-    """All of a layer are one matrix; the parts of ranks have rows of gate and of up of each."""
-    directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
+def test_experts_keep_their_bits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a layer are one matrix, of which there never is a wide one; the parts of ranks have
+    rows of gate and of up of each expert."""
+    monkeypatch.setattr(weights, "widened", lambda *_: pytest.fail("a matrix was widened"))
+    sizes = SMALL_EXPERTS | eight_heads("qwen2-moe")
+    directory = write_quantized(tmp_path, "qwen2-moe", kind, **sizes).directory
     model = describe_model(directory)
     for share in (WHOLE, Share(0, 2), Share(1, 2)):
         found = _all(directory, share, keeps_packed=True)
