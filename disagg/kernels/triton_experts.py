@@ -269,22 +269,27 @@ class _Matrix(NamedTuple):
         pieces: numbers, scales, zeros.
         constants: of its format.
         max_rows: of a tile.
+        order: of its columns, as `PackedMatrix` has it.
     """
 
     pieces: tuple[Tensor, Tensor | None, Tensor | None]
     constants: Mapping[str, Any]
     max_rows: int
+    order: Tensor | None
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """x, with columns as the matrix has them."""
+        return x if self.order is None else x.index_select(1, self.order)
 
 
 def _matrix(stored: Tensor | PackedMatrix, scales: Tensor | None, major: int) -> _Matrix:
     if isinstance(stored, PackedMatrix):
-        assert stored.order is None
         pieces = stored.units, stored.scales, stored.zeros
         most = packed_max_rows(stored.kind, stored.group, major)
-        return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most)
+        return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most, stored.order)
     is_mxfp4 = scales is not None
     constants = MXFP4 if is_mxfp4 else FLOATS
-    return _Matrix((stored, scales, None), constants, max_rows(is_mxfp4, major))
+    return _Matrix((stored, scales, None), constants, max_rows(is_mxfp4, major), None)
 
 
 class TritonExperts:
@@ -350,7 +355,7 @@ class TritonExperts:
             x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
         _gate_up(
             (num_blocks, -(-size // (WIDTH // 2))),
-            x,
+            self._gate_up.arranged(x),
             order,
             starts,
             *self._gate_up.pieces,
@@ -367,7 +372,7 @@ class TritonExperts:
         )
         _down(
             (num_blocks, -(-hidden // WIDTH)),
-            inner,
+            self._down.arranged(inner),
             order,
             starts,
             *self._down.pieces,

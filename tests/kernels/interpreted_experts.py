@@ -119,7 +119,10 @@ def test_packed_experts(
     ):
         if packed is not None:
             kind, group, has_zeros = packed
-            matrix = random_packed(kind, *shape, group, has_zeros=has_zeros, dtype=dtype)
+            # With zeros: also in an order, which all experts share.
+            matrix = random_packed(
+                kind, *shape, group, has_zeros=has_zeros, is_ordered=has_zeros, dtype=dtype
+            )
             experts = replace(experts, **{field: matrix})  # type: ignore[arg-type]
     assert experts.inner == inner
     x, logits = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, num_experts)
