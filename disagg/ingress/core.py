@@ -201,7 +201,8 @@ class IngressCore:
         """Ready while every tier has a worker that accepts requests (any worker can prefill and
         decode), or may be scaled to zero.
 
-        After a start, additionally, each pool must have had a worker once.
+        After a start, additionally, each pool that may not be scaled to zero must have had a
+        worker once.
         """
         workers = self.fleet.view().workers.values()
         pools = {}
@@ -221,7 +222,8 @@ class IngressCore:
             f"{tier.name}-{role}"
             for tier in self._config.tiers
             for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
-            if pool.num_replicas and not pools[tier.name][f"num_{role}"]
+            if (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
+            and not pools[tier.name][f"num_{role}"]
         ]
         if not lacking:
             self._is_starting = False
@@ -235,7 +237,7 @@ class IngressCore:
         return Readiness(not lacking, reason, pools, self._ingress_id)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until every pool has a worker, at most `timeout_s`. Returns whether the ingress is
+        """Wait for the workers of a start, at most `timeout_s`. Returns whether the ingress is
         ready."""
         deadline = time.monotonic() + timeout_s
         while not self.readiness().ready:

@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from disagg.cli.embedded_redis import EmbeddedRedis
-from disagg.config import HttpConfig, PoolConfig, ServeConfig, TenantConfig, TierConfig
+from disagg.config import (
+    AutoscalingConfig,
+    HttpConfig,
+    PoolConfig,
+    ServeConfig,
+    TenantConfig,
+    TierConfig,
+)
 from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerStatus
 from disagg.router.load_report import state_in
@@ -75,6 +82,15 @@ def test_a_pool_without_replicas_is_not_waited_for(model: Path) -> None:
     core = ingress(model, num_prefill=0)
     for name in TIERS:
         sync(core, f"{name}-decode")
+    assert core.readiness().ready
+
+
+def test_a_pool_that_is_scaled_to_zero_is_not_waited_for(model: Path) -> None:
+    asleep = PoolConfig(autoscaling=AutoscalingConfig(min_replicas=0, max_replicas=1))
+    tier = TierConfig(model=str(model), served_model_name="small", decode=asleep)
+    core = IngressCore(ServeConfig(tiers=(tier,), cluster_key="key"), "ingress-0")
+    assert not core.readiness().ready and "small-prefill" in core.readiness().reason
+    sync(core, "small-prefill")
     assert core.readiness().ready
 
 
