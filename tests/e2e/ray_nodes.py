@@ -19,6 +19,10 @@ from disagg.cli.ports import free_port
 from tests import plain_http
 
 BIN = Path(sys.executable).parent
+RAY_START = (
+    *(BIN / "ray", "start", "--block", "--node-ip-address=127.0.0.1"),
+    *("--disable-usage-stats", "--include-log-monitor=false"),
+)
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 2.0  # Ray's own processes wait for each other, some of them for ever
 
@@ -34,6 +38,11 @@ class RayNodes:
             "RAY_AUTH_MODE": "disabled",
             "RAY_worker_niceness": "0",  # as `disagg serve` does
             "OMP_NUM_THREADS": "1",
+            # Nobody asks what ran when, and no worker is needed before it is asked for.
+            "RAY_task_events_report_interval_ms": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # which is 0.1 by itself
             **environment,
         }
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -62,7 +71,7 @@ class RayNodes:
         log = (self._directory / f"node-{len(self._nodes)}.log").open("wb")
         with log:
             node = subprocess.Popen(
-                [BIN / "ray", "start", "--block", "--node-ip-address=127.0.0.1", *flags],
+                [*RAY_START, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,

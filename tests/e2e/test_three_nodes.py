@@ -1,17 +1,21 @@
 """A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served.
 
-It is started as docs/deploying.md says: with a token, and with our HAProxy.
+It is started as docs/deploying.md says: with a token, and with our HAProxy. `serve deploy` scales
+down and updates the application at constant load, and nobody notices.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import os
+import re
 import secrets
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,17 @@ import yaml
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.main import main
 from disagg.cli.ports import free_port
-from disagg.config import EngineConfig, HttpConfig
+from disagg.config import HttpConfig
 from disagg.doctor.findings import DoctorReport
 from tests import plain_http
 from tests.e2e.command import is_named, until
+from tests.e2e.load import MAX_TOKENS, PROMPTS, Load
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
-from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+CHANGE_TIMEOUT_S = 240.0
 DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 
 
@@ -109,7 +114,7 @@ def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
     config["proxy_location"] = "HeadOnly"  # three nodes share one address here
     arguments = config["applications"][0]["args"]
     arguments.update(
-        cluster_key="a key of this test", redis_url=None, link_host="127.0.0.1", drain_s=1
+        cluster_key="a key of this test", redis_url=None, link_host="127.0.0.1", drain_s=20
     )
     del arguments["tenants"]  # limits over several ingresses need Redis
     del arguments["http"]["api_keys"]
@@ -118,6 +123,7 @@ def adapted(name: str, model: Path, port: int) -> dict[str, Any]:
         tier["engine"] = {"dtype": "float32", "num_threads": 1}
         for pool in ("prefill", "decode"):
             tier[pool].update(num_gpus=0, num_replicas=1)
+    arguments["tiers"][0]["decode"]["num_replicas"] = 2
     return config
 
 
@@ -161,7 +167,7 @@ def check_strangers(nodes: RayNodes, environment: dict[str, str]) -> None:
                 break
         assert len(answers) == len(CALLS), (process.name(), found)
         assert all(each == {"UNAUTHENTICATED", "UNIMPLEMENTED"} for each in answers), found
-    assert num_replicas == 2 + 2 * 2  # ingresses, and two tiers with a worker in each pool
+    assert num_replicas == 2 + 3 + 2  # ingresses, and the workers of two tiers
     haproxy = Path(environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
     (config,) = haproxy.glob("*/haproxy.cfg")
     # Serve writes it anew for each change, and then starts an HAProxy, which mends it.
@@ -179,20 +185,28 @@ def decision_of(url: str, request_id: str) -> str:
     raise AssertionError(answer.text)
 
 
+@pytest.fixture(scope="module")
+def deployed(nodes: RayNodes, directory: Path, model: Path) -> tuple[dict[str, Any], Path, str]:
+    """The application's configuration, its file, and where it answers."""
+    port = free_port()
+    config, path, url = (
+        adapted("npmd.yaml", model, port),
+        directory / "serve.yaml",
+        f"http://127.0.0.1:{port}",
+    )
+    path.write_text(yaml.safe_dump(config))
+    nodes.deploy(path)
+    wait_until_ready(url, nodes)
+    return config, path, url
+
+
 def test_tiers_on_three_nodes(
     nodes: RayNodes,
     environment: dict[str, str],
-    directory: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    deployed: tuple[dict[str, Any], Path, str],
+    reference: SingleEngine,
 ) -> None:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    reference = SingleEngine(model, EngineConfig(dtype="float32", num_threads=1))
-    port = free_port()
-    config = directory / "serve.yaml"
-    config.write_text(yaml.safe_dump(adapted("npmd.yaml", model, port)))
-    nodes.deploy(config)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_ready(url, nodes)
+    _, _, url = deployed
     check_strangers(nodes, environment)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         assert {model.id for model in client.models.list()} == {"small", "large", "auto"}
@@ -206,3 +220,70 @@ def test_tiers_on_three_nodes(
             )
             assert answer.choices[0].message.content == reference.chat(prompt, 16)
             assert f'"prefill":"{tier}-prefill' in decision_of(url, answer.id)
+
+
+def workers(url: str) -> set[str]:
+    """The ids of all workers that an ingress routes to."""
+    metrics = plain_http.get(f"{url}/metrics", timeout=60).text
+    return set(re.findall(r'disagg_worker_kv_cache_usage_perc\{[^}]*worker_id="([^"]+)"', metrics))
+
+
+def ingresses(nodes: RayNodes) -> set[int]:
+    """Their processes."""
+    return {each.pid for each in nodes.processes() if is_named(each, "disagg:Ingress")}
+
+
+def with_decodes(config: dict[str, Any], num_replicas: int) -> dict[str, Any]:
+    """An override of Serve's, which starts and stops replicas and leaves the others alone."""
+    scaled = copy.deepcopy(config)
+    scaled["applications"][0]["deployments"] = [
+        {"name": "small-decode", "num_replicas": num_replicas}
+    ]
+    return scaled
+
+
+def updated(config: dict[str, Any]) -> dict[str, Any]:
+    """One tier less, and other settings of the one that stays, whose workers may run anywhere."""
+    new = copy.deepcopy(config)
+    arguments = new["applications"][0]["args"]
+    del arguments["cascade"], arguments["tiers"][1:]
+    (tier,) = arguments["tiers"]
+    tier["engine"]["max_num_seqs"] = 8
+    for pool in ("prefill", "decode"):
+        tier[pool]["resources"] = {}
+    return new
+
+
+async def changed(
+    nodes: RayNodes, path: Path, config: dict[str, Any], is_so: Callable[[], bool]
+) -> None:
+    """Deploy `config` and wait until it is so."""
+    await asyncio.to_thread(path.write_text, yaml.safe_dump(config))
+    await asyncio.to_thread(nodes.deploy, path)
+    deadline = time.monotonic() + CHANGE_TIMEOUT_S
+    while not await asyncio.to_thread(is_so):
+        assert time.monotonic() < deadline, nodes.logs()
+        await asyncio.sleep(0.5)
+
+
+async def test_no_request_notices_a_change(
+    nodes: RayNodes, deployed: tuple[dict[str, Any], Path, str], reference: SingleEngine
+) -> None:
+    config, path, url = deployed
+    expected = {prompt: reference.chat(prompt, MAX_TOKENS) for prompt in PROMPTS}
+    until(lambda: len(workers(url)) == 3 + 2)
+    old, old_ingresses = workers(url), ingresses(nodes)
+    async with Load(url, "small", expected) as load:
+        scaled = with_decodes(config, 1)
+        await changed(nodes, path, scaled, lambda: len(workers(url)) == 2 + 2)
+        assert workers(url) < old, "scaling down restarted workers"
+        num_before = load.num_answers
+
+        def is_new() -> bool:
+            now = workers(url)
+            return len(now) == 2 and not now & old and not ingresses(nodes) & old_ingresses
+
+        await changed(nodes, path, updated(scaled), is_new)
+        assert load.num_answers > num_before
+    assert load.failures == []
+    assert len(ingresses(nodes)) == 2
