@@ -1,7 +1,7 @@
 """The names of cached KV blocks, each with the number of a set of workers, in little memory.
 
 `CompiledNames` (`csrc/block_names.cpp`) takes 25 to 40 bytes a name. `DictNames` is for
-installations without a compiler; it takes 110 to 180. Sets are masks, in which each worker has the
+installations without a compiler; it takes 92 to 184. Sets are masks, in which each worker has the
 bit that `prefix_index` gave it.
 """
 
