@@ -37,7 +37,7 @@ def plays(draw: st.DrawFn) -> Play:
     return play_in_trouble(DrawnDice(draw))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)  # beside the plays of `play_many`
 @given(plays())
 def test_a_fleet_in_trouble_answers_what_one_engine_answers(play: Play) -> None:
     assert_equivalent(play)

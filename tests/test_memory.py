@@ -39,6 +39,7 @@ from tests.links.fakes import until
 from tests.store.fake_store import FakeStore
 
 NUM_REQUESTS = 60  # in a round
+NUM_TOKENS = 8  # of an answer: what each token leaves shows as well, eight times
 NUM_FIRST_ROUNDS = 10  # that fill what is bounded
 NUM_ROUNDS = 12  # that count: the first half is compared with the second
 SPARE = 150  # objects that come and go; one for each request that is answered would be 300
@@ -78,7 +79,7 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Ca
 async def one_round(cluster: LocalCluster, client: httpx.AsyncClient, questions: Questions) -> None:
     """Prompts that nobody sent before: answered, refused, and left in the middle."""
     for _ in range(NUM_REQUESTS // 6):
-        asked = [questions.next() for _ in range(6)]
+        asked = [questions.next(NUM_TOKENS) for _ in range(6)]
         bodies: list[dict[str, Any]] = [
             {
                 "model": "toy",

@@ -18,7 +18,7 @@ from disagg.sim.report import SimReport, TierReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
 
-LOAD = generate(Sessions(requests_per_s=8.0, num_requests=160, num_system_prompts=8), seed=3)
+LOAD = generate(Sessions(requests_per_s=8.0, num_requests=100, num_system_prompts=8), seed=3)
 ALONE = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
 
