@@ -159,7 +159,7 @@ class Trainer:
         if self.checkpoint.exists():
             self._restore()
         if arguments.compile:
-            torch._dynamo.config.recompile_limit = 64
+            torch.compiler.config.recompile_limit = 64
             for block in self.model.layers:
                 block.compile()
 
