@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ from tests.worker.fleet import (
     assert_equivalent,
     assert_thrifty,
 )
-from tests.worker.plays import Dice, Play, play_in_quiet, play_in_trouble
+from tests.worker.plays import Dice, play_in_quiet, play_in_trouble
 from tests.worker.rehearsal import play_many
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -378,17 +378,31 @@ IN_QUIET: list[Plant] = [
 ]
 
 
-FOUND_AS: list[tuple[type[AssertionError], Plant]] = [
-    (WrongTokens, _stamps_are_not_compared),
-    (BlocksLost, _holds_never_end),
-    (NeverEnded, _a_refused_arrival_says_nothing),
-]
-
-
-def expect_notice(plays: Iterator[Play], assert_right: Callable[[Play], object]) -> None:
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
-        for play in plays:
-            assert_right(play)
+# What the oracles say of some of them; of others any of `NOTICED`.
+FOUND_AS: dict[Plant, type[AssertionError]] = {
+    _stamps_are_not_compared: WrongTokens,
+    _holds_never_end: BlocksLost,
+    _a_refused_arrival_says_nothing: NeverEnded,
+}
+NOTICED = (AssertionError, ValueError, IndexError, KeyError)
+# Where to begin with those that few plays show. Wherever another one shows first, after a change
+# to the fleet, the search goes on to it.
+FIRST_SEEDS: dict[Plant, int] = {
+    _the_last_block_is_not_pulled: 298,
+    _evicted_blocks_are_saved_too_late: 132,
+    _a_drain_forgets_who_waits_for_blocks: 108,
+    _a_drain_forgets_who_waits_for_the_store: 99,
+    _errors_of_early_pulls_are_ignored: 97,
+    _published_before_full: 86,
+    _stamps_are_not_bumped: 41,
+    _stamps_are_not_compared: 41,
+    _other_blocks_are_lent: 37,
+    _blocks_of_a_cancelled_pull_come_back_too_early: 35,
+    _errors_of_pulls_are_ignored: 26,
+    _the_store_mixes_up_blocks: 19,
+    _a_cold_prefix_counts_one_block_too_many: 19,
+    _two_workers_wait_for_each_other: 16,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -399,17 +413,9 @@ def _quiet_log(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("plant", IN_TROUBLE, ids=lambda plant: plant.__name__.strip("_"))
 def test_it_is_noticed_in_trouble(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    plays = (play_in_trouble(Dice(seed), num_trips=range(6, 11)) for seed in range(2000))
-    expect_notice(plays, assert_equivalent)
-
-
-@pytest.mark.parametrize(("kind", "plant"), FOUND_AS, ids=lambda each: each.__name__.strip("_"))
-def test_an_oracle_says_what_it_found(
-    kind: type[AssertionError], plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises(kind):
-        for seed in range(2000):
+    first = FIRST_SEEDS.get(plant, 0)
+    with pytest.raises(FOUND_AS.get(plant, NOTICED)):
+        for seed in range(first, first + 2000):
             assert_equivalent(play_in_trouble(Dice(seed), num_trips=range(6, 11)))
 
 
@@ -424,4 +430,6 @@ def test_what_an_oracle_found_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("plant", IN_QUIET, ids=lambda plant: plant.__name__.strip("_"))
 def test_it_is_noticed_in_quiet_times(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    expect_notice((play_in_quiet(Dice(seed)) for seed in range(1000)), assert_thrifty)
+    with pytest.raises(NOTICED):
+        for seed in range(1000):
+            assert_thrifty(play_in_quiet(Dice(seed)))
