@@ -171,7 +171,7 @@ class OverloadedFleet:
 
     def _come(self, now: float, kind: Traffic, timeout_s: float) -> None:
         number = next(self._numbers)
-        tokens = tuple(self._rng.choices(range(4, 9000), k=kind.num_prompt_tokens))
+        tokens = tuple(self._rng.randbytes(kind.num_prompt_tokens))
         request = GenerateRequest(
             request_id=str(number),
             model="toy",
