@@ -168,20 +168,26 @@ class BlockPool:
                 counted[block_id] += 1
         free = {i for start, end in self._free.runs() for i in range(start, end)}
         require(len(free) == self._free.num_free, "the free blocks are miscounted")
-        for block_id in range(self.num_blocks):
-            num_holders, name = self._num_holders[block_id], self._hash_of[block_id]
-            require(
-                num_holders == counted[block_id],
-                f"block {block_id} counts {num_holders} holders and has {counted[block_id]}",
+        for block_id, num_holders in enumerate(self._num_holders):
+            # Sentences are made only for what is wrong: this runs after every step of a test.
+            if num_holders != counted[block_id]:
+                raise AssertionError(
+                    f"block {block_id} counts {num_holders} holders and has {counted[block_id]}"
+                )
+            is_idle, is_free, name = (
+                block_id in self._idle,
+                block_id in free,
+                self._hash_of[block_id],
             )
-            states = (num_holders > 0, block_id in self._idle, block_id in free)
-            require(sum(states) == 1, f"block {block_id}: held, idle, free = {states}")
-            require(name is None or not states[2], f"free block {block_id} has a name")
-            require(name is not None or not states[1], f"idle block {block_id} has no name")
-            require(
-                name is None or self._block_of.get(name) == block_id,
-                f"block {block_id} is not found under its name",
-            )
+            if (num_holders > 0) + is_idle + is_free != 1:
+                states = (num_holders > 0, is_idle, is_free)
+                raise AssertionError(f"block {block_id}: held, idle, free = {states}")
+            if is_free and name is not None:
+                raise AssertionError(f"free block {block_id} has a name")
+            if is_idle and name is None:
+                raise AssertionError(f"idle block {block_id} has no name")
+            if name is not None and self._block_of.get(name) != block_id:
+                raise AssertionError(f"block {block_id} is not found under its name")
         num_named = sum(name is not None for name in self._hash_of)
         require(num_named == len(self._block_of), "names without a block")
 
