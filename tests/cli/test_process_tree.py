@@ -118,6 +118,18 @@ def test_a_whole_family_is_ended() -> None:
     assert child.poll() is not None
 
 
+def test_children_that_have_ended_are_buried_besides_one() -> None:
+    ended, kept = (subprocess.Popen(["true"]) for _ in range(2))
+    for child in (ended, kept):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    process_tree.reap(besides=kept.pid)
+    assert not psutil.pid_exists(ended.pid)
+    assert psutil.Process(kept.pid).status() == psutil.STATUS_ZOMBIE
+    process_tree.reap()
+    assert not psutil.pid_exists(kept.pid)
+    assert (ended.wait(), kept.wait()) == (0, 0)  # nothing is known of them any more
+
+
 def test_a_standstill_is_told_from_work(
     left_behind: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
