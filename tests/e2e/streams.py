@@ -16,8 +16,8 @@ PROMPTS = [
 ]
 NUM_STREAMS = 8
 TOKENS = 80
-# Who takes a stream over computes its KV in another order. In none of these answers do the two most
-# likely tokens lie closer than 4e-4; with another text it was 1e-5, which rounding decides.
+# Who takes a stream over computes its KV in another order. These answers are the same with weights
+# that are off by 1e-5; with another text rounding decided one of them.
 PROMPT = 2 * (
     "whoever reads stream {0} does not notice that a worker has died,"
     " for its text goes on as it was "
