@@ -47,6 +47,8 @@ from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
+# Where many steps are interpreted: kernels have a program for each head.
+ONE_KV_HEAD = dataclasses.replace(SMALL, num_heads=3, num_kv_heads=1)
 ROUNDING = 2e-5  # matrices of more rows are multiplied in another order
 
 
@@ -140,11 +142,8 @@ class _Mixed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def mixed() -> _Mixed:
-    """Captured once, which takes seconds under the interpreter; each step begins with `values`.
-
-    With few heads, since kernels have a program for each.
-    """
-    config = dataclasses.replace(SMALL, max_model_len=512, num_heads=3, num_kv_heads=1)
+    """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
+    config = dataclasses.replace(ONE_KV_HEAD, max_model_len=512)
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=2)
     decoder, prefiller = Decoder(config, weights, TritonOps(3, 4)), Decoder(config, weights)
     slab = new_slab(config, 128, BLOCK_SIZE, torch.float32)
@@ -211,13 +210,13 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
 
 def _texts(graphs: bool) -> list[list[int]]:
     """What an engine makes of prompts that come in chunks, the last of them of one token."""
-    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(SMALL, weights, TritonOps(6, 1))
-    shape = KVShape.of(SMALL, "weights", BLOCK_SIZE, format_of(torch.float32))
+    weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1))
+    shape = KVShape.of(ONE_KV_HEAD, "weights", BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache, max_num_seqs=3)
     if graphs:
-        num_blocks = -(-SMALL.max_model_len // BLOCK_SIZE)
+        num_blocks = -(-ONE_KV_HEAD.max_model_len // BLOCK_SIZE)
         runner.batching = Batching(
             runner.slots, BLOCK_SIZE, num_blocks, decoder.device, use_kernel=True
         )

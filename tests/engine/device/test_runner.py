@@ -176,12 +176,12 @@ def test_a_draft_changes_no_token_and_no_logprob(
     _, directory = checkpoint
     asked: dict[str, Any] = {**sampling, "logprobs": 2, "stop_token_ids": (3, 50)}
     plain, _ = build_engine(config(max_num_batched_tokens=64), describe_model(directory))
+    undrafted = [said(plain, new_sequence("plain", each, **asked)) for each in prompts()[1:4]]
     for max_num_batched_tokens in (64, 7):
         engine, _ = build_engine(
             config(max_num_batched_tokens=max_num_batched_tokens), describe_model(directory)
         )
-        for prompt in prompts()[1:4]:
-            expected = said(plain, new_sequence("plain", prompt, **asked))
+        for prompt, expected in zip(prompts()[1:4], undrafted, strict=True):
             answer = tuple(token_id for token_id, _ in expected)
             for num_right in (0, 1, 5, 15):
                 wrong = tuple((token_id + 1) % VOCAB_SIZE for token_id in answer[num_right:])
