@@ -123,18 +123,28 @@ class Queues:
         require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
         for queue in (self.running, self.arrived, self.waiting):
             arrivals = [sequence.arrival for sequence in queue]
-            require(arrivals == sorted(set(arrivals)), f"not in order: {queue}")
+            require(arrivals == sorted(set(arrivals)), "a queue is not in order")
         for sequence in everyone:
-            num_slots = len(sequence.block_ids) * block_size
-            require(sequence.num_slots == num_slots, f"{sequence}: slots are miscounted")
-            require(0 <= sequence.num_computed <= num_slots, f"{sequence}: KV without slots")
-            require(sequence.num_uncomputed > 0, f"{sequence}: nothing left to compute")
-            num_foreseen = len(sequence.tokens) + len(sequence.draft)
-            has_end = not sequence.draft or num_foreseen < sequence.max_num_tokens
-            require(has_end, f"{sequence}: its draft goes beyond its end")
+            _check(sequence, block_size)
         num_computed = sum(sequence.num_computed for sequence in self.running)
         require(num_computed == self.num_computed, "computed tokens are miscounted")
         num_left = sum(sequence.num_uncomputed for sequence in self.running)
         require(num_left == self.num_left, "tokens to compute are miscounted")
-        for sequence in self.waiting:
-            require(not sequence.block_ids, f"{sequence} waits and holds blocks")
+        holding = [sequence for sequence in self.waiting if sequence.block_ids]
+        require(not holding, f"waiting, and holding blocks: {holding}")
+
+
+def _check(sequence: Sequence, block_size: int) -> None:
+    num_slots = len(sequence.block_ids) * block_size
+    num_foreseen = len(sequence.tokens) + len(sequence.draft)
+    if sequence.num_slots != num_slots:
+        difference = "slots are miscounted"
+    elif not 0 <= sequence.num_computed <= num_slots:
+        difference = "KV without slots"
+    elif sequence.num_uncomputed <= 0:
+        difference = "nothing left to compute"
+    elif sequence.draft and num_foreseen >= sequence.max_num_tokens:
+        difference = "its draft goes beyond its end"
+    else:
+        return
+    raise AssertionError(f"{sequence}: {difference}")
