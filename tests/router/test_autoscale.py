@@ -113,12 +113,13 @@ def test_bounds_and_budget_hold(
 @settings(deadline=None, max_examples=30)
 def test_constant_load_does_not_flap(rate: float, jitter: float) -> None:
     """Although it is counted a little unevenly."""
-    played = Played(tier())
+    quick = limits(look_back_s=30.0, down_after_s=15.0, start_s=5.0)
+    played = Played(tier(quick, quick))
     sizes = [
         played.second(asked(rate * (1.0 + jitter * math.sin(1.7 * second))))
-        for second in range(240)
+        for second in range(120)
     ]
-    after = sizes[120:]
+    after = sizes[60:]
     assert all(each == after[0] for each in after)
 
 
