@@ -53,9 +53,9 @@ def test_everybody_who_waits_is_served_once_and_nothing_is_left(
 
 @settings(max_examples=200)
 @given(
-    st.lists(costs, min_size=30, max_size=60),
-    st.lists(costs, min_size=30, max_size=60),
-    st.lists(costs, min_size=90, max_size=120),
+    st.lists(costs, min_size=15, max_size=30),
+    st.lists(costs, min_size=15, max_size=30),
+    st.lists(costs, min_size=45, max_size=60),
     st.lists(st.tuples(tenants, costs), max_size=10),
 )
 def test_tenants_that_wait_all_the_time_are_served_by_their_weights(

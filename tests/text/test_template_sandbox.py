@@ -69,8 +69,8 @@ def render(source: str) -> str:
         "{{ 5|round(precision=1000000000, method='floor') }}",
         "{{ ('{' ~ ':' * 1000000).format(1) }}",  # looking for widths takes linear time
         "{{ strftime_now('%Y' * 100000) }}",
-        "{{ (['a' * 1000000] * 1000000)|max }}",
-        "{{ ([{'a': 'b' * 1000000}] * 1000000)|sort(attribute='a')|length }}",
+        "{{ (['a' * 1000000] * 100000)|max }}",
+        "{{ ([{'a': 'b' * 1000000}] * 100000)|sort(attribute='a')|length }}",
         "{% set n = namespace(t='a') %}{% for i in range(60) %}"
         "{% set n.t = n.t ~ n.t %}{% endfor %}",
         "{% set n = namespace(t='a') %}{% for i in range(60) %}"
