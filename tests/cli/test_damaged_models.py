@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 
 from disagg.cli.main import main
 from disagg.cli.ports import free_port
+from disagg.cli.start_checks import check_models
+from disagg.config_checks import parse_config
+from disagg.errors import StartupError
 from tests.models.test_damaged_checkpoints import POINTER
 from tests.tiny_model import write_tiny_model
 
@@ -19,6 +21,14 @@ from tests.tiny_model import write_tiny_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def refusal(directory: Path, **tier: str) -> str:
+    """What the check of models says, which `disagg serve` makes before it starts anything."""
+    raw = {"tiers": [{"model": str(directory), **tier}], "cluster_key": "of-a-test"}
+    with pytest.raises(StartupError) as refused:
+        check_models(parse_config(raw))
+    return refused.value.message
 
 
 def _write(name: str, text: str) -> Callable[[Path], object]:
@@ -44,35 +54,34 @@ def _write(name: str, text: str) -> Callable[[Path], object]:
     ],
 )
 def test_refused_in_words(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], object],
-    words: list[str],
+    model: Path, tmp_path: Path, damage: Callable[[Path], object], words: list[str]
 ) -> None:
-    def fail(**_: object) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr(ray, "init", fail)
     directory = tmp_path / "damaged"
     shutil.copytree(model, directory)
     damage(directory)
-    assert main(["serve", str(directory), "--port", str(free_port())]) == 2
-    said = capsys.readouterr().err
+    said = refusal(directory)
     assert all(word in said for word in words), said
-    assert "Traceback" not in said
+
+
+def test_the_command_says_it_and_ends(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "damaged"
+    shutil.copytree(model, directory)
+    _write("tokenizer.json", POINTER)(directory)
+    assert main(["serve", str(directory), "--port", str(free_port())]) == 2
+    shown, said = capsys.readouterr()
+    assert refusal(directory) in said and "Traceback" not in said
+    assert "logs: " in shown + said and "starting Ray" not in shown + said
 
 
 @pytest.mark.parametrize(
     ("name", "words"), [("absent", "No such file"), (".", "Is a directory"), ("binary", "utf-8")]
 )
 def test_a_chat_template_that_cannot_be_read(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+    model: Path, tmp_path: Path, name: str, words: str
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     template = str(tmp_path / name)
-    port = str(free_port())
-    assert main(["serve", str(model), "--chat-template", template, "--port", port]) == 2
-    said = capsys.readouterr().err
+    said = refusal(model, chat_template=template)
     assert f"The chat template {template} cannot be read" in said and words in said
