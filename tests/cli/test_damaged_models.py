@@ -85,3 +85,13 @@ def test_a_chat_template_that_cannot_be_read(
     template = str(tmp_path / name)
     said = refusal(model, chat_template=template)
     assert f"The chat template {template} cannot be read" in said and words in said
+
+
+def test_the_command_takes_the_template_that_it_is_given(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = str(tmp_path / "absent")
+    flags = ["--chat-template", template, "--port", str(free_port())]
+    assert main(["serve", str(model), *flags]) == 2
+    said = capsys.readouterr().err
+    assert refusal(model, chat_template=template) in said and "Traceback" not in said

@@ -169,10 +169,10 @@ def num_lost(answers: list[Compared], config: CascadeConfig, needed_lead: float)
     """Right answers that are lost because of the lead, by the judge itself."""
     (threshold,) = config.thresholds
     return sum(
-        judged_one_by_one(each, config, threshold, needed_lead)[1]
-        and not judged_one_by_one(each, config, threshold)[1]
-        and each.large_is_right
+        each.large_is_right
         and not each.small_is_right
+        and judged_one_by_one(each, config, threshold, needed_lead)[1]
+        and not judged_one_by_one(each, config, threshold)[1]
         for each in answers
     )
 
