@@ -2,7 +2,7 @@
 
 Serve's own proxy takes HAProxy's place in `test_cascade.py`.
 
-The prefill worker has two ranks; `tests/test_local_ranks.py` has pools of other sizes. The death of
+The prefill worker has two ranks; `test_parallel.py` has the decode worker with two. The death of
 a worker, or of a rank, costs time and nothing else: the text is that of a single engine. In the end
 all that could clean up is killed, and the next start does it.
 """

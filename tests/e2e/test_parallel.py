@@ -1,0 +1,74 @@
+"""A decode worker of two ranks behind HTTP: text and ends are those of one engine.
+
+KV goes by NIXL from a prefill worker of one rank. The other way round, from two ranks to one, is in
+`test_serve.py`; pools of other sizes, and starts that fail, are in `tests/test_local_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.e2e.command import Command, Streams, until
+from tests.e2e.single_engine import SingleEngine
+from tests.e2e.streams import PROMPTS, streamed, streams_of
+from tests.e2e.test_lifecycle import DONE
+from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    flags = "--served-model-name tiny --dtype float32 --num-threads 1 --no-redis"
+    pools = "--prefill 1 --decode 1 --decode-tensor-parallel-size 2"
+    command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("parallel"))
+    with command.killed_at_the_end():
+        command.wait_ready()
+        yield command
+
+
+def test_text_is_one_engines(server: Command, reference: SingleEngine) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(prompt: str, temperature: float) -> None:
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": prompt}],
+                temperature=temperature,
+                seed=7,
+                max_tokens=24,
+            )
+            expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
+            assert answer.choices[0].message.content == expected
+
+        for prompt, temperature in itertools.product(PROMPTS, (0.0, 1.0)):
+            ask(prompt, temperature)
+        numbers = itertools.count()
+        until_pulled(server, lambda: ask(f"{next(numbers)}: " + PROMPTS[-1], 0.0))
+    assert not num_pulls(server, "failed") + num_pulls(server, "torn")
+
+
+async def test_no_stream_notices_that_a_rank_was_killed(
+    server: Command, reference: SingleEngine
+) -> None:
+    """Its worker ends with it, and streams go on elsewhere. Serve starts another worker, which is
+    not waited for."""
+    expected = streams_of(reference)
+    (worker,) = server.named("tiny-decode")
+    assert await streamed(server.url, "tiny", second_rank(worker).kill) == expected
+    until(lambda: not worker.is_running(), why=lambda: f"{worker} has outlived its rank")
+
+
+def test_sigterm_lets_streams_end(server: Command) -> None:
+    """Last in this file: the status is 0, and no process of a rank is left."""
+    streams = Streams(server.url, 4, 450, "tiny")
+    server.process.send_signal(signal.SIGTERM)
+    assert streams.wait() == [DONE] * 4
+    assert server.ended() == 0
+    server.assert_nothing_left()
