@@ -11,7 +11,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --du
 # those of many parts together in one process; and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults \
-	$(patsubst %,tests/e2e/test_%.py,autoscaling running_cluster three_nodes two_ingresses)
+	$(patsubst %,tests/e2e/test_%.py,running_cluster three_nodes)
 MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves)
 TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))

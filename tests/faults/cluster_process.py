@@ -1,6 +1,6 @@
 """The real application on Ray Serve with fake models, until standard input ends.
 
-    python -m tests.faults.cluster_process CONFIG.json [--no-haproxy]
+    python -m tests.faults.cluster_process CONFIG.json [--no-haproxy] [--bare]
 
 Serve reads its switches from the environment when it is imported, so each cluster needs a process
 of its own. Prints `ready` when the application runs, and after each line of standard input:
@@ -17,6 +17,7 @@ import tempfile
 import threading
 from itertools import chain
 from pathlib import Path
+from unittest import mock
 
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
@@ -24,6 +25,21 @@ from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import parse_config
 
 START_TIMEOUT_S = 180.0
+# Without what Ray reports of itself; and Serve's controller looks less often (default: 0.1 s).
+BARE = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+}
+# Of `ray._private.node.Node`: a dashboard, and monitors of logs and of Ray's own autoscaler.
+OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
+
+
+def start_no_observers() -> None:
+    from ray._private.node import Node
+
+    for each in OBSERVERS:
+        setattr(Node, each, mock.Mock())
 
 
 def serve_until_told(config: ServeConfig, scratch: Path) -> None:
@@ -85,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--haproxy", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--bare", action="store_true", help="only processes of Ray that we use")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as directory:
         scratch = Path(directory)
@@ -94,6 +111,9 @@ def main() -> None:
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+        if arguments.bare:
+            os.environ.update(BARE)
+            start_no_observers()
         serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
 
 

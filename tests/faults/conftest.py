@@ -1,6 +1,7 @@
-"""One running system for all fault tests: starting Ray is the most expensive part of them.
+"""One running system for all tests here: starting one is the most expensive part of them.
 
-It ends with the last of them, before anybody else starts a cluster.
+Two ingresses behind HAProxy, and three tiers, each for tests of its own. It ends with the last of
+them, before anybody else starts a cluster.
 """
 
 from __future__ import annotations
@@ -20,9 +21,60 @@ from tests.faults.system import Pool, System, running_system
 # Few blocks, so that caches overflow, requests wait, and prefixes come back from the store; and
 # tokens that take their time, so that prompts are worth computing elsewhere.
 CREW = Pool(
-    "crew", num_prefill=1, num_decode=3, engine=(("num_gpu_blocks_override", 256),), token_s=0.0003
+    "crew",
+    num_prefill=2,
+    num_decode=2,
+    engine=(("num_gpu_blocks_override", 512),),
+    step_s=0.02,
+    token_s=0.0006,
 )
-LONE = Pool("lone", num_prefill=0, num_decode=1)
+QUICK = {"start_s": 5, "look_back_s": 10, "down_after_s": 5}
+# Its prefill workers follow the load, and a decode worker stands by.
+BURSTS = Pool(
+    "bursts",
+    num_prefill=1,
+    num_decode=1,
+    num_standby=1,
+    token_s=0.003,
+    settings=(
+        ("ttft_slo_s", 20.0),
+        (
+            "prefill",
+            {
+                "num_replicas": 1,
+                "num_standby": 0,
+                "autoscaling": {
+                    "min_replicas": 1,
+                    "max_replicas": 2,
+                    "slo_fraction": 0.1,
+                    **QUICK,
+                },
+            },
+        ),
+    ),
+)
+# One worker for all, asleep soon after the start, and as often as nobody asks.
+NAPS = Pool(
+    "naps",
+    num_prefill=0,
+    num_decode=1,
+    engine=(("block_size", 16),),
+    settings=(
+        (
+            "decode",
+            {
+                "num_replicas": 1,
+                "num_standby": 0,
+                "autoscaling": {
+                    "min_replicas": 0,
+                    "max_replicas": 1,
+                    **QUICK,
+                    "down_after_s": 20,
+                },
+            },
+        ),
+    ),
+)
 
 
 @contextmanager
@@ -61,7 +113,7 @@ def shared_system(
         environment.setenv("RAY_REDIS_ADDRESS", address)
         environment.setenv("RAY_GCS_SERVER_PORT", str(free_port()))  # the same for its successor
         environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-        with running_system(CREW, LONE) as system:
+        with running_system(CREW, BURSTS, NAPS, num_ingress=2, bare=True) as system:
             yield system
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -30,6 +31,8 @@ ANSWER_TIMEOUT_S = 30.0  # a busy machine lets a worker wait
 STOP_TIMEOUT_S = 120.0
 LEFT_TIMEOUT_S = 60.0  # for its processes to end after it
 METRICS_TIMEOUT_S = 60.0  # a busy ingress answers late
+POLL_S = 0.2  # a look at a whole system takes 0.05 s of a processor
+ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class System:
         self.root = psutil.Process(process.pid)
         self._process = process
         self._config = config
+        self._url_of: dict[psutil.Process, str] = {}  # of ingresses that have answered
 
     def members(self, model: str, role: str | None = None) -> list[Member]:
         """The workers of a tier that answer now."""
@@ -124,14 +128,14 @@ class System:
 
     def ingress_urls(self) -> dict[psutil.Process, str]:
         """Of those that answer, past the proxy, which would choose one of them."""
-        urls = {}
-        for process in self.ingresses():
+        found = self.ingresses()
+        for process in found:
             with suppress(psutil.Error, httpx.HTTPError):
-                for port in _listening(process):
+                for port in _listening(process) if process not in self._url_of else ():
                     url = f"http://127.0.0.1:{port}"
                     plain_http.get(f"{url}/live", timeout=20)
-                    urls[process] = url
-        return urls
+                    self._url_of[process] = url
+        return {each: self._url_of[each] for each in found if each in self._url_of}
 
     def pools(self, url: str = "") -> dict[str, dict[str, int]]:
         """What an ingress says of its pools; empty when it says nothing."""
@@ -197,15 +201,16 @@ class System:
 
     def _is_whole(self) -> bool:
         config, urls = self._read_config(), self._urls()
+        pools = [self.pools(url) for url in urls]
         for tier in config["tiers"]:
-            wanted = [tier[role]["num_replicas"] for role in ("prefill", "decode")]
-            for url in urls:
-                pool = self.pools(url).get(tier["served_model_name"], {})
-                if [pool.get("num_prefill"), pool.get("num_decode")] != wanted:
+            name, num_standby = tier["served_model_name"], tier["decode"]["num_standby"]
+            num_members = len(self.members(name)) - num_standby
+            for each in pools:
+                sizes = {role: each.get(name, {}).get(f"num_{role}", -1) for role in ROLES}
+                if any(size not in _sizes(tier[role]) for role, size in sizes.items()):
                     return False
-            num_members = sum(wanted) + tier["decode"]["num_standby"]
-            if len(self.members(tier["served_model_name"])) != num_members:
-                return False
+                if sum(sizes.values()) != num_members:
+                    return False
         num_ingress: int = config["num_ingress"]
         return len(urls) == len(self.ingresses()) == num_ingress
 
@@ -221,17 +226,32 @@ def until(
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() < began_s + timeout_s, words()
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return time.monotonic() - began_s
+
+
+async def busiest(system: System, model: str, role: str) -> Member:
+    """A worker that has streams right now: whoever hits an idle one proves nothing."""
+    while True:
+        num_streams = await asyncio.to_thread(system.num_streams, model, role)
+        found = max(num_streams, key=lambda member: num_streams[member], default=None)
+        if found is not None and num_streams[found]:
+            return found
+        await asyncio.sleep(0.05)
 
 
 @contextmanager
 def running_system(
-    *pools: Pool, haproxy: bool = True, drain_s: float = 5.0, num_ingress: int = 1
+    *pools: Pool,
+    haproxy: bool = True,
+    drain_s: float = 5.0,
+    num_ingress: int = 1,
+    bare: bool = False,
 ) -> Iterator[System]:
     """Start everything, wait until the fleet is whole, stop it; nothing may be left.
 
-    More than one ingress can be told apart with `haproxy` only, where each has a port.
+    More than one ingress can be told apart with `haproxy` only, where each has a port. `bare`:
+    without the processes and reports of Ray that are for those who watch it.
     """
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         directory = Path(name)
@@ -240,7 +260,7 @@ def running_system(
             config = directory / "config.json"
             raw = _config(pools, directory, redis.url, port, drain_s)
             config.write_text(json.dumps({**raw, "num_ingress": num_ingress}))
-            flags = [] if haproxy else ["--no-haproxy"]
+            flags = [*([] if haproxy else ["--no-haproxy"]), *(["--bare"] if bare else [])]
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.cluster_process", str(config), *flags],
                 stdin=subprocess.PIPE,
@@ -301,6 +321,13 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
             for each in left:
                 each.kill()
     assert not left, f"still running afterwards: {[_title(each) for each in left]}"
+
+
+def _sizes(pool: dict[str, Any]) -> range:
+    """How many workers that serve a pool may have: an autoscaled one has a choice."""
+    number = pool["num_replicas"]
+    limits = pool.get("autoscaling", {"min_replicas": number, "max_replicas": number})
+    return range(limits["min_replicas"], limits["max_replicas"] + 1)
 
 
 def _listening(process: psutil.Process) -> list[int]:

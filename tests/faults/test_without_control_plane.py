@@ -22,7 +22,7 @@ from tests.faults.system import System
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RATE = 3.0  # requests a second
-AWAY_S = float(os.environ.get("CONTROL_PLANE_AWAY_S", "10"))
+AWAY_S = float(os.environ.get("CONTROL_PLANE_AWAY_S", "6"))
 
 
 def process_named(system: System, part: str) -> psutil.Process:

@@ -1,73 +1,27 @@
-"""Pools that follow the load over Ray: a burst scales one out and in again, another one wakes."""
+"""Pools that follow the load over Ray: a burst scales one out and in again, another one wakes.
+
+First of the tests of the system that they share: a pool falls asleep during the burst to another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests import plain_http
 from tests.faults.clients import Answer, Questions, ask, load
-from tests.faults.system import Pool, System, running_system
+from tests.faults.faults import Killed, suffered
+from tests.faults.oracles import Oracle
+from tests.faults.system import System, busiest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-RATE = 3.0  # requests a second, of which each takes a prefill worker about half a second
+RATE = 2.0  # requests a second, of which each takes a prefill worker about a second
 CHANGE_TIMEOUT_S = 240.0
-QUICK = {"start_s": 5, "look_back_s": 10, "down_after_s": 5}
-
-BURSTS = Pool(
-    "bursts",
-    num_prefill=1,
-    num_decode=1,
-    token_s=0.003,
-    settings=(
-        ("ttft_slo_s", 20.0),
-        (
-            "prefill",
-            {
-                "num_replicas": 1,
-                "num_standby": 0,
-                "autoscaling": {
-                    "min_replicas": 1,
-                    "max_replicas": 3,
-                    "slo_fraction": 0.1,
-                    **QUICK,
-                },
-            },
-        ),
-    ),
-)
-# Asleep soon after the start, and as often as nobody asks.
-NAPS = Pool(
-    "naps",
-    num_prefill=0,
-    num_decode=1,
-    engine=(("block_size", 16),),
-    settings=(
-        (
-            "decode",
-            {
-                "num_replicas": 1,
-                "num_standby": 0,
-                "autoscaling": {
-                    "min_replicas": 0,
-                    "max_replicas": 1,
-                    **QUICK,
-                    "down_after_s": 20,
-                },
-            },
-        ),
-    ),
-)
-
-
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system(BURSTS, NAPS) as running:
-        yield running
+LONG = 200  # tokens of a stream that is to be under way when something happens
 
 
 async def until_size(system: System, model: str, role: str, is_so: Callable[[int], bool]) -> int:
@@ -104,3 +58,15 @@ async def test_a_request_wakes_a_pool_that_has_no_worker(system: System) -> None
     assert ready.status_code == 200
     answer = await ask(system.port, Questions(random.Random(3), "naps").next())
     assert_all_right([answer])
+
+
+async def test_the_only_worker_is_killed(system: System) -> None:
+    """Of the pool that is awake now. What it was doing goes on where Serve starts another."""
+    oracle, questions = Oracle(system, "naps"), Questions(random.Random(2), "naps")
+    streams = [asyncio.create_task(ask(system.port, questions.next(LONG))) for _ in range(8)]
+    victim = (await busiest(system, "naps", "decode")).process
+    async with suffered(Killed(victim)):
+        answers = await asyncio.gather(*streams)
+    assert_all_right(answers)
+    system.wait_whole()
+    oracle.check(answers, [victim])
