@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from disagg.config import EngineConfig
+from disagg.engine.device.build import build_engine
 from disagg.engine.device.communicator import TorchCommunicator
 from disagg.engine.device.follower import Follower
+from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.memory_plan import LARGEST_STEP
+from disagg.engine.engine import Engine
 from disagg.models.communicator import Communicator
-from disagg.models.description import ModelDescription
+from disagg.models.description import ModelDescription, describe_model
 from disagg.models.share import Share
-from disagg.rank_messages import RankCopies, RankWork, decode_task, encode
+from disagg.rank_messages import RankCapture, RankStep, RankWork, decode_task, encode
 
 
 class CountingCommunicator:
@@ -76,8 +81,8 @@ class FakeFollowers:
             for rank, follower in self.followers.items()
         ]
         share = Share(0, self.num_ranks)
-        own = TorchCommunicator(share, device_type, self._meeting_place)
-        self.communicator = CountingCommunicator(own)
+        self._own = TorchCommunicator(share, device_type, self._meeting_place)
+        self.communicator = CountingCommunicator(self._own)
         return self.communicator
 
     def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
@@ -102,13 +107,43 @@ class FakeFollowers:
         for end in self._ends:
             end.result()
 
+    def leave(self) -> None:
+        """End the first rank's connections, as the end of its process would: nobody waits for it.
+        Nothing can be computed afterwards."""
+        del self._own._group
+        for thread in self._threads.values():
+            thread.shutdown()
+
     def _do(self, rank: int, frame: bytes) -> None:
         try:
             task = decode_task(frame)
-            assert not isinstance(task, RankCopies), "an engine copies nothing"
+            assert isinstance(task, RankStep | RankCapture), "an engine moves no KV"
             self.followers[rank].follow(task)
         except BaseException as error:
             # Its connections end with it, as if its process had: the first rank must not wait.
             traceback.clear_frames(error.__traceback__)
             del self.followers[rank]
             raise
+
+
+@contextmanager
+def engine_of_ranks(
+    directory: Path, place: Path, *, num_ranks: int, **sizes: Any
+) -> Iterator[tuple[Engine, KVCache, FakeFollowers]]:
+    """An engine of so many ranks, in float32 on a CPU.
+
+    Args:
+        place: an empty directory, where the ranks meet.
+        sizes: of `EngineConfig`.
+    """
+    config = EngineConfig(
+        dtype="float32", device="cpu", num_threads=1, tensor_parallel_size=num_ranks, **sizes
+    )
+    model = describe_model(directory)
+    others = FakeFollowers(config, model, place)
+    try:
+        yield *build_engine(config, model, followers=others if num_ranks > 1 else None), others
+    except BaseException:
+        others.leave()
+        raise
+    others.close()

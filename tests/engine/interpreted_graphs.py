@@ -17,12 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.config import EngineConfig
 from disagg.engine.device import build, step_graphs
 from disagg.engine.device import follower as follower_module
 from disagg.engine.device import runner as runner_module
 from disagg.engine.device.batching import Batching
-from disagg.engine.device.build import build_engine
 from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
@@ -37,10 +35,9 @@ from disagg.kernels.launcher import KernelLauncher
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models import decoder as decoder_module
 from disagg.models.decoder import Decoder
-from disagg.models.description import describe_model
 from disagg.models.weights import random_weights
 from disagg.rank_messages import RankCapture, RankWork
-from tests.engine.fake_followers import FakeFollowers
+from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence
 from tests.models.checkpoints import write_checkpoint
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
@@ -250,35 +247,28 @@ def _texts_of_ranks(
     directory: Path, num_ranks: int, place: Path
 ) -> tuple[list[list[int]], list[RankWork]]:
     """What an engine says, with graphs where it has several ranks; and what these were given."""
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
-        block_size=BLOCK_SIZE,
-        max_model_len=16,
-        max_num_seqs=2,
-        max_num_batched_tokens=4,
-        num_gpu_blocks_override=16,
-        num_threads=1,
-        tensor_parallel_size=num_ranks,
-    )
-    model = describe_model(directory)
-    others = FakeFollowers(config, model, place) if num_ranks > 1 else None
-    engine, _ = build_engine(config, model, followers=others)
-    assert isinstance(engine.runner, ModelRunner)
-    if others is not None:
-        engine.runner.capture(2, 16)
-        engine.launcher = engine.runner  # tokens of a step are input of the next on every rank
-    prompts = [[3, 1, 4], list(range(6))]
-    sequences = [
-        new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
-    ]
-    for sequence in sequences:
-        engine.submit(sequence)
-    while engine.has_work:
-        engine.step()
-    if others is not None:
-        others.close()
-    return [each.tokens for each in sequences], others.given if others is not None else []
+    sizes = {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 16,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 4,
+        "num_gpu_blocks_override": 16,
+    }
+    made = engine_of_ranks(directory, place, num_ranks=num_ranks, **sizes)
+    with made as (engine, _, others):
+        assert isinstance(engine.runner, ModelRunner)
+        if num_ranks > 1:
+            engine.runner.capture(2, 16)
+            engine.launcher = engine.runner  # tokens of a step are input of the next on every rank
+        prompts = [[3, 1, 4], list(range(6))]
+        sequences = [
+            new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
+        ]
+        for sequence in sequences:
+            engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+    return [each.tokens for each in sequences], others.given
 
 
 def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(

@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from disagg.config import EngineConfig
-from disagg.engine.device.build import build_engine
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
-from disagg.models.description import describe_model
 from disagg.rank_messages import RankStep
-from tests.engine.fake_followers import FakeFollowers
+from tests.engine.fake_followers import FakeFollowers, engine_of_ranks
 from tests.engine.test_launching import (
     BLOCK_SIZE,
     GREEDY,
@@ -44,25 +41,19 @@ def ranks(
     directory: Path, num_ranks: int, num_blocks: int, place: Path
 ) -> Iterator[tuple[Engine, FakeFollowers]]:
     """An engine of so many ranks, whose steps are launched ahead."""
-    config = EngineConfig(
-        dtype="float32",
-        device="cpu",
-        block_size=BLOCK_SIZE,
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=24,
-        num_gpu_blocks_override=num_blocks,
-        num_threads=1,
-        tensor_parallel_size=num_ranks,
-    )
-    model = describe_model(directory)
-    others = FakeFollowers(config, model, place)
-    engine, kv_cache = build_engine(config, model, followers=others)
-    assert isinstance(engine.runner, ModelRunner)
-    runner = LateRunner(engine.runner.decoder, kv_cache, followers=others)
-    engine.runner = engine.launcher = runner
-    yield engine, others
-    others.close()
+    sizes = {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "num_gpu_blocks_override": num_blocks,
+    }
+    made = engine_of_ranks(directory, place, num_ranks=num_ranks, **sizes)
+    with made as (engine, kv_cache, others):
+        assert isinstance(engine.runner, ModelRunner)
+        runner = LateRunner(engine.runner.decoder, kv_cache, followers=others)
+        engine.runner = engine.launcher = runner
+        yield engine, others
 
 
 @pytest.mark.parametrize(
@@ -81,6 +72,19 @@ def test_ranks_launched_ahead_say_what_one_rank_says_in_order(
     given = [each for each in others.given if isinstance(each, RankStep)]
     assert sum(each.num_unread > 0 for each in given) == runner.num_followed
     assert all(each.shares_tokens for each in given if each.num_unread)
+
+
+def test_a_test_that_fails_does_not_wait_for_its_ranks(directory: Path, tmp_path: Path) -> None:
+    """The other ranks compute a step that the first one, which is late, never begins."""
+    with pytest.raises(ZeroDivisionError), ranks(directory, 2, 60, tmp_path) as (engine, others):
+        engine.submit(sequences(3, [GREEDY])[0])
+        plan = engine.scheduler.plan()
+        assert engine.launcher is not None
+        engine.launcher.launch(plan)
+        raise ZeroDivisionError
+    (end,) = others._ends[-1:]
+    with pytest.raises(RuntimeError, match="by peer"):
+        end.result()
 
 
 def counted(engine: Engine, others: FakeFollowers) -> list[tuple[int, dict[str, int]]]:
