@@ -135,12 +135,12 @@ def _play(
     requests: list[TraceRequest],
 ) -> SimReport:
     first, last = fleet.pools[0], fleet.pools[-1]
-    num_kv_tokens = min(pool.placement.num_kv_tokens for pool in fleet.pools)
     num_seqs, num_tokens = step_sizes_of(fleet)
     config = SimConfig(
         num_prefill=first.num_workers,
         num_decode=last.num_workers if last is not first else 0,
-        num_blocks=max(1, num_kv_tokens // BLOCK_TOKENS),
+        num_blocks=_num_blocks(first.placement),
+        decode_num_blocks=_num_blocks(last.placement),
         block_size=BLOCK_TOKENS,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_tokens,
@@ -156,3 +156,7 @@ def _play(
         tpot_slo_s=slo.tpot_s,
     )
     return simulate(config, requests)
+
+
+def _num_blocks(worker: Placement) -> int:
+    return max(1, worker.num_kv_tokens // BLOCK_TOKENS)

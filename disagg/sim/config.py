@@ -59,6 +59,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_decode: 0 lets each prefill worker decode what it prefilled.
     num_blocks: of each worker; each holds `block_size` tokens.
+    decode_num_blocks: of decode workers, where their memory is another; None: `num_blocks`.
     times: step times of one worker.
     decode_times: of decode workers, where their GPUs are others; None: `times`.
     steps, decode_steps: what steps of the largest model take, where that is no straight line;
@@ -81,6 +82,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int = 4
     num_decode: int = 4
     num_blocks: int = 1024
+    decode_num_blocks: int | None = None
     block_size: int = TRACE_BLOCK_TOKENS
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -107,8 +109,11 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = (self.num_prefill, self.num_blocks, self.max_num_seqs, self.kv_nbytes)
-        if min(counts) < 1 or self.num_decode < 0:
+        blocks = (self.num_blocks_of("prefill"), self.num_blocks_of("decode"))
+        if (
+            min(self.num_prefill, self.max_num_seqs, self.kv_nbytes, *blocks) < 1
+            or self.num_decode < 0
+        ):
             raise RequestError("A simulation needs workers, and these need blocks and places.")
         if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
             raise RequestError(
@@ -224,6 +229,11 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         times = (self.decode_times if role == "decode" else None) or self.times
         return StepTimeModel(tuple(size * seconds for seconds in times.coefficients))
 
+    def num_blocks_of(self, role: Role) -> int:
+        if role == "decode" and self.decode_num_blocks is not None:
+            return self.decode_num_blocks
+        return self.num_blocks
+
     def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
         """The `number`th of a pool."""
         prefix = "" if model == LARGEST else f"{model}-"
@@ -234,7 +244,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             worker_id=f"{prefix}{role}-{number}",
             role=role,
             model=model,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks_of(role),
             block_size=self.block_size,
             block_nbytes=max(1, block_nbytes),
             max_num_seqs=self.max_num_seqs,

@@ -259,7 +259,8 @@ def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -
 def test_workers_are_played_with_the_steps_that_they_will_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As large as on the slower of the pools' GPUs, and as long as each pool's roofline says."""
+    """As large as on the slower of the pools' GPUs, and as long as each pool's roofline says. Each
+    pool has its own room for KV: prefill workers may need many GPUs less than decode workers."""
     fast, slow = (Placement(SHAPES["llama-3-8b"], GPUS[name]) for name in ("h100", "l40s"))
     load, slo, link = Workload(20.0, [(256, 16)]), Slo(0.5, 0.05), LINKS["400g"]
     planned = advise(load, slo, [fast], link, lambda _: 3.0)
@@ -281,6 +282,9 @@ def test_workers_are_played_with_the_steps_that_they_will_have(
     (config,) = played
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 4096)
     assert (config.steps, config.decode_steps) == (fast, slow)
+    assert config.num_blocks == fast.num_kv_tokens // plan_play.BLOCK_TOKENS
+    assert config.decode_num_blocks == slow.num_kv_tokens // plan_play.BLOCK_TOKENS
+    assert config.num_blocks > 2 * config.decode_num_blocks
 
 
 def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:

@@ -8,7 +8,7 @@ from disagg.engine.engine import Engine
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
 from disagg.sim import simulated_worker, simulation
-from disagg.sim.config import Fault, SimConfig
+from disagg.sim.config import LARGEST, Fault, SimConfig
 from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
@@ -65,6 +65,18 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Engine, "step", counting)
     return counted
+
+
+def test_decode_workers_may_have_more_room() -> None:
+    config = msgspec.structs.replace(SMALL, num_blocks=4, decode_num_blocks=96)
+    assert config.worker(LARGEST, "prefill", 0, 512).num_blocks == 4
+    assert config.worker(LARGEST, "decode", 0, 512).num_blocks == 96
+    at_once = [TraceRequest(0.0, 512, 200)] * 8
+    assert (
+        simulate(config, at_once).tpot_p95_s
+        < 0.5
+        * simulate(msgspec.structs.replace(config, decode_num_blocks=None), at_once).tpot_p95_s
+    )
 
 
 def test_one_request_takes_what_the_model_says() -> None:
