@@ -160,7 +160,7 @@ def _scaled(heads: Range, config: ModelConfig) -> Range:
 
 
 def _head_rows(config: ModelConfig, share: Share, parts: list[Part]) -> list[Part]:
-    q, kv = share.of(config.num_heads), share.kv_heads(config)
+    q, kv = share.of(config.num_heads), share.kv_heads(config.num_kv_heads)
     if len(parts) == 3:
         return [
             _boxed(part, 0, _scaled(heads, config))

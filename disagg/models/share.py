@@ -32,13 +32,9 @@ class Share:
         """First and end of this rank's part of `total` things; parts differ by one at most."""
         return total * self.rank // self.num_ranks, total * (self.rank + 1) // self.num_ranks
 
-    def kv_heads(self, config: ModelConfig) -> tuple[int, int]:
-        """First and end of this rank's KV heads; some ranks have the same one if there are more
-        ranks than heads."""
-        return self.heads_of(config.num_kv_heads)
-
-    def heads_of(self, num_kv_heads: int) -> tuple[int, int]:
-        """As `kv_heads`."""
+    def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
+        """First and end of this rank's KV heads, of the model's; some ranks have the same one if
+        there are more ranks than heads."""
         first, end = self.of(num_kv_heads)
         return first, max(end, first + 1)
 

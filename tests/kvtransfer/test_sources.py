@@ -49,7 +49,7 @@ class Rank:
 
     @property
     def heads(self) -> slice:
-        return slice(*self.shape.share.heads_of(self.shape.num_kv_heads))
+        return slice(*self.shape.share.kv_heads(self.shape.num_kv_heads))
 
 
 def ranks_of(

@@ -59,7 +59,7 @@ class KVShape:
     @property
     def num_own_heads(self) -> int:
         """KV heads of the rank."""
-        first, end = self.share.heads_of(self.num_kv_heads)
+        first, end = self.share.kv_heads(self.num_kv_heads)
         return end - first
 
     @property
@@ -72,7 +72,7 @@ class KVShape:
         """Of whole blocks, which the rank has; None: all of them."""
         if self.share.num_ranks == 1:
             return None
-        first, _ = self.share.heads_of(self.num_kv_heads)
+        first, _ = self.share.kv_heads(self.num_kv_heads)
         num_copies = max(1, self.share.num_ranks // self.num_kv_heads)
         return BlockPart(
             begin=first * self._head_nbytes,
