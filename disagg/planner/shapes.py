@@ -207,7 +207,10 @@ def shape_of(model: ModelDescription) -> ModelShape:
         shared_size=experts.shared_intermediate_size,
         num_dense_layers=len(config.dense_layers),
         has_mxfp4_experts=experts.is_mxfp4,
-        has_widened_experts=format is not None and format.has_order,
+        # One group a row is the same in any order, as `models/packing.py` has it.
+        has_widened_experts=(
+            format is not None and format.has_order and format.group_size is not None
+        ),
     )
 
 

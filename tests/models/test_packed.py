@@ -316,7 +316,12 @@ def test_disagg_plan_counts_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "experts_nbytes"),
-    [("awq", 0.5 + 3 / 16), ("fp8 rows", 1), ("gptq in order of activations", 2)],
+    [
+        ("awq", 0.5 + 3 / 16),
+        ("fp8 rows", 1),
+        ("gptq in order of activations", 2),
+        ("gptq rows in order of activations", 0.5),
+    ],
 )
 def test_disagg_plan_counts_experts(kind: str, experts_nbytes: float, tmp_path: Path) -> None:
     directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
