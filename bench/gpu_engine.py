@@ -216,7 +216,7 @@ class Served:
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
         runner = cast(ModelRunner, self.engine.runner)
-        graphs, runner.graphs = runner.graphs, None
+        graphs, runner.graphs = runner.graphs, ()
         try:
             yield
         finally:

@@ -58,7 +58,7 @@ class ModelRunner:
         self.followers = followers
         self.kv_cache = kv_cache
         self.grammars = grammars
-        self.graphs: StepGraphs | None = None
+        self.graphs: StepGraphs = ()
         self.threads = StepThreads(torch.get_num_threads())
         self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
@@ -144,7 +144,7 @@ class ModelRunner:
         logits = None
         if scored:
             logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
-        for graphs in self.graphs or ():
+        for graphs in self.graphs:
             logits = graphs.forward(batch) if logits is None else logits
         if logits is None:
             logits = self.decoder.forward(batch, self.kv_cache.pages)
@@ -220,8 +220,9 @@ class ModelRunner:
 
         if self.followers is not None:
             self.followers.follow(RankCapture(max_num_seqs, max_model_len, with_drafts))
-        of, sizes = (self.decoder, self.kv_cache, self.batching), (max_num_seqs, max_model_len)
-        self.graphs = capture_steps(*of, *sizes, with_drafts)
+        self.graphs = capture_steps(
+            self.decoder, self.kv_cache, self.batching, max_num_seqs, max_model_len, with_drafts
+        )
 
 
 def _synchronize(device: torch.device) -> None:
