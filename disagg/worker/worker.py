@@ -144,15 +144,12 @@ class Worker:
         workers to pull the KV of sequences that were handed over. A broken engine does neither: its
         worker closes at once, and leaves its devices to the one that Serve starts instead.
         """
-        if self._thread.failed is not None:
-            await self.close()
-            return
         leave_by_s = self._clock() + timeout_s / 2
         self._thread.post(lambda: self._begin_drain(leave_by_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 # Polled, because the engine's thread cannot set an event of this loop.
-                while not await self._ask(lambda: self._core.is_idle):  # noqa: ASYNC110
+                while not await self._ask(self._is_done):  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.close()
 
@@ -249,6 +246,10 @@ class Worker:
                 post(lambda: core.close_link(link_id, self._clock()))
 
     # In the engine's thread.
+
+    def _is_done(self) -> bool:
+        """Whether a drain has nothing to wait for."""
+        return self._core.is_idle or self._thread.failed is not None
 
     def _begin_drain(self, leave_by_s: float) -> None:
         self._core.drain(leave_by_s)

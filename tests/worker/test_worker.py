@@ -398,6 +398,25 @@ async def test_a_broken_engine_is_not_drained() -> None:
             await r.workers["prefill"].drain(600)
 
 
+async def test_a_drain_ends_when_its_engine_breaks() -> None:
+    async with rig() as r:
+        await r.start("prefill")
+        await r.start("decode")
+        await prefilled(r, make_request())
+        runner = r.runners["prefill"]
+        runner.gate.clear()
+        running = asyncio.create_task(r.all("prefill", make_request()))
+        await until(lambda: runner.is_waiting)
+        draining = asyncio.create_task(r.workers["prefill"].drain(600))
+        await asyncio.sleep(0)
+        runner.breaks = True
+        runner.gate.set()
+        error = (await running)[-1].error
+        assert error is not None and error.code == "engine_failed"
+        async with asyncio.timeout(20):
+            await draining
+
+
 async def test_a_refused_request_harms_nobody_else() -> None:
     async with rig() as r:
         await r.start("decode")
