@@ -40,7 +40,7 @@ from disagg.store.host_tier import HostTier
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
 from disagg.worker.first_steps import first_steps
-from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport
+from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport, store_of
 
 LINK = 1
 HOST_NBYTES = 4 << 30  # more than all prompts take
@@ -92,7 +92,8 @@ class Contender:
             redis_url=redis_url,
             cluster_key="bench",
         )
-        self.cold = new_cold_tier(serve, slab)
+        store = store_of(serve, EngineConfig(), cache)
+        self.cold = new_cold_tier(store, slab)
         self.host: HostTier | None = None
         if host_nbytes:
             num_slots = host_nbytes // nbytes

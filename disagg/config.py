@@ -70,11 +70,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
 
-    @property
-    def stores_evicted(self) -> bool:
-        """Whether evicted KV may go to the store. Of several ranks, each has a part: not yet."""
-        return self.enable_prefix_caching and self.tensor_parallel_size == 1
-
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Autoscaling of one pool (`router/autoscale.py`, docs/autoscaling.md)."""

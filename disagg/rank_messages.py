@@ -1,8 +1,10 @@
 """The messages between the first rank of a worker and its other ranks, over pipes of their own.
 
-    first -> other   RankStart, RankCache, then ConnectPeer | PullBlocks
-    first -> other   RankStep | RankCapture | RankCopies, on a second pipe: done one after another
-    other -> first   RankUp, RankLoaded, RankReady, or RankFailed; then RankPulled | RankCopied
+    first -> other   RankStart, RankCache
+    first -> other   RankStep | RankCapture, ConnectPeer | PullBlocks, RankCopies,
+                     RankPut | RankFetch, on a second pipe: begun one after another
+    other -> first   RankUp, RankLoaded, RankReady, or RankFailed;
+                     then RankPulled | RankCopied | RankStored | RankFetched
 
 An end of a pipe is the end of the other process.
 """
@@ -47,13 +49,13 @@ class RankCache(msgspec.Struct, frozen=True, tag="cache"):
     max_num_seqs: int
 
 
-class ConnectPeer(msgspec.Struct, frozen=True, tag="peer"):
+class ConnectPeer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Another worker, from whose ranks this rank may pull KV."""
 
     peer: Peer
 
 
-class PullBlocks(msgspec.Struct, frozen=True, tag="pull"):
+class PullBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Pull `ticket.block_ids[first_block:]` into the blocks `into`. The answer is `RankPulled`."""
 
     number: int
@@ -105,6 +107,26 @@ class RankCopies(msgspec.Struct, frozen=True, array_like=True, tag=2):
     pairs: list[tuple[int, int]]
 
 
+class RankPut(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Put this rank's part of blocks into the store, as of the steps before. They are read before
+    anything that is said later is begun. `RankStored` reports the end.
+
+    blocks: each with its number in the cache or, if `in_host`, that of its slot in host memory.
+    """
+
+    blocks: list[tuple[int, bytes]]
+    in_host: bool
+
+
+class RankFetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Load this rank's part of the blocks `names` from the store into the blocks `into`. The answer
+    is `RankFetched`."""
+
+    number: int
+    names: list[bytes]
+    into: list[int]
+
+
 class RankUp(msgspec.Struct, frozen=True, tag="up"):
     """The rank has a device, and is about to meet the others."""
 
@@ -142,10 +164,37 @@ class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
     loaded_s: list[float]
 
 
-ToRank: TypeAlias = RankStart | RankCache | ConnectPeer | PullBlocks
+class RankStored(msgspec.Struct, frozen=True, tag="stored"):
+    """An error or None for each block of `RankPut` that was put since the last report, in order."""
+
+    errors: list[str | None]
+
+
+class RankFetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """The fetch of that number has ended.
+
+    num_damaged: damaged values that this rank has read from the store so far.
+    """
+
+    number: int
+    error: str | None
+    num_damaged: int
+
+
+ToRank: TypeAlias = RankStart | RankCache
 RankWork: TypeAlias = RankStep | RankCapture
-RankTask: TypeAlias = RankWork | RankCopies
-FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankPulled | RankCopied
+RankOffload: TypeAlias = RankCopies | RankPut | RankFetch
+RankTask: TypeAlias = RankWork | RankOffload | ConnectPeer | PullBlocks
+FromRank: TypeAlias = (
+    RankUp
+    | RankLoaded
+    | RankReady
+    | RankFailed
+    | RankPulled
+    | RankCopied
+    | RankStored
+    | RankFetched
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -20,6 +20,7 @@ from tests.e2e.single_engine import SingleEngine
 from tests.tiny_model import write_tiny_model
 
 PROMPT = "the prefix that must survive its own eviction: " * 9
+NUM_PIECES = 2  # of a block in Redis: KV heads of the tiny model
 NUM_OTHERS = 6  # enough other prompts to evict everything from caches of 40 blocks
 # A lookup that takes longer than computing is given up, as it should be; on a busy machine one may.
 NUM_ATTEMPTS = 5
@@ -57,7 +58,7 @@ async def keys_of(names: list[BlockHash], client: redis.Redis) -> list[bytes]:
     while True:
         keys = [key for key in client.keys(b"*") if isinstance(key, bytes)]
         found = [key for name in names for key in keys if key.endswith(b":" + name)]
-        if len(found) == len(names):
+        if len(found) == NUM_PIECES * len(names):
             return found
         await asyncio.sleep(0.02)
 
@@ -73,7 +74,7 @@ def leave(client: redis.Redis, keys: list[bytes]) -> None:
 
 
 def damage(client: redis.Redis, keys: list[bytes]) -> None:
-    """A bit in the middle of every block."""
+    """A bit in the middle of every value."""
     for key in keys:
         value = client.get(key)
         assert isinstance(value, bytes)
@@ -82,7 +83,7 @@ def damage(client: redis.Redis, keys: list[bytes]) -> None:
 
 
 def swap(client: redis.Redis, keys: list[bytes]) -> None:
-    """Every block is a sound one, of another place in the same prompt."""
+    """Every value is a sound one, of another place in the same prompt."""
     values = [client.get(key) for key in keys]
     for key, value in zip(keys, [*values[1:], values[0]], strict=True):
         assert isinstance(value, bytes)

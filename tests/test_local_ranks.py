@@ -319,6 +319,7 @@ def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
     (gone,) = ranks.others
     gone.process.wait()
     gone.pull(1, Memory("source").ticket("t", [3]), 0, [0])
+    assert gone.poll() == [] and not gone.wait(60.0)
     assert isinstance(ranks.diagnose(RuntimeError("a step's")), EngineFailed)
     ranks.close()
 

@@ -62,7 +62,7 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Ca
     monkeypatch.setattr(
         fake_model,
         "new_cold_tier",
-        lambda config, slab: ColdTier(
+        lambda store, slab: ColdTier(
             FakeStore(64 * slab.block_nbytes), slab.block_nbytes, TransferTimeModel()
         ),
     )

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import urllib.error
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -123,8 +123,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         tell = partial(reports.say, "weights")
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
         config, redis = _with_store(plan.config, cleanup, directory)
-        for sentence in _store_sentences(config, is_ours=redis is not None):
-            reports.say("store", sentence)
+        if redis is not None:
+            reports.say("store", _store_sentence(config))
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
@@ -207,28 +207,21 @@ def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
     }
 
 
-def _store_sentences(config: ServeConfig, is_ours: bool) -> Iterator[str]:
-    """Whose KV goes to the store, and whose does not although there is one. is_ours: embedded."""
+def _store_sentence(config: ServeConfig) -> str:
+    """Whose KV goes to the embedded store."""
     engines = _engines(config)
-    names = [name for name, engine in engines.items() if engine.stores_evicted]
+    names = [name for name, engine in engines.items() if engine.enable_prefix_caching]
     whose = "" if len(names) == len(engines) else f" of {', '.join(names)}"
-    if is_ours:
-        yield (
-            f"KV that workers{whose} evict is kept in a store of"
-            f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis)."
-        )
-    split = [name for name, engine in engines.items() if engine.tensor_parallel_size > 1]
-    if split and config.redis_url is not None and config.cold_tier_nbytes:
-        yield (
-            f"KV that workers of {', '.join(split)} evict is not kept in the store, because they"
-            " have several ranks; --kv-offloading-size keeps it in host memory."
-        )
+    return (
+        f"KV that workers{whose} evict is kept in a store of"
+        f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis)."
+    )
 
 
 def _with_store(
     config: ServeConfig, cleanup: ExitStack, directory: Path
 ) -> tuple[ServeConfig, EmbeddedRedis | None]:
-    has_use = any(engine.stores_evicted for engine in _engines(config).values())
+    has_use = any(engine.enable_prefix_caching for engine in _engines(config).values())
     if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)

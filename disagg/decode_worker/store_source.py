@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from disagg.blocks import BlockHash
 from disagg.store.cold_tier import ColdTier, Fetch
 from disagg.store.host_tier import HostLoad, HostTier
+from disagg.store.ranked_store import RankedFetch, RankedFetches
 
 WriteBlock = Callable[[int, bytes], None]
 
@@ -66,10 +67,14 @@ class HostLookup:
 
 @dataclass(slots=True, eq=False)
 class StoreSource:
-    """A lookup in the store of the blocks from `num_here` on."""
+    """A lookup in the store of the blocks from `num_here` on.
+
+    fetches: of the worker's other ranks, if it has some.
+    """
 
     tier: ColdTier
     write_block: WriteBlock
+    fetches: RankedFetches | None
     names: SequenceOf[BlockHash]
     num_here: int
     fetch: Fetch
@@ -83,26 +88,40 @@ class StoreSource:
         return max(0, end - first_block) if first_block >= self.num_here else 0
 
     def patience_s(self, num_blocks: int) -> float:
-        return 0.0
+        return self.answer_s
 
-    def begin(self, first_block: int, into: list[int]) -> None:
+    def begin(self, first_block: int, into: list[int]) -> RankedFetch | None:
         for block_id, block in zip(
             into, self.fetch.blocks[first_block - self.num_here :], strict=True
         ):
             self.write_block(block_id, block)
+        if self.fetches is None:
+            return None
+        return self.fetches.begin(self.names[first_block : first_block + len(into)], into)
 
     def drop(self) -> None:
         self.tier.cancel(self.fetch)
 
 
 class StoreLookup:
-    """The store as a tier; no source while it is unreachable."""
+    """The store as a tier; no source while it is unreachable.
 
-    num_under_way = 0  # imports that wait for a lookup are `wanted`
+    Args:
+        fetches: of the worker's other ranks, if it has some. They load after the first one, and so
+            each of the two may take half as long as computing.
+    """
 
-    def __init__(self, tier: ColdTier, write_block: WriteBlock) -> None:
+    def __init__(
+        self, tier: ColdTier, write_block: WriteBlock, fetches: RankedFetches | None = None
+    ) -> None:
         self._tier = tier
         self._write_block = write_block
+        self._fetches = fetches
+
+    @property
+    def num_under_way(self) -> int:
+        """Imports that wait for a lookup are `wanted`."""
+        return 0 if self._fetches is None else self._fetches.num_running
 
     def ask(
         self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
@@ -113,12 +132,23 @@ class StoreLookup:
         if self._tier.is_away:
             self._tier.probe(missing[0])
             return None
-        may_take_s = compute_s(len(missing))
+        num_turns = 1 if self._fetches is None else 2
+
+        def turn_s(num_blocks: int) -> float:
+            return compute_s(num_blocks) / num_turns
+
+        may_take_s = turn_s(len(missing))
         if self._tier.predicted_s(len(missing)) >= may_take_s:
             return None
-        fetch = self._tier.lookup(missing, compute_s)
-        return StoreSource(self._tier, self._write_block, names, num_here, fetch, may_take_s)
+        fetch = self._tier.lookup(missing, turn_s)
+        return StoreSource(
+            self._tier, self._write_block, self._fetches, names, num_here, fetch, may_take_s
+        )
 
-    def poll(self) -> tuple[()]:
+    def poll(self) -> list[tuple[RankedFetch, str | None]]:
         self._tier.poll()
-        return ()
+        ended = [] if self._fetches is None else self._fetches.take_ended()
+        for fetch in ended:
+            if fetch.error is not None:
+                self._tier.forget(fetch.names)
+        return [(fetch, fetch.error) for fetch in ended]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from disagg.blocks import BlockHash
 from disagg.messages import StoreCounts
+from disagg.store.ranked_store import RankedStoreThread, RankStore
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import Block, FetchDone, FetchJob, PutJob, PutsDone, StoreThread
 from disagg.time_model import TransferTimeModel
@@ -62,12 +63,13 @@ class ColdTier:
 
     Args:
         store: owned by the tier from now on; `close` closes it.
-        block_nbytes: size of every block.
+        block_nbytes: size of every block; of several ranks, that of the first one's part.
         times: learns the store's latency and rate as those of source `STORE_ID`; the worker's own
             one may be shared, since both belong to the engine's thread.
         queue_nbytes: of blocks that wait to be stored.
         fetch_nbytes: of blocks that are being fetched or wait for `poll`.
         clock: seconds, monotonic.
+        others: of the worker's other ranks, those that put their parts.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ColdTier:
         queue_nbytes: int = QUEUE_NBYTES,
         fetch_nbytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
+        others: Sequence[RankStore] = (),
     ) -> None:
         self._block_nbytes = block_nbytes
         self._times = times
@@ -86,7 +89,8 @@ class ColdTier:
         self._observed_s = clock()
         self._queue_nbytes = queue_nbytes
         self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
-        self._thread = StoreThread(store, block_nbytes, clock)
+        own = StoreThread(store, block_nbytes, clock)
+        self._thread = RankedStoreThread(own, others, clock) if others else own
         self._under_way: dict[int, tuple[Fetch, FetchJob]] = {}
         self._ended: list[Fetch] = []
         self._next_id = 0
@@ -106,42 +110,44 @@ class ColdTier:
         self._take_done()
         return self._is_away
 
-    def offer(self, block_hash: BlockHash, read: Callable[[], bytes]) -> bool:
-        """Store a copy of an evicted block, if the store does not have it and the queue has room.
-
-        Args:
-            read: returns the block; called only if it is kept.
-        """
-        return bool(self.offer_all([block_hash], lambda wanted: [read()]))
-
-    def offer_all(
-        self, block_hashes: Sequence[BlockHash], read: Callable[[list[int]], Sequence[Block]]
+    def offer(
+        self,
+        blocks: Sequence[tuple[int, BlockHash]],
+        read: Callable[[list[int]], Sequence[Block]],
+        *,
+        in_host: bool = False,
     ) -> int:
-        """As `offer`, for blocks that are evicted together. Returns how many are stored.
+        """Store copies of evicted blocks that the store does not have, if the queue has room.
+        Returns how many are stored.
 
         Args:
-            read: called once, if any are stored, with their indices in `block_hashes`; returns
-                the blocks, or functions that the store's thread calls for them.
+            blocks: with the number of each in the cache or, if `in_host`, of its slot there.
+            read: called once, if any are stored, with their numbers; returns the blocks, or
+                functions that the store's thread calls for them.
         """
         stats, before_nbytes = self.stats, self.stats.queued_nbytes
-        wanted: list[int] = []
-        for place, block_hash in enumerate(block_hashes):
-            if self._wants(block_hash):
+        wanted: list[tuple[int, BlockHash]] = []
+        for each in blocks:
+            if self._wants(each[1]):
                 stats.queued_nbytes += self._block_nbytes
-                wanted.append(place)
+                wanted.append(each)
         if not wanted:
             return 0
         try:
-            blocks = read(wanted)
-            for block in blocks:
+            found = read([number for number, _ in wanted])
+            for block in found:
                 if isinstance(block, bytes) and len(block) != self._block_nbytes:
                     nbytes = len(block)
                     raise ValueError(f"a block has {self._block_nbytes} bytes, this one {nbytes}")
         except BaseException:
             stats.queued_nbytes = before_nbytes
             raise
-        for place, block in zip(wanted, blocks, strict=True):
-            self._thread.submit(PutJob(block_hashes[place], block))
+        self._thread.put(
+            [
+                PutJob(block_hash, block, number, in_host)
+                for (number, block_hash), block in zip(wanted, found, strict=True)
+            ]
+        )
         return len(wanted)
 
     def predicted_s(self, num_blocks: int) -> float:
@@ -179,7 +185,7 @@ class ColdTier:
         job = FetchJob(self._next_id, fetch.hashes[:room], worth)
         self._next_id += 1
         self._under_way[job.fetch_id] = (fetch, job)
-        self._thread.submit(job)
+        self._thread.fetch(job)
         return fetch
 
     def probe(self, block_hash: BlockHash) -> None:
@@ -192,6 +198,11 @@ class ColdTier:
         for other, job in self._under_way.values():
             if other is fetch:
                 job.cancelled = True
+
+    def forget(self, block_hashes: Sequence[BlockHash]) -> None:
+        """The store has lost parts of these blocks: they are stored again if they are evicted."""
+        for name in block_hashes:
+            self._known.pop(name, None)
 
     def counts(self) -> StoreCounts:
         """Blocks stored and loaded since the start."""
@@ -276,8 +287,7 @@ class ColdTier:
             self._times.observe(STORE_ID, nbytes, done.seconds)
             self._observed_s = self._clock()
             self._remember(job.hashes[: done.num_found])
-            for name in job.hashes[done.num_found :]:
-                self._known.pop(name, None)
+            self.forget(job.hashes[done.num_found :])
         self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:

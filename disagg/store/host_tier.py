@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from disagg.blocks import BlockHash
@@ -28,7 +27,8 @@ HOST_ID = "host"  # its source id in a `TransferTimeModel`
 FIRST_LATENCY_S = 1e-4
 FIRST_BYTES_PER_S = 1e10
 
-Displace = Callable[[BlockHash, Callable[[], bytes]], object]
+# Of `ColdTier.offer`: slots with their hashes, and a function that reads slots.
+Displace = Callable[[list[tuple[int, BlockHash]], Callable[[list[int]], list[bytes]]], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class HostTier:
         copier: owned by the tier from now on; `close` closes it.
         num_slots: its capacity in blocks.
         generations: of the cache's blocks, as `BlockPool` keeps them.
-        displaced: called with each block hash that is evicted, and with a function that reads the
-            block; it must be called at once.
+        displaced: called with blocks that are evicted, before their slots are used again; it reads
+            them at once or never.
     """
 
     def __init__(
@@ -206,8 +206,11 @@ class HostTier:
         del self._slot_of[block_hash]
         self._record("removed", block_hash)
         if self._displaced is not None:
-            self._displaced(block_hash, partial(self._copier.read_slot, slot))
+            self._displaced([(slot, block_hash)], self._read)
         return slot
+
+    def _read(self, slots: list[int]) -> list[bytes]:
+        return [self._copier.read_slot(slot) for slot in slots]
 
     def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
         if self._events and self._events[-1][0] == kind:

@@ -62,7 +62,7 @@ class RankedCopier:
         return [max(each.popleft() for each in self._loaded_s) for _ in range(num_loaded)]
 
     def read_slot(self, slot: int) -> bytes:
-        """The first rank's part."""
+        """The first rank's part; the others read theirs for the store when they are told to."""
         return self._own.read_slot(slot)
 
     def close(self) -> None:

@@ -1,12 +1,14 @@
 """Redis: the blocks of the cold KV tier, and the board of tenants' limits. Nothing else imports
 its client.
 
-Blocks' keys are `disagg:kv:<namespace>:<block hash>`. The namespace is a digest of the KV layout
-and the cluster's key, so clusters and models can share a server. A value is a digest and the block.
-The digest uses the same key and covers the block's hash too, so a truncated, damaged, misplaced or
-forged value is not accepted. The server bounds the memory (`maxmemory` with `maxmemory-policy
-allkeys-lru`, or `volatile-lru` if the server also has data that must not be evicted); a time to
-live bounds the age.
+A block is stored in equal pieces, one for each of the model's KV heads, so that workers of any
+number of ranks find what others stored: each rank puts and gets its pieces. Their keys are
+`disagg:kv:<namespace>:<piece>:<block hash>`. The namespace is a digest of the KV layout and the
+cluster's key, so clusters and models can share a server. A value is a digest and the piece. The
+digest uses the same key and covers the block's hash and the piece's number too, so a truncated,
+damaged, misplaced or forged value is not accepted. The server bounds the memory (`maxmemory` with
+`maxmemory-policy allkeys-lru`, or `volatile-lru` if the server also has data that must not be
+evicted); a time to live bounds the age.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class RedisStore:
 
     Args:
         url: `redis://`, `rediss://` or `unix://`.
-        layout: fingerprint of everything that must match for the bytes to be interchangeable.
+        layout: fingerprint of everything that must match for the bytes of whole blocks to be
+            interchangeable, the number of pieces included.
+        pieces: those that are put and got here, of `num_pieces` of a whole block.
         secret: the cluster's key; without it keys cannot be read and blocks cannot be forged.
         ttl_s: how long a block stays after it was put, used or not.
         timeout_s: for connecting, and for each answer.
@@ -95,6 +99,8 @@ class RedisStore:
         url: str,
         layout: str,
         *,
+        pieces: range = range(1),
+        num_pieces: int = 1,
         secret: bytes = b"",
         ttl_s: float = 24 * 3600.0,
         timeout_s: float = 0.5,
@@ -102,7 +108,8 @@ class RedisStore:
     ) -> None:
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
         namespace = hashlib.blake2b(layout.encode(), digest_size=8, key=self._secret).hexdigest()
-        self._prefix = f"disagg:kv:{namespace}:".encode()
+        names = [f"disagg:kv:{namespace}:{piece}:".encode() for piece in range(num_pieces)]
+        self._all, self._own = names, names[pieces.start : pieces.stop]
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self.num_damaged = 0
         self._server = _Server(url, timeout_s, clock)
@@ -111,25 +118,27 @@ class RedisStore:
     def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
         if not keys:
             return []
+        names = [prefix + key for key in keys for prefix in self._own]
         with self._server.guarded():
-            values = self._client.mget([self._prefix + key for key in keys])
-            blocks = [self._unseal(key, value) for key, value in zip(keys, values, strict=True)]
-            damaged = [
-                self._prefix + key
-                for key, value, block in zip(keys, values, blocks, strict=True)
-                if value is not None and block is None
-            ]
+            values = self._client.mget(names)
+            pieces = [self._unseal(name, value) for name, value in zip(names, values, strict=True)]
+            found = zip(names, values, pieces, strict=True)
+            damaged = [name for name, value, piece in found if value is not None and piece is None]
             if damaged:  # delete it, so that an intact one can be stored
                 self.num_damaged += len(damaged)
                 self._client.unlink(*damaged)
-        return blocks
+        num = len(self._own)
+        return [_joined(pieces[at : at + num]) for at in range(0, len(pieces), num)]
 
     def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
         if not items:
             return
         with self._server.guarded(), self._client.pipeline(transaction=False) as pipeline:
             for key, block in items:
-                pipeline.set(self._prefix + key, self._seal(key, block), px=self._ttl_ms)
+                nbytes, view = len(block) // len(self._own), memoryview(block)
+                for number, prefix in enumerate(self._own):
+                    piece = view[number * nbytes : (number + 1) * nbytes]
+                    pipeline.set(prefix + key, self._seal(prefix + key, piece), px=self._ttl_ms)
             _execute(pipeline)
 
     def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
@@ -137,28 +146,34 @@ class RedisStore:
             return 0
         with self._server.guarded(), self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.exists(self._prefix + key)
+                pipeline.exists(*(prefix + key for prefix in self._all))
             present = _execute(pipeline)
-        return next((i for i, found in enumerate(present) if not found), len(keys))
+        num = len(self._all)
+        return next((i for i, found in enumerate(present) if found < num), len(keys))
 
     def close(self) -> None:
         self._client.close()
 
-    def _digest(self, key: BlockHash, block: bytes) -> bytes:
-        digest = hmac.new(self._secret, key, "sha256")  # twice blake2b's speed on today's CPUs
-        digest.update(block)
+    def _digest(self, name: bytes, piece: memoryview) -> bytes:
+        digest = hmac.new(self._secret, name, "sha256")  # twice blake2b's speed on today's CPUs
+        digest.update(piece)
         return digest.digest()[:_SEAL_NBYTES]
 
-    def _seal(self, key: BlockHash, block: bytes) -> bytes:
-        return self._digest(key, block) + block
+    def _seal(self, name: bytes, piece: memoryview) -> bytes:
+        return b"".join((self._digest(name, piece), piece))
 
-    def _unseal(self, key: BlockHash, value: bytes | str | None) -> bytes | None:
+    def _unseal(self, name: bytes, value: bytes | str | None) -> memoryview | None:
         if not isinstance(value, bytes):
             return None
-        block = value[_SEAL_NBYTES:]
-        return (
-            block if hmac.compare_digest(value[:_SEAL_NBYTES], self._digest(key, block)) else None
-        )
+        piece = memoryview(value)[_SEAL_NBYTES:]
+        is_intact = hmac.compare_digest(value[:_SEAL_NBYTES], self._digest(name, piece))
+        return piece if is_intact else None
+
+
+def _joined(pieces: Sequence[memoryview | None]) -> bytes | None:
+    """A rank's part of a block; None: some of it is missing."""
+    found = [piece for piece in pieces if piece is not None]
+    return b"".join(found) if len(found) == len(pieces) else None
 
 
 class RedisBoard:

@@ -11,15 +11,16 @@ from disagg.blocks import BlockHash
 class ColdStore(Protocol):
     """Blocks by name, of one KV layout. Used by one thread at a time; may wait on a network.
 
-    Stores of different layouts never share blocks, even on one server. The caller
-    bounds the bytes of a call. Every method but `close` raises `errors.Unavailable`, at once or
-    within the store's own time limit, while the store cannot be reached.
+    Of a worker with several ranks, each rank has a store of its own, which puts and gets the rank's
+    part of each block. Stores of different layouts never share blocks, even on one server. The
+    caller bounds the bytes of a call. Every method but `close` raises `errors.Unavailable`, at once
+    or within the store's own time limit, while the store cannot be reached.
     """
 
     num_damaged: int  # values that were read with a wrong digest
 
     def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        """The intact bytes that were stored under each key, or None."""
+        """The intact bytes under each key, or None if some are missing."""
         ...
 
     def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
@@ -27,7 +28,8 @@ class ColdStore(Protocol):
         ...
 
     def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
-        """How many leading keys are stored. They may be evicted before the next call."""
+        """How many leading keys are stored, by all ranks. They may be evicted before the next
+        call."""
         ...
 
     def close(self) -> None: ...

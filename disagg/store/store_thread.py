@@ -36,8 +36,16 @@ Block: TypeAlias = bytes | Callable[[], bytes]
 
 @dataclass(frozen=True, slots=True)
 class PutJob:
+    """Store a block.
+
+    number: of the block in the cache or, if `in_host`, of its slot in host memory; by it other
+        ranks find their parts of the block.
+    """
+
     block_hash: BlockHash
     block: Block
+    number: int
+    in_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class StoreThread:
         clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
         self._num_per_call = max(1, _CALL_NBYTES // block_nbytes)
         self._clock = clock
         self._inbox: SimpleQueue[FetchJob | PutJob | _Stop] = SimpleQueue()
@@ -94,8 +102,12 @@ class StoreThread:
         """The number of damaged values that were read so far."""
         return self._store.num_damaged
 
-    def submit(self, job: FetchJob | PutJob) -> None:
+    def fetch(self, job: FetchJob) -> None:
         self._inbox.put(job)
+
+    def put(self, jobs: Sequence[PutJob]) -> None:
+        for job in jobs:
+            self._inbox.put(job)
 
     def take_done(self) -> list[Done]:
         """The jobs that ended since the last call. Never waits."""
@@ -160,7 +172,7 @@ class StoreThread:
                 return
             wanted = job.hashes[start : min(start + self._num_per_call, done.num_found)]
             for block in self._store.get_many(wanted):
-                if block is None or len(block) != self._block_nbytes:
+                if block is None or len(block) != self.block_nbytes:
                     done.num_found = len(done.blocks)  # evicted meanwhile, or damaged
                     return
                 done.blocks.append(block)
@@ -174,10 +186,10 @@ class StoreThread:
         except Exception as bug:  # as above
             error = f"{type(bug).__name__}: {bug}"
         hashes = tuple(job.block_hash for job in jobs)
-        return PutsDone(hashes, len(jobs) * self._block_nbytes, error)
+        return PutsDone(hashes, len(jobs) * self.block_nbytes, error)
 
     def _read(self, block: Block) -> bytes:
         read = block if isinstance(block, bytes) else block()
-        if len(read) != self._block_nbytes:
-            raise ValueError(f"a block has {self._block_nbytes} bytes, this one {len(read)}")
+        if len(read) != self.block_nbytes:
+            raise ValueError(f"a block has {self.block_nbytes} bytes, this one {len(read)}")
         return read

@@ -63,7 +63,4 @@ class KVOffload:
         if self._host is not None:
             evicted = [each for each in evicted if each[1] not in self._host]
         if self._cold is not None:
-            names = [name for _, name in evicted]
-            self._cold.offer_all(
-                names, lambda kept: self._read_blocks([evicted[i][0] for i in kept])
-            )
+            self._cold.offer(evicted, self._read_blocks)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,6 +34,8 @@ from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.store.ranked_copier import RankedCopier
+from disagg.store.ranked_store import RankedFetches
+from disagg.store.store import ColdStore
 from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
@@ -76,7 +79,8 @@ class Parts:
         if self.host_tier is not None:
             tiers.append(HostLookup(self.host_tier))
         if self.cold_tier is not None:
-            tiers.append(StoreLookup(self.cold_tier, self.write_block))
+            fetches = None if self.ranks is None else RankedFetches(self.ranks.others)
+            tiers.append(StoreLookup(self.cold_tier, self.write_block, fetches))
         return tiers
 
 
@@ -145,7 +149,7 @@ def _build(
     prior, roofline = step_times(shape_of(model), gpu_name, tier.engine.tensor_parallel_size)
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = slab_of(kv_cache)
-    cold_tier = new_cold_tier(config, slab) if tier.engine.stores_evicted else None
+    cold_tier = new_cold_tier(store_of(config, tier.engine, kv_cache), slab, ranks)
     reader = new_reader(kv_cache, slab) if cold_tier is not None else None
     host_tier: HostTier | None = None
     block_nbytes = slab.block_nbytes * tier.engine.tensor_parallel_size
@@ -154,8 +158,8 @@ def _build(
         copier = new_copier(kv_cache, slab, num_slots)
         if ranks is not None:
             copier = RankedCopier(copier, ranks.others)
-        offer = cold_tier.offer if cold_tier is not None else None
-        host_tier = HostTier(copier, num_slots, block_nbytes, made[0].generations, offer)
+        displaced = partial(cold_tier.offer, in_host=True) if cold_tier is not None else None
+        host_tier = HostTier(copier, num_slots, block_nbytes, made[0].generations, displaced)
     own = new_transport(
         config,
         worker_id,
@@ -219,7 +223,7 @@ def new_transport(
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
         return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
-    # Here, like Redis below: a worker that uses neither must start without them.
+    # Here, and Redis below: a worker that uses neither must start without them.
     from disagg.kvtransfer.nixl_transport import NixlTransport
 
     if slab.device_id != HOST:
@@ -261,14 +265,42 @@ def transfer_interface(config: ServeConfig) -> str | None:
     return interface_of(config.link_host)
 
 
-def new_cold_tier(config: ServeConfig, slab: Slab) -> ColdTier | None:
-    """The cold tier, if a store is configured and may hold KV."""
-    if config.redis_url is None or not config.cold_tier_nbytes:
+def new_store(
+    config: ServeConfig,
+    engine: EngineConfig,
+    layout: str,
+    pieces: range = range(1),
+    num_pieces: int = 1,
+) -> ColdStore | None:
+    """The store for evicted blocks; None: none is configured, or it is not for KV.
+
+    Args:
+        pieces: of blocks, which are here, of all `num_pieces`: KV heads.
+    """
+    if config.redis_url is None or not config.cold_tier_nbytes or not engine.enable_prefix_caching:
         return None
     from disagg.store.redis_store import RedisStore
 
-    store = RedisStore(config.redis_url, slab.layout, secret=config.cluster_key.encode())
-    return ColdTier(store, slab.block_nbytes, TransferTimeModel())
+    secret = config.cluster_key.encode()
+    return RedisStore(config.redis_url, layout, pieces=pieces, num_pieces=num_pieces, secret=secret)
+
+
+def store_of(config: ServeConfig, engine: EngineConfig, kv_cache: KVCache) -> ColdStore | None:
+    """As `new_store`, for the heads that a cache has."""
+    shape = kv_cache.shape
+    return new_store(config, engine, kv_cache.layout, shape.own_heads, shape.num_kv_heads)
+
+
+def new_cold_tier(
+    store: ColdStore | None, slab: Slab, ranks: Ranks | None = None
+) -> ColdTier | None:
+    """The cold tier of the first rank, if there is a store."""
+    if store is None:
+        return None
+    others = ranks.others if ranks is not None else ()
+    # Of ranks with the same bytes, one puts them.
+    putting = [rank for rank in others if rank.peer.part is None or not rank.peer.part.copy]
+    return ColdTier(store, slab.block_nbytes, TransferTimeModel(), others=putting)
 
 
 def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:

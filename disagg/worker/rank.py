@@ -1,7 +1,7 @@
 """The process of a rank that is not its worker's first: `python -m disagg.worker.rank FD FD FD`.
 
-The main thread computes steps. Another one reads what else the first rank says, and ends the
-process when that one is gone; a third moves KV. Started by `ranks`.
+The main thread does what the first rank says, in order: it computes steps, and begins to move KV.
+Another one ends the process when the first rank is gone; a third pulls KV. Started by `ranks`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,34 @@ from disagg.rank_messages import (
     FromRank,
     PullBlocks,
     RankCache,
-    RankCopied,
-    RankCopies,
+    RankCapture,
     RankFailed,
     RankLoaded,
     RankPulled,
     RankReady,
     RankStart,
+    RankStep,
     RankUp,
     decode_task,
     decode_to_rank,
     encode,
 )
-from disagg.store.block_copier import BlockCopier
+from disagg.store.store_thread import StoreThread
 from disagg.worker.parts import (
     first_gpu,
     new_copier,
+    new_reader,
     new_transport,
     num_host_blocks,
     slab_of,
+    store_of,
 )
+from disagg.worker.rank_offload import Offload
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.follower import Follower
 
-RUNNING_LOOK_S = 0.001  # between two checks of running pulls or copies
+RUNNING_LOOK_S = 0.001  # between two checks of what is under way
 CLOSE_TIMEOUT_S = 3.0
 Job: TypeAlias = ConnectPeer | PullBlocks | None  # None: the first rank is gone
 
@@ -67,7 +70,7 @@ log = logging.getLogger(__name__)
 class _Pipes:
     """What connects this rank with the first one, and the threads of this process.
 
-    jobs: for the thread that moves KV; None until there is one.
+    jobs: for the thread that pulls KV; None until there is one.
     """
 
     def __init__(self, control_fd: int, steps_fd: int, stamps_fd: int) -> None:
@@ -83,7 +86,7 @@ class _Pipes:
             self.control.send_bytes(encode(message))
 
     def listen(self) -> None:
-        """Pass on what the first rank says, and end the process after it."""
+        """Wait for the end of the first rank, and end the process after it."""
         while True:
             try:
                 message = decode_to_rank(self.control.recv_bytes())
@@ -91,35 +94,10 @@ class _Pipes:
                 break
             if isinstance(message, RankCache):
                 self.caches.put(message)
-            elif isinstance(message, ConnectPeer | PullBlocks) and self.jobs is not None:
-                self.jobs.put(message)
         if self.jobs is not None:
             self.jobs.put(None)
             time.sleep(CLOSE_TIMEOUT_S)
         _end(0)
-
-
-class _Offload:
-    """This rank's part of the KV that its worker keeps in host memory.
-
-    Args:
-        copier: used by the thread that computes steps.
-    """
-
-    def __init__(self, copier: BlockCopier, tell: Callable[[FromRank], None]) -> None:
-        self._copier, self._tell = copier, tell
-        self.num_under_way = 0
-
-    def copy(self, copies: RankCopies) -> None:
-        (self._copier.load if copies.is_load else self._copier.save)(copies.pairs)
-        self.num_under_way += 1
-
-    def report(self) -> None:
-        """Tell the first rank which copies have ended."""
-        num_saved, loaded_s = self._copier.take_saved(), self._copier.take_loaded()
-        if num_saved or loaded_s:
-            self.num_under_way -= num_saved + len(loaded_s)
-            self._tell(RankCopied(num_saved, loaded_s))
 
 
 def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
@@ -130,13 +108,13 @@ def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     logs.setup(start.worker_id)
     _start_thread("listen", pipes.listen)
     try:
-        follower, offload = _started(start, pipes)
+        follower, offload, jobs = _started(start, pipes)
     except Exception as error:
         log.exception("Rank %d of %d could not start.", start.rank, start.num_ranks)
         pipes.tell(RankFailed(error.message if isinstance(error, DisaggError) else repr(error)))
         _end(1)
     try:
-        _follow(pipes.steps, follower, offload)
+        _follow(pipes.steps, follower, offload, jobs)
     except EOFError:  # the worker closes; `listen` ends the process
         time.sleep(2 * CLOSE_TIMEOUT_S)
     except Exception:
@@ -144,21 +122,27 @@ def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
     _end(1)
 
 
-def _follow(steps: Connection, follower: Follower, offload: _Offload | None) -> NoReturn:
+def _follow(
+    steps: Connection, follower: Follower, offload: Offload, jobs: SimpleQueue[Job]
+) -> NoReturn:
     """Do what the first rank says, in order. Raises `EOFError`: it is gone."""
     while True:
-        while offload is not None and offload.num_under_way:
+        while offload.is_busy:
             offload.report()
             if steps.poll(RUNNING_LOOK_S):
                 break
         task = decode_task(steps.recv_bytes())
-        if not isinstance(task, RankCopies):
-            follower.follow(task)
-        elif offload is not None:
-            offload.copy(task)
+        match task:
+            case RankStep() | RankCapture():
+                follower.follow(task)
+            case ConnectPeer() | PullBlocks():
+                # From here, because blocks that are pulled into may have to be read before.
+                jobs.put(task)
+            case _:
+                offload.begin(task)
 
 
-def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, _Offload | None]:
+def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, SimpleQueue[Job]]:
     """Load this rank's part, meet the others, and begin to move KV."""
     # Here, since torch takes seconds, in which the first rank may end.
     from disagg.engine.device.follower import Follower
@@ -175,10 +159,17 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, _Offload | None
     pipes.tell(RankLoaded(follower.load(start.meeting_place)))
     cache = pipes.caches.get()
     kv_cache = follower.allocate(cache.num_blocks, cache.max_num_seqs)
-    slab, offload = slab_of(kv_cache), None
+    slab = slab_of(kv_cache)
     num_slots = num_host_blocks(engine, slab.block_nbytes * start.num_ranks)
-    if num_slots:
-        offload = _Offload(new_copier(kv_cache, slab, num_slots), pipes.tell)
+    store = store_of(start.config, engine, kv_cache)
+    reader = new_reader(kv_cache, slab) if store is not None else None
+    offload = Offload(
+        new_copier(kv_cache, slab, num_slots) if num_slots else None,
+        None if store is None else StoreThread(store, slab.block_nbytes, time.monotonic),
+        reader or kv_cache.read_blocks,
+        kv_cache.write_block,
+        pipes.tell,
+    )
     transport = new_transport(
         start.config,
         start.worker_id,
@@ -187,12 +178,13 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, _Offload | None
         Stamps.in_shared_memory(pipes.stamps_fd, cache.num_blocks),
         None,
         kv_cache.begin_thread,
+        reader.wait if reader is not None else lambda: None,
     )
     jobs: SimpleQueue[Job] = SimpleQueue()
     pipes.jobs = jobs
     _start_thread("move", partial(_move, transport, jobs, pipes.tell))
     pipes.tell(RankReady(transport.peer))
-    return follower, offload
+    return follower, offload, jobs
 
 
 def _move(

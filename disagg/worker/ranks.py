@@ -22,6 +22,7 @@ from socket import socketpair
 from typing import TYPE_CHECKING, TypeVar
 
 import disagg
+from disagg.blocks import BlockHash
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import engine_failed
 from disagg.errors import DisaggError, StartupError, WorkerLost
@@ -36,10 +37,15 @@ from disagg.rank_messages import (
     RankCopied,
     RankCopies,
     RankFailed,
+    RankFetch,
+    RankFetched,
     RankLoaded,
     RankPulled,
+    RankPut,
     RankReady,
     RankStart,
+    RankStored,
+    RankTask,
     RankUp,
     RankWork,
     ToRank,
@@ -58,8 +64,12 @@ Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
 class Rank:
-    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport` and
-    `store.ranked_copier.RankCopier`."""
+    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`,
+    `store.ranked_copier.RankCopier` and `store.ranked_store.RankStore`.
+
+    Attributes:
+        num_damaged: damaged values that it has read from the store, as of its last fetch.
+    """
 
     def __init__(self, start: RankStart, stamps_fd: int) -> None:
         self._name = f"rank {start.rank} of {start.num_ranks}"
@@ -86,6 +96,10 @@ class Rank:
         self._pulled: list[tuple[int, PullDone]] = []
         self._num_saved = 0
         self._loaded_s: list[float] = []
+        self._put_errors: list[str | None] = []
+        self._fetched: list[tuple[int, str | None]] = []
+        self.num_damaged = 0
+        self._is_gone = False
         self._tell(start)
 
     @property
@@ -130,10 +144,10 @@ class Rank:
         return self._peer
 
     def add_peer(self, peer: Peer) -> None:
-        self._tell(ConnectPeer(peer))
+        self._begin(ConnectPeer(peer))
 
     def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
-        self._tell(PullBlocks(number, ticket, first_block, into))
+        self._begin(PullBlocks(number, ticket, first_block, into))
 
     def poll(self) -> list[tuple[int, PullDone]]:
         self._read()
@@ -141,10 +155,10 @@ class Rank:
         return pulled
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(RankCopies(False, [*pairs]))
+        self._begin(RankCopies(False, [*pairs]))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(RankCopies(True, [*pairs]))
+        self._begin(RankCopies(True, [*pairs]))
 
     def take_saved(self) -> int:
         self._read()
@@ -156,6 +170,25 @@ class Rank:
         loaded_s, self._loaded_s = self._loaded_s, []
         return loaded_s
 
+    def put(self, blocks: Sequence[tuple[int, BlockHash]], in_host: bool) -> None:
+        self._begin(RankPut([*blocks], in_host))
+
+    def take_put(self) -> list[str | None]:
+        self._read()
+        errors, self._put_errors = self._put_errors, []
+        return errors
+
+    def fetch(self, number: int, names: Sequence[BlockHash], into: Sequence[int]) -> None:
+        self._begin(RankFetch(number, [*names], [*into]))
+
+    def take_fetched(self) -> list[tuple[int, str | None]]:
+        self._read()
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def wait(self, timeout_s: float) -> bool:
+        return not self._is_gone and self._control.poll(timeout_s)
+
     def close(self) -> None:
         """It ends when its pipes do."""
         self._control.close()
@@ -163,22 +196,35 @@ class Rank:
 
     def _read(self) -> None:
         """Sort the reports that have come."""
-        while self._control.poll():
-            match decode_from_rank(self._control.recv_bytes()):
+        while not self._is_gone and self._control.poll():
+            try:
+                report = decode_from_rank(self._control.recv_bytes())
+            except (
+                EOFError,
+                OSError,
+            ):  # `watch` reports that; here it would be one request's error
+                self._is_gone = True
+                return
+            match report:
                 case RankPulled(number=number, done=done):
                     self._pulled.append((number, done))
                 case RankCopied(num_saved=num_saved, loaded_s=loaded_s):
                     self._num_saved += num_saved
                     self._loaded_s += loaded_s
+                case RankStored(errors=errors):
+                    self._put_errors += errors
+                case RankFetched(number=number, error=error, num_damaged=num_damaged):
+                    self._fetched.append((number, error))
+                    self.num_damaged = num_damaged
 
-    def _copy(self, copies: RankCopies) -> None:
-        with contextlib.suppress(OSError):  # as `_tell`
-            self._steps.send_bytes(encode(copies))
+    def _begin(self, task: RankTask) -> None:
+        # If it has ended, `watch` reports that. An error here would end one request, whose blocks
+        # the first rank may be writing to.
+        with contextlib.suppress(OSError):
+            self._steps.send_bytes(encode(task))
 
     def _tell(self, message: ToRank) -> None:
-        # If it has ended, `answer` or `watch` reports that. An error here would end one request,
-        # whose blocks the first rank may be writing to.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # `answer` reports that it has ended
             self._control.send_bytes(encode(message))
 
 

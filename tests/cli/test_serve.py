@@ -160,9 +160,7 @@ def test_the_store_takes_a_share_of_the_memory_that_is_free(
     ("words", "is_started"),
     [
         ((), True),
-        (("--tensor-parallel-size", "2"), False),
-        (("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "1"), True),
-        (("--prefill", "0", "--decode-tensor-parallel-size", "2"), False),
+        (("--tensor-parallel-size", "2"), True),
         (("--no-enable-prefix-caching",), False),
     ],
 )
@@ -188,27 +186,19 @@ def test_no_store_is_started_that_no_worker_would_use(
 def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
     config = config_of("demo-small")
     (tier,) = config.tiers
-    split = replace(tier, served_model_name="split", engine=EngineConfig(tensor_parallel_size=2))
+    bare = replace(
+        tier,
+        served_model_name="bare",
+        engine=EngineConfig(enable_prefix_caching=False),
+        prefill=PoolConfig(num_replicas=0),
+    )
 
-    def said(config: ServeConfig, is_ours: bool) -> list[str]:
-        found = server_process._store_sentences(replace(config, redis_url="redis://it"), is_ours)
-        return [sentence.partition(" kept in ")[0] for sentence in found]
+    def said(config: ServeConfig) -> str:
+        return server_process._store_sentence(config).partition(" kept in ")[0]
 
-    whole = "KV that workers of demo-small-prefill, demo-small-decode evict is"
-    none = "KV that workers of split-prefill, split-decode evict is not"
-    assert said(config, is_ours=True) == ["KV that workers evict is"]
-    assert said(config, is_ours=False) == []
-    no_prefill = replace(tier, prefill=PoolConfig(num_replicas=0))
-    mixed = replace(config, tiers=(no_prefill, replace(split, prefill=no_prefill.prefill)))
-    assert said(mixed, is_ours=True) == [
-        "KV that workers of demo-small-decode evict is",
-        "KV that workers of split-decode evict is not",
-    ]
-    both = replace(config, tiers=(tier, split))
-    assert said(both, is_ours=True) == [whole, none]
-    alone = replace(config, tiers=(split,))
-    assert said(alone, is_ours=False) == [none]
-    assert not list(server_process._store_sentences(alone, is_ours=False)), "there is no store"
+    assert said(config) == "KV that workers evict is"
+    whose = "demo-small-prefill, demo-small-decode"
+    assert said(replace(config, tiers=(tier, bare))) == f"KV that workers of {whose} evict is"
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(

@@ -27,12 +27,14 @@ class NextTier(ColdTier):
     def __init__(self) -> None:
         self.offered: list[bytes] = []
 
-    def offer_all(
+    def offer(
         self,
-        block_hashes: SequenceOf[bytes],
+        blocks: SequenceOf[tuple[int, bytes]],
         read: Callable[[list[int]], SequenceOf[Block]],
+        *,
+        in_host: bool = False,
     ) -> int:
-        self.offered += block_hashes
+        self.offered += [name for _, name in blocks]
         return 0
 
 

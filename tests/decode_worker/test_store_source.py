@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import pytest
 
 from disagg.decode_worker.kv_import import KVImport
 from disagg.decode_worker.store_source import StoreLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import Unavailable
+from disagg.store.ranked_store import RankedFetches, RankStore
 from disagg.worker.offload import KVOffload
 from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.decode_worker.test_kv_import import FakeTransport
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
+from tests.store.fake_rank_store import FakeRankStore
 from tests.store.fake_store import FakeStore
 from tests.worker.members import new_tier
 
 
 class Door(Rig):
-    """An engine with a store behind it. The store answers while `fates.calm`."""
+    """An engine with a store behind it. The store answers while `fates.calm`.
 
-    def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S) -> None:
+    Args:
+        others: the stores of other ranks.
+    """
+
+    def __init__(
+        self, num_blocks: int = 16, token_s: float = SLOW_S, others: SequenceOf[RankStore] = ()
+    ) -> None:
         super().__init__(num_blocks)
         self.store = FakeStore(1 << 20)
         self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
+        fetches = RankedFetches(others) if others else None
         self.kv_import = KVImport(
             self.engine,
             FakeTransport(),
             lambda source_id, num_blocks: 0.0,
-            [StoreLookup(self.tier, self.kv.write_block)],
+            [StoreLookup(self.tier, self.kv.write_block, fetches)],
             lambda: lambda num_new, num_before: token_s * num_new,
         )
         self.offload = KVOffload(self.engine, None, self.tier, self.kv.read_blocks)
@@ -191,3 +202,56 @@ def test_blocks_of_another_name_never_come() -> None:
     door.run()
     assert door.tier.stats.num_misses == 8 and door.tier.stats.num_hits == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(other, 5)
+
+
+def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
+    ranks = [FakeRankStore(), FakeRankStore()]
+    door = Door(others=ranks)
+    warm(door)
+    sequence = door.admit()
+    assert door.kv_import.advance(door.now)
+    (number, names, into), *_ = ranks[0].fetches
+    assert names == sequence.block_hashes[:4] and len(into) == 4
+    assert ranks[1].fetches == ranks[0].fetches
+    door.engine.check(door.kv_import.holders())
+    ranks[1].fetched = [(number, None)]
+    assert door.kv_import.advance(door.now) and not door.engine.has_work
+    ranks[0].fetched = [(number, None)]
+    door.run()
+    assert sequence.num_cached_tokens == 16
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+
+
+def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -> None:
+    rank = FakeRankStore()
+    door = Door(others=[rank])
+    warm(door)
+    sequence = door.admit()
+    assert door.kv_import.advance(door.now)
+    ((number, _, _),) = rank.fetches
+    rank.fetched = [(number, "the store has only 3 of 4 blocks any more")]
+    door.run()
+    assert sequence.num_cached_tokens == 0
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    num_stored = door.tier.stats.num_stored
+    door.evict_all()
+    assert door.tier.stats.num_stored == num_stored + 4
+
+
+def test_a_rank_whose_store_is_silent_costs_no_more_than_computing() -> None:
+    rank = FakeRankStore()
+    door = Door(others=[rank])
+    warm(door)
+    began_s, sequence = door.now, door.admit()
+    assert door.kv_import.advance(door.now)
+    door.now = began_s + 8 * SLOW_S  # half of it: the first rank may have taken the other half
+    assert door.kv_import.advance(door.now) and door.engine.has_work
+    while door.engine.has_work:
+        door.engine.step()
+    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert door.engine.pool.num_free < door.engine.pool.num_blocks, "it may still write to these"
+    ((number, _, _),) = rank.fetches
+    rank.fetched = [(number, None)]
+    assert not door.kv_import.advance(door.now)
+    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    door.engine.check()

@@ -23,7 +23,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
-from disagg.worker.parts import Parts, new_cold_tier, new_transport
+from disagg.worker.parts import Parts, new_cold_tier, new_store, new_transport
 from tests.engine.fake_runner import VOCAB_SIZE, FakeKV, FakeRunner, expected_tokens
 
 FIRST_LETTER = 0x4E00  # a range in which every code point is one printable character
@@ -111,12 +111,13 @@ def fake_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int
         enable_prefix_caching=tier.engine.enable_prefix_caching,
     )
     slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
+    store = new_store(config, tier.engine, kv.layout)
     runner = FakePacedRunner(kv, pace["fake_step_s"], pace["fake_token_s"])
     return Parts(
         Engine(scheduler, runner),
         stamps,
         new_transport(config, worker_id, epoch, slab, stamps, None),
-        new_cold_tier(config, slab) if tier.engine.enable_prefix_caching else None,
+        new_cold_tier(store, slab),
         kv.read_blocks,
         kv.write_block,
     )

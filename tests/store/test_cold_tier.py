@@ -13,6 +13,7 @@ from disagg.messages import StoreCounts
 from disagg.store import cold_tier
 from disagg.store.cold_tier import STORE_ID, ColdTier
 from disagg.store.store import ColdStore
+from disagg.store.store_thread import StoreThread
 from disagg.time_model import TransferTimeModel
 from tests.store.fake_store import FakeStore
 from tests.store.tiers import (
@@ -107,7 +108,7 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
     taken = [offer(tier, i) for i in range(8)]
     assert taken == [True] * 5 + [False] * 3
     assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (3, 5 * NBYTES)
-    assert not tier.offer(name(8), lambda: pytest.fail("it was read in vain"))
+    assert not tier.offer([(8, name(8))], lambda wanted: pytest.fail("it was read in vain"))
     gate.open.set()
     settle(tier)
     assert tier.stats.num_stored == 5
@@ -116,7 +117,7 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
 
 def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:
     with pytest.raises(ValueError, match="1000 bytes"):
-        new_tier(FakeStore(1 << 20)).offer(name(0), lambda: b"short")
+        new_tier(FakeStore(1 << 20)).offer([(0, name(0))], lambda wanted: [b"short"])
 
 
 def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
@@ -262,7 +263,9 @@ def test_blocks_that_nobody_polled_take_room(new_tier: Opener) -> None:
     store.put_many([(name(i), block(i)) for i in range(2)])
     tier = new_tier(store, num_fetched=2)
     one = tier.lookup(names(0, 1))
-    wait_until(lambda: not tier._thread._outbox.empty())
+    thread = tier._thread
+    assert isinstance(thread, StoreThread)
+    wait_until(lambda: not thread._outbox.empty())
     two = tier.lookup(names(0, 1))
     assert tier.poll() == [one, two]
     assert (len(one.blocks), two.error) == (2, "too many fetches at once")
@@ -402,7 +405,7 @@ def test_blocks_may_come_late_and_are_read_by_the_store_s_thread(new_tier: Opene
         return read
 
     gate.open.clear()
-    assert tier.offer_all(names(1, 2), lambda wanted: [late(1), late(2)]) == 2
+    assert tier.offer(list(enumerate(names(1, 2))), lambda wanted: [late(1), late(2)]) == 2
     assert tier.stats.queued_nbytes == 2 * NBYTES
     gate.open.set()
     settle(tier)
@@ -420,7 +423,7 @@ def test_a_late_block_that_cannot_be_read_is_only_missed(fault: str, new_tier: O
             raise RuntimeError("the device is lost")
         return b"short"
 
-    tier.offer_all(names(1), lambda wanted: [late])
+    tier.offer([(0, name(1))], lambda wanted: [late])
     settle(tier)
     assert tier.stats.num_put_failures == 1 and store.get_many(names(1)) == [None]
     wait_until(lambda: offer(tier, 2))  # the store is asked first whether it is there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -50,8 +50,14 @@ class Tier:
             num_slots,
             NBYTES,
             self.generations,
-            lambda name, read: self.displaced.append((name, read())),
+            self._displace,
         )
+
+    def _displace(
+        self, blocks: list[tuple[int, bytes]], read: Callable[[list[int]], list[bytes]]
+    ) -> None:
+        slots, names = zip(*blocks, strict=True)
+        self.displaced += zip(names, read([*slots]), strict=True)
 
     def save(self, names: bytes) -> None:
         """One-letter names; where they lie in the cache does not matter here."""

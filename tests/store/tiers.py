@@ -93,7 +93,7 @@ def finish(tier: ColdTier, *fetches: Fetch) -> None:
 
 def offer(tier: ColdTier, number: int) -> bool:
     """Offer the block of that number under its name."""
-    return tier.offer(name(number), lambda: block(number))
+    return tier.offer([(number, name(number))], lambda numbers: [block(number)]) == 1
 
 
 def settle(tier: ColdTier) -> None:

@@ -209,14 +209,17 @@ class SteppedStoreThread(StoreThread):
     ) -> None:
         self._fates = fates
         self._store = store
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
         self._num_per_call = 2
         self._clock = clock
         self._outbox: SimpleQueue[Done] = SimpleQueue()
         self._jobs: deque[FetchJob | PutJob] = deque()
 
-    def submit(self, job: FetchJob | PutJob) -> None:
+    def fetch(self, job: FetchJob) -> None:
         self._jobs.append(job)
+
+    def put(self, jobs: Sequence[PutJob]) -> None:
+        self._jobs.extend(jobs)
 
     def take_done(self) -> list[Done]:
         while self._jobs and self._fates.draw() % 4 != 1:
@@ -226,7 +229,7 @@ class SteppedStoreThread(StoreThread):
             elif self._fates.draw() % 8 == 1:
                 self._fates.met["store away"] += 1
                 self._outbox.put(
-                    PutsDone((job.block_hash,), self._block_nbytes, "the store is away")
+                    PutsDone((job.block_hash,), self.block_nbytes, "the store is away")
                 )
             else:
                 self._outbox.put(self._put([job]))

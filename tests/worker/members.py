@@ -85,7 +85,7 @@ class Member:
         self.host_tier = None
         if play.host_blocks and play.caching:
             copier = SteppedCopier(world.fates, kv, play.host_blocks)
-            offer = self.tier.offer if self.tier is not None else None
+            offer = partial(self.tier.offer, in_host=True) if self.tier is not None else None
             self.host_tier = HostTier(
                 copier, play.host_blocks, kv.block_nbytes, stamps.generations, offer
             )

@@ -57,10 +57,13 @@ class KVShape:
         )
 
     @property
+    def own_heads(self) -> range:
+        """KV heads of the rank, of all."""
+        return range(*self.share.kv_heads(self.num_kv_heads))
+
+    @property
     def num_own_heads(self) -> int:
-        """KV heads of the rank."""
-        first, end = self.share.kv_heads(self.num_kv_heads)
-        return end - first
+        return len(self.own_heads)
 
     @property
     def block_nbytes(self) -> int:
@@ -72,10 +75,9 @@ class KVShape:
         """Of whole blocks, which the rank has; None: all of them."""
         if self.share.num_ranks == 1:
             return None
-        first, _ = self.share.kv_heads(self.num_kv_heads)
         num_copies = max(1, self.share.num_ranks // self.num_kv_heads)
         return BlockPart(
-            begin=first * self._head_nbytes,
+            begin=self.own_heads.start * self._head_nbytes,
             whole_nbytes=self.num_kv_heads * self._head_nbytes,
             copy=self.share.rank % num_copies,
         )

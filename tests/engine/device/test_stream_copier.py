@@ -207,7 +207,7 @@ def test_an_evicted_block_reaches_the_store_while_the_engine_goes_on(compute: St
     gate = Gate()
     gate.open.clear()
     tier = ColdTier(gate, 4, TransferTimeModel())
-    tier.offer(name(9), lambda: bytes(4))
+    tier.offer([(0, name(9))], lambda numbers: [bytes(4)])
     assert gate.entered.acquire(timeout=60)  # the store's thread is busy
     offload = KVOffload(SimpleNamespace(), None, tier, BlockReader(cache, 4))  # type: ignore[arg-type]
     names = [name(number) for number in range(3)]
