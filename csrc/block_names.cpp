@@ -21,6 +21,7 @@ namespace {
 constexpr uint32_t NUM_SHARDS = 256, NAME_NBYTES = 16, GROUP = 16, WORD_BITS = 64;
 constexpr uint32_t PLACE_BITS = 24, PLACE_MASK = (1u << PLACE_BITS) - 1;
 constexpr uint32_t ASKED = 1u << 31, NOWHERE = ~0u, LEAST_ROOM = 8;
+constexpr int64_t SPARED_AT_ONCE = 4096;  // beside one for each name put
 
 // Of types that need no constructor; new items are zero.
 template <typename T>
@@ -185,6 +186,7 @@ struct Names {
   size_t num_words = 0;         // of a mask
   uint64_t num_names = 0, num_dead = 0;
   uint32_t hand = 0;  // the shard in which room is made next
+  int64_t num_spares = 0;  // names that may still be spared; the last eviction may spare more
 
   const uint64_t* mask(uint32_t set) const { return &masks[set * num_words]; }
 
@@ -249,10 +251,12 @@ struct Names {
   }
 
   // Removes the oldest 64th of a shard, but for names that were looked up: they become the newest.
-  // Names of dead sets go in any case, and are not counted.
+  // If too many were spared already, removes the oldest one, looked up or not. Names of dead sets go
+  // in any case, and are not counted.
   uint64_t evict_from(Shard& shard) {
     uint64_t num_evicted = 0;
-    for (uint32_t left = (shard.num_live + 63) / 64; left && shard.num_live;) {
+    const bool spares = num_spares > 0;
+    for (uint32_t left = spares ? (shard.num_live + 63) / 64 : 1; left && shard.num_live;) {
       const Entry oldest = shard.ring[shard.oldest];
       if (oldest.set) {
         shard.remove(shard.find(oldest.name, hash_of(oldest.name)));
@@ -263,8 +267,9 @@ struct Names {
       if (!oldest.set) continue;
       const uint32_t set = oldest.set & ~ASKED;
       const bool is_dead = sets[set].is_dead;
-      if (oldest.set & ASKED && !is_dead) {
+      if (oldest.set & ASKED && !is_dead && spares) {
         shard.append(oldest.name, hash_of(oldest.name), set);
+        num_spares--;
       } else {
         count(set, -1);
         num_evicted += !is_dead;
@@ -434,6 +439,7 @@ EXPORTED uint64_t disagg_block_names_put(
     void* table, const char* names, int64_t num_runs, const uint32_t* sets, const uint32_t* ends) {
   Names* self = static_cast<Names*>(table);
   uint64_t num_evicted = 0;
+  self->num_spares = SPARED_AT_ONCE + (num_runs ? ends[num_runs - 1] : 0);
   for (int64_t run = 0, i = 0; run < num_runs; run++)
     for (; i < ends[run]; i++) num_evicted += self->put(names + i * NAME_NBYTES, sets[run]);
   return num_evicted;

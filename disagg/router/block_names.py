@@ -22,6 +22,7 @@ from disagg.kernels.cpu_library import BLOCK_NAMES, find_library
 
 NUM_SHARDS = 256  # so that growing and purging touch few names at a time
 EVICTED_AT_ONCE = 1 / 64  # of a shard
+SPARED_AT_ONCE = 4096  # beside one for each name put
 _ASKED = 1  # the lowest bit of a value: it was looked up since it was last spared
 # A name with its header, as the allocator rounds it up, and the number of its set.
 _NAME_NBYTES = 64
@@ -48,7 +49,8 @@ class BlockNames(Protocol):
     """What the prefix index needs: names of `HASH_NBYTES` bytes, and sets of workers by number.
 
     Set 0 is empty. When there is room for no more names, the oldest are evicted, but those that
-    were looked up get a second chance (CLOCK, an approximation of LRU; Corbató, 1968).
+    were looked up get a second chance (CLOCK, an approximation of LRU; Corbató, 1968). Each `put`
+    spares only so many: where all were looked up, it would else go through the whole table.
 
     Attributes:
         ENTRY_NBYTES: of one name, at most.
@@ -122,6 +124,7 @@ class DictNames:
         self._counts: dict[int, int] = {}
         self._dead: set[int] = set()
         self._hand = 0  # the shard in which room is made next
+        self._num_spares = 0  # names that may still be spared; the last eviction may spare more
         self._num_names = 0
 
     @property
@@ -188,6 +191,7 @@ class DictNames:
 
     def put(self, names: Sequence[BlockHash], runs: Sequence[Run]) -> int:
         begin = num_evicted = 0
+        self._num_spares = SPARED_AT_ONCE + len(names)
         for number, end in runs:
             for name in names[begin:end]:
                 num_evicted += self._put(name, number)
@@ -211,12 +215,14 @@ class DictNames:
         return num_evicted
 
     def _evict_from(self, shard: dict[BlockHash, int]) -> int:
-        num_evicted = 0
-        for name in list(islice(shard, math.ceil(len(shard) * EVICTED_AT_ONCE))):
+        num_evicted, spares = 0, self._num_spares > 0
+        num_looked_at = math.ceil(len(shard) * EVICTED_AT_ONCE) if spares else 1
+        for name in list(islice(shard, num_looked_at)):
             value = shard.pop(name)
             is_dead = value >> 1 in self._dead
-            if value & _ASKED and not is_dead:
+            if value & _ASKED and not is_dead and spares:
                 shard[name] = value ^ _ASKED  # as the newest
+                self._num_spares -= 1
             else:
                 self._count(value >> 1, -1)
                 num_evicted += not is_dead

@@ -9,6 +9,7 @@ import ctypes
 import random
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -68,6 +69,23 @@ def test_both_kinds_of_names_agree(library: ctypes.CDLL) -> None:
                     each.purge(shard)
         assert compiled.counts(0, 6) == dicts.counts(0, 6)
         assert compiled.num_names == dicts.num_names
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_put_does_not_go_through_all_names_where_all_were_looked_up(
+    library: ctypes.CDLL, is_compiled: bool
+) -> None:
+    """With room for 27 million names, an ingress would stand still for many seconds."""
+    kind = partial(CompiledNames, library=library) if is_compiled else DictNames
+    names, rng = kind(50_000 * kind(1).ENTRY_NBYTES), random.Random(12)
+    names.keep(1, 1)
+    asked = random_names(rng, 50_000)
+    names.put(asked, [(1, len(asked))])
+    assert names.match(asked, 1).depths[0] == 50_000
+    assert 8 <= names.put(random_names(rng, 8), [(1, 8)]) < 100
+    # The oldest were spared, and no others: so these leave first.
+    names.put(random_names(rng, 4000), [(1, 4000)])
+    assert sum(names.sets_of([name]) == [(1, 1)] for name in asked[:2000]) > 1900
 
 
 def test_names_of_a_wrong_length_are_never_read(library: ctypes.CDLL) -> None:
