@@ -28,8 +28,9 @@ from disagg.sim.trace import TraceRequest
 BLOCK_TOKENS = 64
 LEAST_REQUESTS = 1000
 MOST_REQUESTS = 20_000
-MOST_UNASKED = 2000
-S_PER_REQUEST = 6.5e-3  # of processor time for both fleets, about (one EPYC core, 2026-11-23)
+MOST_UNASKED_S = 13.0
+# Of processor time for both fleets, about (one EPYC core, 2026-11-23).
+S_PER_REQUEST, S_PER_OUTPUT_TOKEN = 3.4e-3, 1.2e-5
 NUM_ANSWER_TIMES = 5.0  # as long as so many answers take: until then a fleet is emptier than later
 
 
@@ -81,12 +82,13 @@ def why_not_played(load: Workload, slo: Slo, if_quick: bool) -> str | None:
         if_quick: play what takes some seconds.
     """
     number = _num_requests(load, slo)
-    if if_quick and number <= MOST_UNASKED:
+    taken_s = number * (S_PER_REQUEST + S_PER_OUTPUT_TOKEN * load.mean_output_tokens)
+    if if_quick and taken_s <= MOST_UNASKED_S:
         return None
     why = "The share of requests in time is not known, as the fleets were not played:"
     if number > MOST_REQUESTS:
         return f"{why} {number:,} requests would take too long."
-    return f"{why} --play does it, {number:,} requests in about {S_PER_REQUEST * number:,.0f} s."
+    return f"{why} --play does it, {number:,} requests in about {taken_s:,.0f} s."
 
 
 def _num_requests(load: Workload, slo: Slo) -> int:

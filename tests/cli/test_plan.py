@@ -241,8 +241,8 @@ def test_fleets_are_played_where_that_takes_seconds(capsys: pytest.CaptureFixtur
 
 
 def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    def not_played(rate: str) -> str:
-        assert main(["plan", "llama-3-8b", "--requests-per-s", rate]) == 0
+    def not_played(*words: str) -> str:
+        assert main(["plan", "llama-3-8b", "--requests-per-s", *words]) == 0
         text = capsys.readouterr().out
         (note,) = (line for line in text.splitlines() if "not known" in line)
         assert "Played" not in text
@@ -250,6 +250,8 @@ def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -
 
     assert "not played: --play does it, 6,900 requests in about 45 s." in not_played("100")
     assert "not played: 69,000 requests would take too long." in not_played("1000")
+    long_answers = not_played("0.1", "--output-tokens", "7000")
+    assert "not played: --play does it, 1,000 requests in about 87 s." in long_answers
     assert "give --requests-per-s or --trace" in refused(capsys, "llama-3-8b", "--play")
     assert "Play a part of the load" in refused(
         capsys, "llama-3-8b", "--requests-per-s", "9000", "--play"
