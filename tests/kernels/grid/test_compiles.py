@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from disagg.kernels.packed_tile import FEW_WARPS_ROWS
 from disagg.kernels.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.triton_experts import MIN_ROWS, max_rows
 from tests.kernels.compiling import (
@@ -133,6 +134,15 @@ def test_products_of_packed_experts(
     format = FORMATS[name]
     most = packed_max_rows(format.kind, format.group or None, arch // 10)
     check_products(assembler, QWEN3_235B, most if is_tall else MIN_ROWS, arch, format)
+
+
+@pytest.mark.parametrize("arch", [89, 120])
+@pytest.mark.parametrize("name", FEW_FORMATS)
+def test_products_of_packed_experts_with_most_stages(
+    name: str, arch: int, assembler: Assembler
+) -> None:
+    """The tallest of these tiles take the most shared memory, and these GPUs have the least."""
+    check_products(assembler, QWEN3_235B, FEW_WARPS_ROWS, arch, FORMATS[name])
 
 
 @pytest.mark.parametrize("arch", ARCHES)
