@@ -165,6 +165,13 @@ class LinkServer:
         for link_id, link in list(self._links.items()):
             link.publish(tuple(deltas.get(link_id, ())), events, status)
 
+    def answer(self, link_id: LinkId, delta: TokenDelta) -> None:
+        """Send what no engine step has made, without a report: after a request the router takes the
+        next reports for those of steps. A link that is gone gets nothing."""
+        link = self._links.get(link_id)
+        if link is not None:
+            link.answer(delta)
+
     def publish_snapshot(
         self,
         link_id: LinkId,
@@ -339,6 +346,9 @@ class _IngressLink(Connection):
         report = self._reports.after_step(kv_events, status)
         if deltas or report is not None:
             self._send_step(deltas, report)
+
+    def answer(self, delta: TokenDelta) -> None:
+        self._send_step((delta,), None)
 
     def publish_snapshot(
         self,

@@ -258,8 +258,7 @@ class Worker:
     def _lend(self, link_id: LinkId, start: Start) -> None:
         # A loan request should not wait until a step is computed.
         delta = self._core.lend(link_id, start, self._clock())
-        deltas, status = {link_id: [delta]}, self._core.status()
-        self._loop.call_soon_threadsafe(self._server.publish, deltas, (), status)
+        self._loop.call_soon_threadsafe(self._server.answer, link_id, delta)
 
     def _snapshot(self, link_id: LinkId) -> None:
         # Posted like a step, so that it arrives in order with the cache events.

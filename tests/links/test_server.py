@@ -24,6 +24,7 @@ from disagg.messages import (
     Refused,
     Resync,
     Snapshot,
+    Start,
     StepFrame,
     ToIngress,
     TokenDelta,
@@ -33,7 +34,7 @@ from disagg.messages import (
     decode_to_ingress,
     encode,
 )
-from tests.links.fakes import KEY, FakeWorker, fake_worker, make_record, until
+from tests.links.fakes import KEY, FakeWorker, fake_worker, make_record, make_request, until
 
 BUSY = WorkerStatus(num_running=1)
 
@@ -154,6 +155,24 @@ async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load()
         assert sum(len(each.deltas) for each in frames) == 4
         assert [event for each in frames for event in each.kv_events] == events
         assert sum(each.status is not None for each in frames) <= 2
+
+
+async def test_an_answer_without_a_step_is_none_of_the_reports_after_a_request() -> None:
+    """Else a loan would bring the router's count of reports to an end before the request is in."""
+    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
+        await ingress.greet()
+        await ingress.read()
+        ingress.write(Frequency(60.0))
+        ingress.write(Start(1, make_request()))
+        await until(lambda: worker.of_type(Start))
+        worker.server.answer(1, TokenDelta(2, (), finish_reason="stop"))
+        worker.server.answer(99, TokenDelta(1, ()))
+        steps = [WorkerStatus(num_running=number) for number in (1, 2)]
+        for status in steps:
+            worker.step(status=status)
+        answer, *reports = [await ingress.read() for _ in range(3)]
+        assert answer == StepFrame(1, (TokenDelta(2, (), finish_reason="stop"),))
+        assert [each.status for each in reports if isinstance(each, StepFrame)] == steps
 
 
 async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:
