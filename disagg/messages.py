@@ -94,6 +94,13 @@ class SamplingParams(
     thinking: Thinking | None = None  # if it has a budget, or a grammar begins behind it
 
 
+# Checked wherever one comes in: workers publish the names that they were told, and a table of names
+# takes them without looking at each (`router/block_names.py`).
+BlockName: TypeAlias = Annotated[
+    BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES)
+]
+
+
 class GenerateRequest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -110,7 +117,7 @@ class GenerateRequest(
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     hash_root: BlockHash
-    block_hashes: tuple[BlockHash, ...]  # of the full blocks of `token_ids`
+    block_hashes: tuple[BlockName, ...]  # of the full blocks of `token_ids`
     sampling: SamplingParams
     deadline_unix_s: float
     block_size: int = 0  # of `block_hashes`; 0: the receiving worker's
@@ -191,12 +198,6 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return not (self.finish_reason is None and self.ticket is None and self.error is None)
 
 
-# A table of names takes them without looking at each (`router/block_names.py`).
-CachedName: TypeAlias = Annotated[
-    BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES)
-]
-
-
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """Blocks were cached on a worker, or evicted.
 
@@ -204,7 +205,7 @@ class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """
 
     kind: Literal["stored", "removed"]
-    block_hashes: tuple[CachedName, ...] = ()
+    block_hashes: tuple[BlockName, ...] = ()
     tier: Literal["cache", "host"] = "cache"
 
 
@@ -298,7 +299,7 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", array_like=True):
     """
 
     ticket: KVTicket
-    block_hashes: tuple[BlockHash, ...]
+    block_hashes: tuple[BlockName, ...]
     traceparent: str = ""
 
 
@@ -355,7 +356,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     """Findable blocks of a worker as of `sequence_number`; step frames bring the others."""
 
     sequence_number: int
-    block_hashes: tuple[CachedName, ...]
+    block_hashes: tuple[BlockName, ...]
     status: WorkerStatus
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,12 @@ def test_the_programs_of_all_steps_are_compiled_when_experts_are_packed(
 
     monkeypatch.setattr(triton_experts, "_gate_up", lambda *_, **others: None)
     monkeypatch.setattr(triton_experts, "_down", down)
+
+    def choose(*of: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = reference.choose_experts(*of)
+        return weights, chosen.int()
+
+    monkeypatch.setattr(triton_experts, "choose_experts", choose)  # not interpreted: minutes
     ops = TritonOps(6, 1, dtype=torch.float32)
     experts = _experts(7, 3, 32, 16, "plain", torch.float32)
     mixed = ops.pack_experts(experts)
@@ -152,7 +159,7 @@ def test_the_programs_of_all_steps_are_compiled_when_experts_are_packed(
     assert not heights
     ops.pack_experts(replace(experts, num_chosen=2))
     assert heights == compiled
-    for num_tokens in range(1, 400, 3):
+    for num_tokens in range(1, 400, 9):
         mixed(torch.zeros(num_tokens, 32), torch.zeros(num_tokens, 7))
     assert set(heights) == set(compiled) == {16, 32, 64, 128}
 

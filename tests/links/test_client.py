@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.blocks import HASH_NBYTES
 from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links import reports, server
@@ -201,7 +202,7 @@ def test_an_early_ticket_that_was_overtaken_hides_nothing() -> None:
 
 
 async def test_prefetches_reach_a_worker_whose_link_is_up() -> None:
-    asked = Prefetch(KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,)), (b"name",), "trace")
+    asked = Prefetch(KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,)), (bytes(HASH_NBYTES),), "trace")
     async with pair() as (worker, link, _):
         link.prefetch(asked)
         await until(lambda: worker.of_type(Prefetch))
