@@ -29,7 +29,7 @@ TIMEOUT_S = 90.0
 
 # Of the crew, whose prefill workers have room for all prefixes of a test, each of them.
 NUM_PREFIXES, PREFIX_TOKENS, REST_TOKENS, ANSWER_TOKENS = 6, 24 * BLOCK_SIZE, 40, 6
-NUM_ASKED_TWICE, NUM_AT_ONCE = 15, 4
+NUM_ASKED_TWICE, NUM_AT_ONCE = 30, 4
 NUM_AFTERWARDS = 20
 TIERS = ("crew", "bursts", "naps")
 CONVERGED_S = 90.0  # it takes less than one; a busy machine may need more
