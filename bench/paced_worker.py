@@ -46,7 +46,10 @@ class PacedRunner:
             name_thread(ENGINE_THREAD)
             self._is_named = True
         now = self._timer()
-        self._next_s = max(self._next_s + STEP_S, now)  # a late step is not made up for
+        # What is done between steps does not make them fewer; behind a pause a new beat begins, so
+        # that each step takes its time.
+        is_next = now < self._next_s + STEP_S / 2
+        self._next_s = (self._next_s if is_next else now) + STEP_S
         self._sleep(self._next_s - now)
         token = self._token
         return [
