@@ -97,6 +97,14 @@ class LinkReports:
         self.status, self._sent_s = self._latest, now
         return self._report(last)
 
+    def release(self) -> Report | None:
+        """The events that waited for the parts of a snapshot. Without the load, since no step made
+        them: the router would take it for the report of the step in which a request arrived."""
+        self.is_holding = False
+        events = tuple(self._held)
+        self._held.clear()
+        return Report(events) if events else None
+
     def _send_due(self) -> None:
         self._timer = None
         report = self.due()

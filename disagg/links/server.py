@@ -375,8 +375,7 @@ class _IngressLink(Connection):
             pause_s = 0.0 if has_room else PART_PAUSE_S
             self._part_timer = self._loop.call_later(pause_s, self._send_part)
         else:
-            self._reports.is_holding = False
-            report = self._reports.due()
+            report = self._reports.release()
             if report is not None:
                 self._send_step((), report)
 

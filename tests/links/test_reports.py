@@ -113,8 +113,19 @@ def test_events_wait_for_the_rest_of_a_snapshot(loop: VirtualLoop) -> None:
     link.reports.is_holding = True
     assert link.step(IDLE, EVENT) is None
     assert link.step(BUSY) == Report((), BUSY)
-    link.reports.is_holding = False
-    assert link.reports.due() == Report((EVENT,), None)
+    assert link.reports.release() == Report((EVENT,), None)
+    assert link.reports.release() is None
+
+
+def test_what_waited_for_a_snapshot_is_no_report_of_a_request(loop: VirtualLoop) -> None:
+    """The next two steps after a request report, however much came before them."""
+    link = Link(loop, 0.5)
+    link.reports.is_holding = True
+    assert link.step(IDLE, EVENT) is None
+    link.reports.request_arrived()
+    assert link.reports.release() == Report((EVENT,), None)
+    assert link.step(BUSY) == Report((), BUSY)
+    assert link.step(IDLE) == Report((), IDLE)
 
 
 def test_nothing_is_reported_before_a_snapshot(loop: VirtualLoop) -> None:
