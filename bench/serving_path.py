@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,12 +87,15 @@ class Cluster:
 
 @contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
-    """The repository's files as of `commit`."""
+    """The repository's files as of `commit`, with its compiled kernels where it has any."""
     with tempfile.TemporaryDirectory(prefix="bench-before-") as directory:
         files = Path(directory) / "files"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(files), commit], check=True)
         try:
+            if (files / "setup.py").exists():
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=files, check=True)
             yield files
         finally:
             subprocess.run([*git, "remove", "--force", str(files)], check=True)
@@ -216,7 +219,7 @@ def measure_mode(
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 128, 256])
     parser.add_argument("--rounds", type=int, default=3)
@@ -224,7 +227,9 @@ def main() -> None:
     parser.add_argument("--haproxy-only", action="store_true")
     parser.add_argument("--before", metavar="COMMIT", help="measured beside, behind HAProxy")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, without HAProxy")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.tiny and arguments.before:
+        parser.error("--tiny measures no older commit; leave out --tiny or --before")
     if arguments.tiny:
         rows = measure_mode(False, [4], [16], 1, 1.0)
     else:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+from pathlib import Path
 
 import pytest
 
+from bench import serving_path
 from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
-from bench.serving_path import PROMPT, WAYS
+from bench.serving_path import PROMPT, WAYS, checked_out, main
 from bench.sse_clients import Clients
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
@@ -65,3 +68,29 @@ async def test_clients_tell_why_a_request_was_refused() -> None:
         with pytest.raises(SystemExit, match="nobody"):
             await clients.wait_first_tokens(10)
         clients.stop()
+
+
+def test_an_older_commit_is_checked_out_with_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        name = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True)
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "without kernels")
+    (tmp_path / "setup.py").write_text("import sys; open('built', 'w').write(str(sys.argv[1:]))")
+    git("add", "setup.py")
+    git("commit", "--quiet", "--message", "with kernels")
+    monkeypatch.setattr(serving_path, "ROOT", tmp_path)
+    with checked_out("HEAD") as files:
+        assert "build_ext" in (files / "built").read_text()
+    with checked_out("HEAD~") as files:
+        assert not (files / "built").exists()
+    assert not files.exists()
+
+
+def test_a_rehearsal_measures_no_older_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tiny", "--before", "HEAD"])
+    assert "leave out --tiny or --before" in capsys.readouterr().err
