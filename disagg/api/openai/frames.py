@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import ClassVar
 
 import msgspec
@@ -204,9 +203,5 @@ def _call_delta(call: CallDelta) -> bytes:
     if call.name:
         function = FunctionDelta(call.arguments, call.name)
         return _to_json(ToolCallDelta(call.number, function, call.id, "function"))
-    return _before_arguments(call.number) + _to_json(call.arguments) + b"}}"
-
-
-@lru_cache(maxsize=64)
-def _before_arguments(number: int) -> bytes:
-    return b'{"index":%d,"function":{"arguments":' % number
+    arguments = _to_json(call.arguments)
+    return b'{"index":%d,"function":{"arguments":%b}}' % (call.number, arguments)
