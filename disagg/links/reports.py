@@ -87,7 +87,10 @@ class LinkReports:
         """What has to be reported now; None: nothing, or nothing yet."""
         last, now = self.status, self._loop.time()
         has_events = self._held and not self.is_holding
-        if last is None or (self._latest == last and not has_events):
+        if last is None:
+            return None
+        is_same = self._latest == last
+        if is_same and not has_events:
             return None
         if not self._num_at_once and self._latest.accepting == last.accepting:
             wait_s = self._sent_s + self.interval_s - now
@@ -95,7 +98,7 @@ class LinkReports:
                 self._timer = self._timer or self._loop.call_later(wait_s, self._send_due)
                 return None
         self.status, self._sent_s = self._latest, now
-        return self._report(last)
+        return self._report(last, is_same)
 
     def release(self) -> Report | None:
         """The events that waited for the parts of a snapshot. Without the load, since no step made
@@ -111,8 +114,12 @@ class LinkReports:
         if report is not None:
             self._send(report)
 
-    def _report(self, last: WorkerStatus) -> Report:
-        """The latest status and the events, without what is as in the `last` report."""
+    def _report(self, last: WorkerStatus, is_same: bool) -> Report:
+        """The latest status and the events, without what is as in the `last` report.
+
+        Args:
+            is_same: the latest status is the last one.
+        """
         events: tuple[KVEvent, ...] = ()
         if not self.is_holding:
             events = tuple(self._held)
@@ -120,7 +127,7 @@ class LinkReports:
         status = self._latest
         if self._num_at_once:
             self._num_at_once -= 1  # the router counts reports that have a status
-        elif status == last:
+        elif is_same:
             return Report(events)
         kept = _kept(status, last)
         if kept:
