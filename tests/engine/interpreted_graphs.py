@@ -228,7 +228,11 @@ def _texts(graphs: bool) -> list[list[int]]:
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
     scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=128)
     engine = Engine(scheduler, runner)
-    prompts = [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]]
+    return _said(engine, [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]])
+
+
+def _said(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt with the four tokens that follow, all in one batch."""
     sequences = [
         new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
     ]
@@ -260,15 +264,8 @@ def _texts_of_ranks(
         if num_ranks > 1:
             engine.runner.capture(2, 16)
             engine.launcher = engine.runner  # tokens of a step are input of the next on every rank
-        prompts = [[3, 1, 4], list(range(6))]
-        sequences = [
-            new_sequence(tuple(prompt), BLOCK_SIZE, 4, stop_ids=frozenset()) for prompt in prompts
-        ]
-        for sequence in sequences:
-            engine.submit(sequence)
-        while engine.has_work:
-            engine.step()
-    return [each.tokens for each in sequences], others.given
+        texts = _said(engine, [[3, 1, 4], list(range(6))])
+    return texts, others.given
 
 
 def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
