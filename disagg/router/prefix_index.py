@@ -7,6 +7,9 @@ Names are kept with the number of a set (`block_names.py`), and each set once, a
 workers: many blocks are cached by the same ones. Bounded in blocks, those of lost workers included;
 when full, the oldest are evicted. A lost worker's bit is ignored at once; it is cleared from a few
 sets at a time while other workers report, and reused only after that. No call takes long.
+
+Sets of several workers are bounded too. Where there is no room for one more, a name that another
+worker stores keeps the set that it has, and one that a worker removes is forgotten.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ DEFAULT_NBYTES = 1 << 30  # of names
 SETS_AT_ONCE = 64  # looked at beside a report
 NUM_SETS_BEFORE_SWEEP = 4096
 SET_NBYTES = 180  # of a set without its mask: an integer's header, a place in a dict and in a list
+SETS_SHARE = 4  # sets take at most this part of the bytes that names may take, beside them
 
 
 class PrefixIndex:
-    """Holds at most `max_nbytes` of names.
+    """Holds at most `max_nbytes` of names, and a quarter as much of sets.
 
     Attributes:
         max_num_blocks: the room for names.
@@ -38,6 +42,7 @@ class PrefixIndex:
         new_names: Callable[[int], BlockNames] = new_block_names,
     ) -> None:
         self._new_names = partial(new_names, max_nbytes)
+        self._max_sets_nbytes = max_nbytes // SETS_SHARE
         self.num_evicted = 0
         self._clear()
         self.max_num_blocks = self._names.max_names
@@ -50,7 +55,7 @@ class PrefixIndex:
         self._dead_sets: list[int] = []  # whose workers are all lost; some name may still have them
         self._num_to_purge = 0  # shards that may have such names
         self._next_set, self._next_shard = 1, 0  # to be swept, to be purged
-        self._sweeps_at = NUM_SETS_BEFORE_SWEEP
+        self._sweeps_at = self._max_num_sets = NUM_SETS_BEFORE_SWEEP
         self._is_sweeping = False
         self._bits: dict[str, int] = {}
         self._workers: dict[int, str] = {}  # by the place of their bit
@@ -135,6 +140,9 @@ class PrefixIndex:
     def _new_bit(self) -> int:
         bit = 1 << self._num_bits
         self._num_bits += 1
+        nbytes = SET_NBYTES + self._num_bits // 3  # each mask is kept twice, with room to grow
+        self._max_num_sets = max(self._max_sets_nbytes // nbytes, NUM_SETS_BEFORE_SWEEP)
+        self._sweeps_at = min(self._sweeps_at, self._max_num_sets)
         return bit
 
     def _stored(self, bit: int, block_hashes: Sequence[BlockHash]) -> None:
@@ -143,28 +151,36 @@ class PrefixIndex:
         for place, (number, end) in enumerate(runs):
             mask = masks[number]
             if not mask & bit:
-                runs[place] = self._set_of(mask & alive | bit), end
+                runs[place] = self._set_of(mask & alive | bit) or number, end
                 is_changed = True
         if is_changed:
             self.num_evicted += self._names.put(block_hashes, runs)
 
     def _removed(self, bit: int, block_hashes: Sequence[BlockHash]) -> None:
         masks, others, is_changed = self._masks, self._alive & ~bit, False
-        runs = self._names.sets_of(block_hashes)
+        runs, begin = self._names.sets_of(block_hashes), 0
         for place, (number, end) in enumerate(runs):
             left = masks[number] & others
             if number and left != masks[number]:
-                runs[place] = self._set_of(left), end
+                known = self._set_of(left)
+                self.num_evicted += end - begin if left and not known else 0
+                runs[place] = known, end
                 is_changed = True
+            begin = end
         if is_changed:
             self._names.put(block_hashes, runs)
 
     def _set_of(self, mask: int) -> int:
-        """The number of the set of these workers."""
+        """The number of the set of these workers; 0: there is no room for one more."""
         number = self._sets.get(mask)
         if number is None:
+            if mask & (mask - 1) and self.num_sets >= self._max_num_sets:
+                return 0
             number = self._free_sets[-1] if self._free_sets else len(self._masks)
-            self._names.keep(number, mask)
+            try:
+                self._names.keep(number, mask)
+            except MemoryError:  # a worse hint to the router, and not the end of a worker's link
+                return 0
             if self._free_sets:
                 self._masks[self._free_sets.pop()] = mask
             else:
@@ -212,7 +228,7 @@ class PrefixIndex:
 
     def _end_sweep(self) -> None:
         self._is_sweeping = False
-        self._sweeps_at = 2 * self.num_sets + NUM_SETS_BEFORE_SWEEP
+        self._sweeps_at = min(2 * self.num_sets + NUM_SETS_BEFORE_SWEEP, self._max_num_sets)
         self._free_bits += _bits_of(self._leaving)  # no mask contains them any more
         self._gone &= ~self._leaving
         self._leaving = 0

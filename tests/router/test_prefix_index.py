@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
 from disagg.router.block_names import NUM_SHARDS, BlockNames, CompiledNames, DictNames
-from disagg.router.prefix_index import NUM_SETS_BEFORE_SWEEP, PrefixIndex
+from disagg.router.prefix_index import NUM_SETS_BEFORE_SWEEP, SETS_AT_ONCE, PrefixIndex
 from tests.kernels.compiled import can_compile, compiled_block_names
 
 NAMES = [bytes([i]) * 16 for i in range(12)]
@@ -269,6 +269,59 @@ def test_names_of_lost_workers_count_until_they_are_gone(new_names: NewNames) ->
     assert index.nbytes <= before + NUM_BOUNDED * new_names(0).ENTRY_NBYTES
     assert index.num_blocks + index.num_evicted == NUM_BOUNDED
     assert index.num_evicted < 0.1 * NUM_BOUNDED
+
+
+def test_it_is_bounded_in_sets_of_workers(new_names: NewNames) -> None:
+    """Beyond, it knows of fewer workers than have a name, and never of one that has it not."""
+    index, rng = PrefixIndex(0, lambda _: new_names(1 << 24)), random.Random(13)
+    workers = [f"w{i}" for i in range(40)]
+    names = random_names(rng, 3 * NUM_SETS_BEFORE_SWEEP)
+    held: dict[str, set[BlockHash]] = {worker_id: set() for worker_id in workers}
+    sizes: list[int] = []
+    for worker_id in workers:
+        index.snapshot(worker_id, ())
+    for worker_id in workers:
+        held[worker_id].update(rng.sample(names, len(names) // 4))
+        index.apply(worker_id, [KVEvent("stored", tuple(sorted(held[worker_id])))])
+        sizes.append(index.num_sets)
+    most = NUM_SETS_BEFORE_SWEEP + len(workers)  # those of one worker always have room
+    assert NUM_SETS_BEFORE_SWEEP <= max(sizes) <= most and index.num_evicted == 0
+    gone = {worker_id: rng.sample(sorted(held[worker_id]), 1000) for worker_id in workers}
+    for worker_id in workers:
+        held[worker_id].difference_update(gone[worker_id])
+        index.apply(worker_id, [KVEvent("removed", tuple(gone[worker_id]))])
+        assert index.num_sets <= most
+    for name in names:
+        assert all(name in held[worker_id] for worker_id in index.match([name]))
+    assert 0 < index.num_evicted < len(names)
+    for worker_id in workers:
+        index.apply(worker_id, [KVEvent("removed", tuple(held[worker_id]))])
+    assert index.num_blocks == 0
+    report(index, workers[:1], NUM_SETS_BEFORE_SWEEP // SETS_AT_ONCE)
+    for worker_id in workers:
+        index.apply(worker_id, [KVEvent("stored", tuple(NAMES))])
+    assert index.match(NAMES) == dict.fromkeys(workers, len(NAMES)), "there is room again"
+
+
+def test_memory_that_is_refused_to_a_set_ends_nothing(
+    new_names: NewNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = PrefixIndex(new_names=new_names)
+    index.snapshot("a", NAMES)
+    index.snapshot("b", NAMES[:4])
+
+    def refuse(number: int, mask: int) -> NoReturn:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index._names, "keep", refuse)
+        index.snapshot("c", NAMES)
+        assert index.match(NAMES) == {"a": 12, "b": 4}
+        index.apply("a", [KVEvent("removed", (NAMES[3],))])  # b has it alone: a new set
+        assert index.match(NAMES) == {"a": 3, "b": 3}
+    assert index.num_evicted == 1
+    index.snapshot("c", NAMES)
+    assert index.match(NAMES) == {"a": 3, "b": 3, "c": 12}
 
 
 def test_it_counts_what_it_forgets_for_want_of_room(new_names: NewNames) -> None:
