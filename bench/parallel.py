@@ -162,7 +162,6 @@ def contender(
     engine, _ = build_engine(
         msgspec.structs.replace(config, num_threads=ranks.num_threads),
         model,
-        new_generations=lambda num_blocks: ranks.stamps(num_blocks).generations,
         followers=ranks,
     )
     return Contender(engine, ranks, vocab_size)

@@ -40,7 +40,7 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
 
 
 class RankCache(msgspec.Struct, frozen=True, tag="cache"):
-    """Allocate so many KV blocks. Their stamps are in the memory that all ranks share.
+    """Allocate so many KV blocks. Their stamps are the first rank's.
 
     max_num_seqs: of a step; the first rank's, since ranks may find unequal GPUs.
     """

@@ -120,14 +120,15 @@ class LocalTransport:
 
     def _carry_out(self, pull: Pull) -> tuple[str | None, bool]:
         """Copy, then compare the stamps. Returns the error, and whether the stamps had changed."""
-        sides = []
         for source in pull.sources:
             side = self._fleet.sides.get((source.rank.worker_id, source.rank.epoch))
             if side is None or side.peer != source.rank:
-                return f"worker {pull.peer.worker_id} of epoch {pull.peer.epoch} is gone", False
-            sides.append(side)
+                return _gone(pull.peer), False
             self._copy_blocks(pull, source, side)
-        self._copy_generations(pull, sides[0])  # a worker's ranks have one table
+        first = self._fleet.sides.get((pull.peer.worker_id, pull.peer.epoch))
+        if first is None:
+            return _gone(pull.peer), False
+        self._copy_generations(pull, first)
         if not pull.is_unchanged(self._scratch):
             why = f"worker {pull.peer.worker_id} used the blocks again while they were copied"
             return why, True
@@ -155,3 +156,7 @@ class LocalTransport:
         source = self._fleet.sides.get((peer.worker_id, peer.epoch))
         if source is not None:
             source._inbox.append(ticket_id)
+
+
+def _gone(peer: Peer) -> str:
+    return f"worker {peer.worker_id} of epoch {peer.epoch} is gone"

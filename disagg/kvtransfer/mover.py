@@ -189,8 +189,8 @@ class Mover:
     def _start(self, pull: Pull) -> _RunningPull:
         copy = _RunningPull(pull, deadline=self._clock() + self._pull_timeout_s)
         try:
-            for source in pull.sources:
-                self._connect(source.rank)
+            for rank in pull.agents:
+                self._connect(rank)
             self._before_pull()
             self._post(copy)
         except Exception as error:
@@ -264,8 +264,8 @@ class Mover:
         """Start reading the blocks, or in the second stage their generations."""
         pull = copy.pull
         if copy.stage == "stamps":
-            rank, table = pull.stamps_rank, self._scratch.buffer_info()[0]
-            self._begin(copy, rank, self._wire.read_stamps(rank, pull.stamp_ranges(table)))
+            first, table = pull.peer, self._scratch.buffer_info()[0]
+            self._begin(copy, first, self._wire.read_stamps(first, pull.stamp_ranges(table)))
             return
         for source in pull.sources:
             pieces = pull.block_ranges(self._slab, source)
@@ -352,7 +352,7 @@ class Mover:
     def _drop_broken(self) -> None:
         """Forget broken peers, except those with a running copy."""
         pulls = (copy.pull for copy in self._copies)
-        busy = {agent_name(source.rank) for pull in pulls for source in pull.sources}
+        busy = {agent_name(rank) for pull in pulls for rank in pull.agents}
         for name in self._broken - busy:
             self._broken.discard(name)
             self._connected.discard(name)

@@ -179,7 +179,7 @@ class NixlTransport:
         pull = ended.pull
         lane = ""
         if ended.error is None:
-            is_near = pull.peer.node == self._peer.node
+            is_near = all(each.rank.node == self._peer.node for each in pull.sources)
             nbytes = max(largest_nbytes(self._slab, each, pull.runs) for each in pull.sources)
             lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
         return PullDone(

@@ -63,7 +63,7 @@ def describe(
 class Pull:
     """A pull that passed every check.
 
-    peer: the source as the ticket names it: a worker, by its first rank.
+    peer: the source as the ticket names it: a worker, by its first rank, which has the stamps.
     sources: the ranks of it from which bytes of each block are copied.
     """
 
@@ -90,8 +90,8 @@ class Pull:
         return byte_ranges(slab, source, self.runs)
 
     def stamp_ranges(self, address: int) -> list[ByteRange]:
-        """What to copy to a table at `address` of the generations of `stamps_rank`."""
-        there, nbytes = self.stamps_rank.stamps_address, GENERATION_NBYTES
+        """What to copy to a table at `address` of the generations of `peer`."""
+        there, nbytes = self.peer.stamps_address, GENERATION_NBYTES
         return [
             ByteRange(
                 address + run.local_block * nbytes,
@@ -102,9 +102,9 @@ class Pull:
         ]
 
     @property
-    def stamps_rank(self) -> Peer:
-        """One whose stamps tell whether the copy is intact: those of all ranks are the same."""
-        return self.sources[0].rank
+    def agents(self) -> tuple[Peer, ...]:
+        """Whom it needs a connection to."""
+        return _agents(self.peer, self.sources)
 
     def is_unchanged(self, generations: Sequence[int]) -> bool:
         """Whether the stamps read after the copy, indexed by local block, equal the ticket's."""
@@ -120,7 +120,7 @@ class _Known(NamedTuple):
 class Change(NamedTuple):
     """What a new or changed peer means for connections.
 
-    ranks: of the peer, from which this slab pulls.
+    ranks: of the peer: the first one, and those from which this slab pulls.
     gone: ranks of peers that are forgotten because of it.
     """
 
@@ -172,8 +172,8 @@ class PullBook:
         gone = [] if before is None or before is known else [before]
         while len(self._peers) > self._max_peers:
             gone.append(self._peers.pop(next(iter(self._peers))))
-        forgotten = tuple(source.rank for each in gone for source in each.sources)
-        return Change(tuple(source.rank for source in known.sources), forgotten)
+        forgotten = tuple(rank for each in gone for rank in _agents(*each))
+        return Change(_agents(*known), forgotten)
 
     def peer_of(self, ticket: KVTicket) -> Peer | None:
         """The source of a ticket, if it is known and still the process that issued it."""
@@ -274,6 +274,11 @@ class PullBook:
         if _name(ticket) in self._used:
             raise TransferFailed(f"ticket {ticket.ticket_id} was used already")
         return known
+
+
+def _agents(peer: Peer, sources: Sequence[Source]) -> tuple[Peer, ...]:
+    ranks = (source.rank for source in sources)
+    return peer, *(rank for rank in ranks if rank.worker_id != peer.worker_id)
 
 
 def _can_be(peer: Peer) -> bool:

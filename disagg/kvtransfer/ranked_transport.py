@@ -2,8 +2,9 @@
 
 Each rank pulls what it needs from the ranks of the source that have it (`sources.sources_of`), so
 workers may have different numbers of ranks. The first rank issues and checks tickets, whose stamps
-hold for all ranks: a worker has one table of them, in memory that its ranks share. A pull has
-succeeded when it has on all ranks, and the source is told when it has ended on all.
+hold for all ranks: it bumps a block's before it says to any rank what to write there, so who has
+copied from any rank reads the stamps of the first. A pull has succeeded when it has on all ranks,
+and the source is told when it has ended on all.
 """
 
 from __future__ import annotations

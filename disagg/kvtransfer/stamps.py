@@ -12,13 +12,9 @@ must start after the copy has ended.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
-import os
 from array import array
 from collections.abc import Iterable
-from typing import cast
 
 from disagg.errors import StartupError
 
@@ -40,34 +36,11 @@ class Stamps:
         if num_blocks <= 0:
             raise StartupError(f"a stamp table needs at least one block, got {num_blocks}")
         first = first_generation(worker_id, epoch)
-        self._keep(array("Q", [first]) * num_blocks)
-
-    @classmethod
-    def in_shared_memory(cls, fd: int, num_blocks: int) -> Stamps:
-        """A table in a file of memory, which other ranks of the worker have open as well.
-
-        The first rank makes it so long and writes the first generations, see `share`.
-        """
-        stamps = cls.__new__(cls)
-        memory = mmap.mmap(fd, num_blocks * GENERATION_NBYTES)
-        # Read and written item by item, as an array is.
-        stamps._keep(cast("array[int]", memoryview(memory).cast("Q")))
-        return stamps
-
-    @classmethod
-    def share(cls, fd: int, num_blocks: int, worker_id: str, epoch: int) -> Stamps:
-        """As the constructor, in an empty file of memory."""
-        own = cls(num_blocks, worker_id, epoch)
-        os.ftruncate(fd, own.nbytes)
-        os.pwrite(fd, own._pinned, 0)
-        return cls.in_shared_memory(fd, num_blocks)
-
-    def _keep(self, table: array[int]) -> None:
-        self.generations = table
+        self.generations: array[int] = array("Q", [first]) * num_blocks
         # An array with an exported buffer refuses to be resized, so the address stays true.
-        self._pinned = memoryview(table)
+        self._pinned = memoryview(self.generations)
         self.nbytes = self._pinned.nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(table))
+        self.address = self.generations.buffer_info()[0]
 
     def of(self, block_ids: Iterable[int]) -> tuple[int, ...]:
         """The current generations of blocks."""

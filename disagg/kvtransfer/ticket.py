@@ -18,7 +18,7 @@ class Peer:
     num_blocks: int
     block_nbytes: int
     base_address: int  # of block 0; block i begins at base_address + i * block_nbytes
-    stamps_address: int  # of num_blocks 64-bit generations in host memory
+    stamps_address: int  # of num_blocks 64-bit generations in host memory; of a first rank's only
     device_id: int  # -1: host memory, otherwise the GPU's index
     agent: bytes  # the transport's own connection record (NIXL agent metadata)
     node: str = ""  # equal for workers on one machine; "" if it is not known

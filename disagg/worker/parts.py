@@ -129,9 +129,7 @@ def _build(
     made: list[Stamps] = []
 
     def new_generations(num_blocks: int) -> MutableSequence[int]:
-        made.append(
-            Stamps(num_blocks, worker_id, epoch) if ranks is None else ranks.stamps(num_blocks)
-        )
+        made.append(Stamps(num_blocks, worker_id, epoch))
         return made[0].generations
 
     model, engine_config = describe_model(tier.directory), tier.engine

@@ -1,4 +1,4 @@
-"""The process of a rank that is not its worker's first: `python -m disagg.worker.rank FD FD FD`.
+"""The process of a rank that is not its worker's first: `python -m disagg.worker.rank FD FD`.
 
 The main thread does what the first rank says, in order: it computes steps, and begins to move KV.
 Another one ends the process when the first rank is gone; a third pulls KV. Started by `ranks`.
@@ -73,9 +73,8 @@ class _Pipes:
     jobs: for the thread that pulls KV; None until there is one.
     """
 
-    def __init__(self, control_fd: int, steps_fd: int, stamps_fd: int) -> None:
+    def __init__(self, control_fd: int, steps_fd: int) -> None:
         self.control, self.steps = Connection(control_fd), Connection(steps_fd)
-        self.stamps_fd = stamps_fd
         self._telling = threading.Lock()
         self.caches: SimpleQueue[RankCache] = SimpleQueue()
         self.jobs: SimpleQueue[Job] | None = None
@@ -100,9 +99,9 @@ class _Pipes:
         _end(0)
 
 
-def main(control_fd: int, steps_fd: int, stamps_fd: int) -> NoReturn:
+def main(control_fd: int, steps_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the whole server
-    pipes = _Pipes(control_fd, steps_fd, stamps_fd)
+    pipes = _Pipes(control_fd, steps_fd)
     start = decode_to_rank(pipes.control.recv_bytes())
     assert isinstance(start, RankStart)
     logs.setup(start.worker_id)
@@ -175,7 +174,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
         start.worker_id,
         start.epoch,
         slab,
-        Stamps.in_shared_memory(pipes.stamps_fd, cache.num_blocks),
+        Stamps(cache.num_blocks, start.worker_id, start.epoch),  # which nobody reads
         None,
         kv_cache.begin_thread,
         reader.wait if reader is not None else lambda: None,

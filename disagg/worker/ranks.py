@@ -26,7 +26,6 @@ from disagg.blocks import BlockHash
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import engine_failed
 from disagg.errors import DisaggError, StartupError, WorkerLost
-from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
 from disagg.models.share import Share
@@ -71,11 +70,11 @@ class Rank:
         num_damaged: damaged values that it has read from the store, as of its last fetch.
     """
 
-    def __init__(self, start: RankStart, stamps_fd: int) -> None:
+    def __init__(self, start: RankStart) -> None:
         self._name = f"rank {start.rank} of {start.num_ranks}"
         own_control, its_control = socketpair()
         own_steps, its_steps = socketpair()
-        fds = its_control.fileno(), its_steps.fileno(), stamps_fd
+        fds = its_control.fileno(), its_steps.fileno()
         here = str(Path(disagg.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
@@ -242,11 +241,9 @@ class Ranks:
     def __init__(self, config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int) -> None:
         num_ranks = tier.engine.tensor_parallel_size
         self._share = Share(0, num_ranks)
-        self._epoch, self._worker_id = epoch, worker_id
         num_threads = tier.engine.num_threads or len(os.sched_getaffinity(0))
         self.num_threads = max(1, num_threads // num_ranks)
         self._place = Path(tempfile.mkdtemp(prefix="disagg-ranks-"))
-        self._stamps_fd = os.memfd_create("disagg-stamps")
         self.may_hang = False
         self._is_closing = False
         self._lost: Callable[[str], None] | None = None
@@ -263,11 +260,7 @@ class Ranks:
             )
             for rank in range(1, num_ranks)
         ]
-        self.others = [Rank(start, self._stamps_fd) for start in starts]
-
-    def stamps(self, num_blocks: int) -> Stamps:
-        """The table of all ranks. To be called before `allocate`."""
-        return Stamps.share(self._stamps_fd, num_blocks, self._worker_id, self._epoch)
+        self.others = [Rank(start) for start in starts]
 
     def meet(self, device_type: str) -> Communicator:
         from disagg.engine.device.communicator import TorchCommunicator
@@ -332,7 +325,6 @@ class Ranks:
         for rank in self.others:
             rank.close()
         _wait([rank.process for rank in self.others])
-        os.close(self._stamps_fd)
         shutil.rmtree(self._place, ignore_errors=True)
 
 

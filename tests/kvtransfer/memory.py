@@ -17,6 +17,8 @@ LAYOUT = "llama/bf16/16"
 
 
 class Memory:
+    """written: whose generations the content is of; those of another rank's first one."""
+
     def __init__(
         self,
         worker_id: str,
@@ -31,7 +33,7 @@ class Memory:
         self.raw = bytearray(num_blocks * block_nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.raw))
         self.slab = Slab(address, num_blocks, block_nbytes, layout, owner=self.raw, part=part)
-        self.stamps = Stamps(num_blocks, worker_id, epoch)
+        self.stamps = self.written = Stamps(num_blocks, worker_id, epoch)
         for block_id in range(num_blocks):
             self.fill(block_id)
 
@@ -46,7 +48,7 @@ class Memory:
 
     def fill(self, block_id: int) -> None:
         start = block_id * self.block_nbytes
-        content = self.content(block_id, self.stamps.generations[block_id])
+        content = self.content(block_id, self.written.generations[block_id])
         self.raw[start : start + self.block_nbytes] = content
 
     def reuse(self, block_id: int) -> None:
@@ -84,8 +86,11 @@ class Memory:
 def rank_memories(
     worker_id: str, num_ranks: int, *, num_heads: int = 8, epoch: int = 1
 ) -> list[Memory]:
-    """Of a worker's ranks, with one table of stamps. A whole block has 256 bytes, which the ranks
-    divide as KV heads: into equal parts, of which some are the same if heads are too few."""
+    """Of a worker's ranks, of which only the first one's stamps are bumped.
+
+    A whole block has 256 bytes, which the ranks divide as KV heads: into equal parts, of which some
+    are the same if heads are too few.
+    """
     head_nbytes = 256 // num_heads
     own, num_copies = max(1, num_heads // num_ranks), max(1, num_ranks // num_heads)
     memories = [
@@ -98,7 +103,7 @@ def rank_memories(
         for rank in range(num_ranks)
     ]
     for each in memories[1:]:
-        each.stamps = memories[0].stamps
+        each.written = memories[0].stamps
         for block_id in range(each.slab.num_blocks):
             each.fill(block_id)
     return memories
