@@ -14,8 +14,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# As `disagg.kernels.cpu_library.STEP` says; that is not there yet when a package is built.
+# As `disagg.kernels.cpu_library` says; that is not there yet when a package is built.
 AVX512_BF16 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
+AMX_BF16 = [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"]
 COMPILED = ["-O3", "-g0", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 # gcc 12 takes its own intrinsics for uninitialised variables.
 SILENCED = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -53,19 +54,19 @@ def extensions() -> list[Extension]:
     )
     if platform.machine() not in ("x86_64", "AMD64"):
         return [sampling, block_names]
-    return [
-        sampling,
-        block_names,
+    steps = [
         Extension(
-            "disagg.kernels._step_avx512_bf16",
+            f"disagg.kernels._step_{name}",
             sources=["csrc/step.cpp"],
             depends=glob("csrc/*.h"),
-            extra_compile_args=[*COMPILED, *SILENCED, *AVX512_BF16],
+            extra_compile_args=[*COMPILED, *SILENCED, *instructions],
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,
-        ),
+        )
+        for name, instructions in (("avx512_bf16", AVX512_BF16), ("amx_bf16", AMX_BF16))
     ]
+    return [sampling, block_names, *steps]
 
 
 setup(

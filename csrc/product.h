@@ -1,6 +1,7 @@
-// Products of a few rows with a weight in oneDNN's layout: panels of 64 columns (rows of the weight
-// as a checkpoint has it), in which the 64 pairs of one k and the next lie together. The weight is
-// read from memory once for all rows. A result does not depend on the other rows.
+// Products of a few rows with a weight in oneDNN's layout: panels of some columns (rows of the weight
+// as a checkpoint has it), in which the pairs of one k and the next lie together. The weight is read
+// from memory once for all rows. A result does not depend on the other rows. Where the compiler may
+// use AMX, amx.h has the products of panels; without, panels have 64 columns.
 #pragma once
 
 #include <type_traits>
@@ -11,6 +12,7 @@ namespace disagg {
 
 constexpr int PANEL = 64;
 constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
+constexpr int TILE_ROWS = 16;     // of a tile of AMX
 constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
 
 struct Matrix {
@@ -22,16 +24,28 @@ struct Matrix {
   int32_t num_out;
   int32_t num_in;      // even, of a weight in panels; a multiple of 8, of one of 4 bits
   int32_t group_size;  // of 4 bits: numbers that share a scale, a multiple of 8
+  int32_t panel_width;  // of `panels`: columns, a multiple of 16
 
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
   int num_pairs() const { return num_in / 2; }
   int num_groups() const { return (num_in + group_size - 1) / group_size; }
   // oneDNN fills up to a multiple of 32.
-  int64_t panel_size() const { return int64_t((num_in + 31) / 32 * 32) / 2 * PANEL; }
+  int num_filled_pairs() const { return (num_in + 31) / 32 * 16; }
   const uint32_t* panel(int index) const {
-    return panels == nullptr ? nullptr : panels + index * panel_size();
+    return panels == nullptr ? nullptr : panels + int64_t(index) * num_filled_pairs() * PANEL;
+  }
+  // A column, or, for one beyond the last panel, any that exists.
+  const uint32_t* column(int index) const {
+    const int panel = index < num_out ? index / panel_width : 0;
+    const int64_t panel_size = int64_t(num_filled_pairs()) * panel_width;
+    return panels + panel * panel_size + index % panel_width;
   }
 };
+
+// Rows that products may read of `num_rows`.
+constexpr int filled_rows(int num_rows) {
+  return (num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+}
 
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 

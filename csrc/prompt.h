@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 
+#include "amx.h"
 #include "buffer.h"
 #include "kv_format.h"
 #include "model.h"
@@ -20,6 +21,7 @@ namespace disagg {
 
 constexpr int KEY_TILE = PANEL;
 constexpr int KEY_PAIRS = KEY_TILE / 2;
+constexpr int DEPTH = 32;  // what a head's size is filled up to a multiple of, with zeros
 constexpr int ROWS_OF_ITEM = 128;  // queries times heads that share packed keys and values
 constexpr float LOG2_E = 1.44269504f;
 
@@ -42,20 +44,25 @@ struct Prompts {
 
 // What the threads do not share. A row is a query of one head.
 struct PromptScratch {
-  Buffer<bf16> queries;     // [ROWS_OF_ITEM, head_dim]
+  Buffer<bf16> queries;     // [ROWS_OF_ITEM, depth]
   Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
   Buffer<float> peaks;      // [ROWS_OF_ITEM]: the largest score so far, times log2(e)
   Buffer<float> totals;     // [ROWS_OF_ITEM, LANES], of weights
-  Buffer<uint32_t> keys;    // [head_dim / 2, KEY_TILE]: pairs of a key's neighbours
+  Buffer<uint32_t> keys;    // [depth / 2, KEY_TILE]: pairs of a key's neighbours
   Buffer<uint32_t> values;  // [panels of head_dim, KEY_PAIRS, PANEL]: pairs of neighbouring keys
   Buffer<bf16> widened;     // [KEY_TILE, head_dim]
   float key_scales[KEY_TILE], value_scales[KEY_TILE];
 
-  bool hold(int64_t num_rows, int64_t dim) {
+  bool hold(int num_rows, int64_t dim, int64_t depth) {
     const int64_t num_panels = (dim + PANEL - 1) / PANEL;
-    return queries.hold(num_rows * dim) && sums.hold(num_rows * dim) && peaks.hold(num_rows) &&
-           totals.hold(num_rows * LANES) && keys.hold(dim / 2 * KEY_TILE) &&
-           values.hold(num_panels * KEY_PAIRS * PANEL) && widened.hold(KEY_TILE * dim);
+    if (!queries.hold(filled_rows(num_rows) * depth) || !sums.hold(num_rows * dim) ||
+        !peaks.hold(num_rows) || !totals.hold(num_rows * LANES) ||
+        !keys.hold(depth / 2 * KEY_TILE) || !values.hold(num_panels * KEY_PAIRS * PANEL) ||
+        !widened.hold(KEY_TILE * dim))
+      return false;
+    memset(queries.get(), 0, sizeof(bf16) * filled_rows(num_rows) * depth);
+    memset(keys.get(), 0, sizeof(uint32_t) * depth / 2 * KEY_TILE);
+    return true;
   }
 };
 
@@ -153,6 +160,7 @@ class PromptAttention {
   };
 
   int group() const { return prompts_.num_heads / prompts_.num_kv_heads; }
+  int depth() const { return (prompts_.head_dim + DEPTH - 1) / DEPTH * DEPTH; }
   int queries_of_item() const { return group() < ROWS_OF_ITEM ? ROWS_OF_ITEM / group() : 1; }
 
   bool make_room(int num_threads) {
@@ -164,7 +172,7 @@ class PromptAttention {
       num_own_ = num_threads;
     }
     for (int i = 0; i < num_threads; ++i)
-      if (!own_[i].hold(queries_of_item() * group(), prompts_.head_dim)) return false;
+      if (!own_[i].hold(queries_of_item() * group(), prompts_.head_dim, depth())) return false;
     int64_t most = 0;
     for (int i = 0; i < prompts_.num_chunks; ++i) {
       const PromptChunk& chunk = prompts_.chunks[i];
@@ -192,6 +200,7 @@ class PromptAttention {
   }
 
   void program(Member& member) {
+    const Tiles tiles;
     member.phase(num_spans_ * prompts_.num_kv_heads, [&](int item) {
       const Span& span = spans_.get()[item / prompts_.num_kv_heads];
       attend(own_[member.id], span, item % prompts_.num_kv_heads);
@@ -209,9 +218,7 @@ class PromptAttention {
     for (key = key / KEY_TILE * KEY_TILE; key < end; key += KEY_TILE) {
       pack_tile(own, chunk, kv_head, key, end);
       const int first = key > position ? (key - position) * group() : 0;  // that sees any of them
-      in_tiles(num_rows - first, [&](int, int begin, auto size) {
-        attend_tile<size()>(own, first + begin, position, key);
-      });
+      attend_rows(own, first, num_rows, position, key);
     }
     end_rows(own, span, kv_head);
   }
@@ -222,7 +229,9 @@ class PromptAttention {
     const int num_queries = span.end - span.begin;
     for (int i = 0; i < num_queries; ++i) {
       const bf16* query = prompts_.qkv + (span.begin + i) * stride + kv_head * size;
-      memcpy(own.queries.get() + int64_t(i) * size, query, sizeof(bf16) * size);
+      for (int g = 0; g < group(); ++g)
+        memcpy(own.queries.get() + int64_t(i * group() + g) * depth(), query + g * dim,
+               sizeof(bf16) * dim);
     }
     memset(own.sums.get(), 0, sizeof(float) * num_queries * size);
     memset(own.totals.get(), 0, sizeof(float) * num_queries * group() * LANES);
@@ -267,10 +276,49 @@ class PromptAttention {
     pack_values(vectors, dim, own.values.get());
   }
 
-  // Some rows see some keys. `first` is the first row, `position` that of row 0, `key` of key 0.
+  // Rows `first` to `end` see some keys. `position` is that of row 0, `key` that of key 0.
+  void attend_rows(PromptScratch& own, int first, int end, int position, int key) {
+#ifdef __AMX_BF16__
+    // Rows before `first`, which see none of these keys, are not changed by them.
+    for (int begin = first / TILE_ROWS * TILE_ROWS; begin < end; begin += TILE_ROWS) {
+      alignas(64) float scores[TILE_ROWS][KEY_TILE];
+      alignas(64) uint32_t weights[TILE_ROWS][KEY_PAIRS];
+      float factors[TILE_ROWS];
+      const int num_rows = end - begin < TILE_ROWS ? end - begin : TILE_ROWS;
+      const int64_t stride = depth() * int64_t(sizeof(bf16));
+      const TileRows queries{own.queries.get() + int64_t(begin) * depth(), stride, depth(), nullptr};
+      tile_product(queries, near_columns<4>(own.keys.get()), scores[0]);
+      for (int r = 0; r < num_rows; ++r)
+        factors[r] = weigh(own, begin + r, position, key, scores[r], weights[r]);
+      const TileRows its_weights{reinterpret_cast<bf16*>(weights[0]), sizeof weights[0], KEY_TILE,
+                                 nullptr};
+      in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
+        alignas(64) float some[TILE_ROWS][PANEL];
+        tile_product(its_weights, near_columns<num_vectors()>(columns), some[0]);
+        for (int r = 0; r < num_rows; ++r)
+          for (int v = 0; v < num_vectors(); ++v)
+            add(own, begin + r, d + v * LANES, factors[r], _mm512_load_ps(some[r] + v * LANES));
+      });
+    }
+#else
+    in_tiles(end - first, [&](int, int begin, auto size) {
+      attend_tile<size()>(own, first + begin, position, key);
+    });
+#endif
+  }
+
+#ifdef __AMX_BF16__
+  // Columns of a panel that was packed a moment ago.
+  template <int num_vectors>
+  static TileColumns<num_vectors> near_columns(const uint32_t* panel) {
+    TileColumns<num_vectors> columns{{}, PANEL * sizeof(uint32_t), false};
+    for (int v = 0; v < num_vectors; ++v) columns.of[v] = panel + v * LANES;
+    return columns;
+  }
+#else
   template <int num_rows>
   void attend_tile(PromptScratch& own, int first, int position, int key) {
-    const int dim = prompts_.head_dim, num_pairs = dim / 2;
+    const int num_pairs = depth() / 2;
     alignas(64) float scores[num_rows][KEY_TILE];
     alignas(64) uint32_t weights[num_rows][KEY_PAIRS];
     float factors[num_rows];
@@ -279,34 +327,44 @@ class PromptAttention {
     tile<num_rows, 4>(own.keys.get(), queries + int64_t(first) * num_pairs, num_pairs,
                       in_cache,
                       [&](int r, int v, __m512 sums) { _mm512_store_ps(&scores[r][v * LANES], sums); });
-    for (int r = 0; r < num_rows; ++r) {
-      const int row = first + r, its_position = position + row / group();
-      const int begin = prompts_.window > 0 ? its_position - prompts_.window + 1 - key : 0;
-      factors[r] = weigh(own, row, scores[r], begin, its_position + 1 - key,
-                         reinterpret_cast<bf16*>(weights[r]));
-    }
-    float* sums = own.sums.get() + int64_t(first) * dim;
-    auto add = [&](int r, int d, __m512 some) {
-      float* at = sums + int64_t(r) * dim + d;
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), _mm512_set1_ps(factors[r]), some));
+    for (int r = 0; r < num_rows; ++r)
+      factors[r] = weigh(own, first + r, position, key, scores[r], weights[r]);
+    in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
+      tile<num_rows, num_vectors()>(columns, weights[0], KEY_PAIRS, in_cache,
+                                    [&](int r, int v, __m512 some) {
+                                      add(own, first + r, d + v * LANES, factors[r], some);
+                                    });
+    });
+  }
+#endif
+
+  // Calls `work(first dimension, its column of values, vectors)` for all dimensions of a head; the
+  // number of vectors is a type, so that code is made for it.
+  template <class Work>
+  void in_panels(PromptScratch& own, Work&& work) {
+    auto column = [&](int d) {
+      return own.values.get() + int64_t(d / PANEL) * KEY_PAIRS * PANEL + d % PANEL;
     };
     int d = 0;
-    for (; d + PANEL <= dim; d += PANEL) {
-      const uint32_t* panel = own.values.get() + int64_t(d / PANEL) * KEY_PAIRS * PANEL;
-      tile<num_rows, 4>(panel, weights[0], KEY_PAIRS, in_cache,
-                        [&](int r, int v, __m512 some) { add(r, d + v * LANES, some); });
-    }
-    for (; d < dim; d += LANES) {
-      const uint32_t* panel =
-          own.values.get() + int64_t(d / PANEL) * KEY_PAIRS * PANEL + d % PANEL;
-      tile<num_rows, 1>(panel, weights[0], KEY_PAIRS, in_cache,
-                        [&](int r, int, __m512 some) { add(r, d, some); });
-    }
+    for (; d + PANEL <= prompts_.head_dim; d += PANEL)
+      work(d, column(d), std::integral_constant<int, 4>());
+    for (; d < prompts_.head_dim; d += LANES)
+      work(d, column(d), std::integral_constant<int, 1>());
   }
 
-  // Weights e^(score - peak) of the keys `begin` to `end` of a tile, which may lie outside it, as
-  // pairs of bfloat16. Returns the factor of what was summed up before.
-  float weigh(PromptScratch& own, int row, float* scores, int begin, int end, bf16* weights) {
+  // Weighted values are added to a row's, which are multiplied by the factor.
+  void add(PromptScratch& own, int row, int d, float factor, __m512 some) {
+    float* at = own.sums.get() + int64_t(row) * prompts_.head_dim + d;
+    _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), _mm512_set1_ps(factor), some));
+  }
+
+  // Weights e^(score - peak) of the keys of a tile that a row sees, as pairs of bfloat16. Returns the
+  // factor of what was summed up before. `position` is that of row 0, `key` that of the first key.
+  float weigh(PromptScratch& own, int row, int position, int key, const float* scores,
+              uint32_t* pairs) {
+    auto* weights = reinterpret_cast<bf16*>(pairs);
+    const int end = position + row / group() + 1 - key;
+    const int begin = prompts_.window > 0 ? end - prompts_.window : 0;
     const bool has_scales = cache_.scales_offset != 0;
     const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     const __m512 scale = _mm512_set1_ps(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));

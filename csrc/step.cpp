@@ -3,6 +3,7 @@
 // `Decoder.forward` (disagg/models/decoder.py), which also says what the weights mean. The plain C
 // interface is at the end; `disagg/kernels/cpu_step.py` calls it.
 
+#include "amx.h"
 #include "attention.h"
 #include "buffer.h"
 #include "chunks.h"
@@ -79,16 +80,17 @@ class Step {
       num_own_ = num_threads;
     }
     const int64_t num_rows = batch_.num_rows, dim = model_.head_dim;
+    const int64_t num_read = filled_rows(batch_.num_rows);  // of what products read
     for (int i = 0; i < num_threads; ++i) {
       Own& own = own_[i];
-      if (!own.normed.hold(num_rows * model_.hidden) || !own.gates.hold(num_rows * PANEL) ||
+      if (!own.normed.hold(num_read * model_.hidden) || !own.gates.hold(num_rows * PANEL) ||
           !own.queries.hold(group() * dim) || !own.scores.hold(group() * CHUNK) ||
           !own.widened.hold(KEYS_AT_ONCE * dim) || !own.turned.hold(dim))
         return false;
     }
     const int64_t num_parts = ChunkLists::most_chunks(batch_) * model_.num_kv_heads;
     if (!hidden_.hold(num_rows * model_.hidden) || !qkv_.hold(num_rows * qkv_size()) ||
-        !attended_.hold(num_rows * q_size()) || !inner_.hold(num_rows * model_.inner) ||
+        !attended_.hold(num_read * q_size()) || !inner_.hold(num_read * model_.inner) ||
         !partials_.hold(num_parts * group() * (dim + 2)) ||
         !arrived_.hold(num_rows * model_.num_kv_heads) ||
         !chunks_.list(layers_, model_.num_layers, batch_))
@@ -101,6 +103,7 @@ class Step {
   static void program(void* step, Member& member) { static_cast<Step*>(step)->program(member); }
 
   void program(Member& member) {
+    const Tiles tiles;
     for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
     bool is_normed = false;
     const Matrix& head = model_.head;
@@ -306,7 +309,13 @@ class Step {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 4; }
+int32_t disagg_step_version() { return 5; }
+
+// Whether this process gets the registers that the code needs; before anything else is called.
+int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
+
+// Whether weights in panels of so many columns can be read; 0: laid out in another way.
+int32_t disagg_step_reads_panels(int32_t width) { return disagg::reads_panels(width); }
 
 // Returns null where there is no memory. The layers are copied, the weights are not.
 void* disagg_step_new(const disagg::Model* model) {

@@ -1,6 +1,7 @@
 // Products with a weight of any kind, and rows of one.
 #pragma once
 
+#include "amx.h"
 #include "int4.h"
 #include "int8.h"
 #include "product.h"
@@ -15,7 +16,11 @@ inline void any_product(const Matrix& matrix, int panel, int part, const bf16* x
   else if (matrix.numbers != nullptr)
     int8_product<num_vectors>(matrix, panel, part, x, num_rows, take);
   else
+#ifdef __AMX_BF16__
+    tiles_product<num_vectors>(matrix, panel, part, x, num_rows, take);
+#else
     product<num_vectors>(matrix, panel, part, x, num_rows, next, take);
+#endif
 }
 
 // A row as a checkpoint has it, of a weight of fewer bits than 16: [num_in].

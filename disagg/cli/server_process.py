@@ -43,7 +43,7 @@ from disagg.cli.reports import (
 from disagg.cli.start_checks import check_before_ray, check_models, hold_port
 from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
-from disagg.kernels.cpu_library import STEP, find_library
+from disagg.kernels.cpu_library import find_step
 from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
@@ -110,7 +110,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             cleanup.enter_context(hold_port(order.config.http))
             plan = _plan(order.config, gpus_here(), order, reports)
             if not plan.device_ids:
-                sentence = find_library(STEP).sentence
+                sentence = find_step().sentence
                 split = [
                     f"{tier.name}-{role}"
                     for tier in order.config.tiers

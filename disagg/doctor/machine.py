@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.doctor.findings import Finding, Status
-from disagg.kernels.cpu_library import SAMPLING, STEP, Found, find_library
+from disagg.kernels.cpu_library import SAMPLING, Found, find_library, find_step
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 1024  # a connection for each client, and Ray's own
@@ -58,7 +58,7 @@ def check_machine() -> list[Finding]:
     """Everything here but ports, which belong to the machine where HTTP listens."""
     return [
         _processor(),
-        cpu_kernels(find_library(STEP), find_library(SAMPLING)),
+        cpu_kernels(find_step(), find_library(SAMPLING)),
         memory(*read_memory()),
         shared_memory(os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks)
         if os.path.isdir("/dev/shm")

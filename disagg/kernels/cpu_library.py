@@ -36,9 +36,16 @@ class Library:
 STEP = Library(
     "step",
     Path(__file__).parent / "_step_avx512_bf16.so",
-    version=4,
+    version=5,
     needed=("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2"),
     sentence="compiled for AVX-512 with bf16 (models in bfloat16)",
+)
+AMX_STEP = Library(
+    "step",
+    Path(__file__).parent / "_step_amx_bf16.so",
+    version=STEP.version,
+    needed=(*STEP.needed, "amx_tile", "amx_bf16"),
+    sentence="compiled for AMX with bf16 (models in bfloat16)",
 )
 SAMPLING = Library(
     "sampling", Path(__file__).parent / "_sampling.so", version=1, needed=(), sentence="compiled"
@@ -80,6 +87,12 @@ def find_library(library: Library) -> Found:
     return load(library, library.file, cpu_flags())
 
 
+def find_step() -> Found:
+    """The compiled step: for AMX where this CPU has it, or else for AVX-512."""
+    found = find_library(AMX_STEP)
+    return find_library(STEP) if found.loaded is None else found
+
+
 def load(library: Library, file: Path, flags: frozenset[str]) -> Found:
     """Open a library, if this CPU has the instructions that it is compiled for."""
     missing = [flag for flag in library.needed if flag not in flags]
@@ -96,6 +109,8 @@ def load(library: Library, file: Path, flags: frozenset[str]) -> Found:
     if version != library.version:
         sentence = "torch, as the compiled kernels are of another version of disagg"
         return Found(None, sentence, may_be_built=True)
+    if library is AMX_STEP and not loaded.disagg_step_may_run():
+        return Found(None, "torch, as Linux lets this process not use AMX")
     return Found(loaded, library.sentence)
 
 

@@ -17,4 +17,5 @@ class CpuMatrix(Structure):
         ("num_out", c_int32),
         ("num_in", c_int32),
         ("group_size", c_int32),
+        ("panel_width", c_int32),
     )

@@ -70,7 +70,7 @@ class PromptAttention:
     """One thread at a time may use it.
 
     Args:
-        library: `cpu_library.STEP`.
+        library: `cpu_library.find_step`'s.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

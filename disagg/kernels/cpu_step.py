@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu_library import STEP, find_library
+from disagg.kernels.cpu_library import find_step
 from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.cpu_pages import FORMATS, LANES, PagesOfSlab
 from disagg.kernels.huge_pages import use_huge_pages
@@ -120,7 +120,7 @@ class CpuStep:
     """The compiled step of one model. One thread at a time may use it.
 
     Args:
-        library: `cpu_library.STEP`.
+        library: `cpu_library.find_step`'s.
         model: whose weights it reads; kept alive.
     """
 
@@ -210,18 +210,18 @@ def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:
     Args:
         model: None for one that is not dense.
     """
-    found = find_library(STEP)
+    found = find_step()
     if found.loaded is None:
         return None, found.sentence
     if model is None:
         return None, "torch, as the model has experts or attention sinks"
-    problem = _problem(model)
+    problem = _problem(model, found.loaded)
     if problem:
         return None, f"torch, as {problem}"
     return CpuStep(found.loaded, model), found.sentence
 
 
-def _problem(model: DenseModel) -> str:
+def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     """Why the compiled step does not compute this model; empty if it does."""
     if model.norm.device.type != "cpu":
         return "the model is not on a CPU"
@@ -235,7 +235,8 @@ def _problem(model: DenseModel) -> str:
     if all(isinstance(each, Int4Linear) for each in matrices):
         fits = all(each.can_be_in_panels for each in matrices if isinstance(each, Int4Linear))
         return "" if fits else "a weight of 4 bits has rows that are no multiple of 8 numbers"
-    if not all(isinstance(each, PackedLinear) and each.panels for each in matrices):
+    widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in matrices}
+    if not all(library.disagg_step_reads_panels(width) for width in widths):
         return "oneDNN lays out the weights in another way here"
     if any(matrix.num_in % 2 for matrix in matrices):
         return "a weight has an odd number of columns"
@@ -272,7 +273,7 @@ def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
     same = {"bias": bias, "num_out": linear.num_out, "num_in": linear.num_in}
     if isinstance(linear, PackedLinear):
-        return CpuMatrix(panels=linear.panels, **same)
+        return CpuMatrix(panels=linear.panels, panel_width=linear.panel_width, **same)
     return CpuMatrix(numbers=linear.numbers.data_ptr(), scales=linear.scales.data_ptr(), **same)
 
 

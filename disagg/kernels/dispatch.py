@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from disagg.kernels.cpu_library import SAMPLING, STEP, cpu_flags, find_library
+from disagg.kernels.cpu_library import SAMPLING, find_library, find_step
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.ops import Ops
@@ -18,7 +18,6 @@ from disagg.kernels.torch_sampling import TorchSampling
 
 Quantization: TypeAlias = Kind
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
-_AMX = "amx_bf16"
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
 
@@ -63,11 +62,8 @@ def ops_for(
 
 
 def _compiled_prompts() -> PromptAttention | None:
-    """None where torch's attention multiplies with AMX, which the compiled one does not."""
-    library = find_library(STEP).loaded
-    if library is None or _AMX in cpu_flags():
-        return None
-    return PromptAttention(library)
+    library = find_step().loaded
+    return None if library is None else PromptAttention(library)
 
 
 def device_name(device_id: int) -> str:

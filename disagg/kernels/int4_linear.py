@@ -71,7 +71,7 @@ class Int4Linear(PlainLinear):
 
         Args:
             memory: uint8 [panels_nbytes], where the panels are kept.
-            library: `cpu_library.STEP`.
+            library: `cpu_library.find_step`'s.
         """
         assert not self._is_in_panels and self.can_be_in_panels
         unpacked = _unpacked(self.numbers, self.num_in)

@@ -20,7 +20,9 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 ROWS_AT_ONCE = 64
-PANEL, PANEL_COLUMNS = 64, 32  # rows of a weight in a panel; their columns are filled up to so many
+PANEL = 64  # rows of a weight in a panel of our own
+PANEL_WIDTHS = 64, 32  # of oneDNN's panels: without AMX, and with it
+PANEL_COLUMNS = 32  # a panel's columns are filled up to a multiple
 _MOST_LOST = 2.0**-21  # of a weight's norm
 _ROWS_COMPARED = 1024  # few enough for the processor's cache, enough to hide the calls
 
@@ -55,8 +57,9 @@ class PackedLinear:
 
     Attributes:
         bias: [num_out], or None.
-        panels: the address of the weight as csrc/product.h describes it; 0 if it is laid out in
-            another way.
+        panels: the address of the weight.
+        panel_width: rows of the weight in each of its panels, as csrc/product.h describes them; 0
+            if it is laid out in another way.
         panels_nbytes: of the packed weight.
     """
 
@@ -64,8 +67,10 @@ class PackedLinear:
         self._weight = _ops._reorder_linear_weight(weight.contiguous())
         self.bias = bias
         self.num_out, self.num_in = weight.shape
-        self.panels = _panels(weight, self._weight)
+        self.panels = int(_ops.data_ptr(self._weight))
         self.panels_nbytes = int(_ops._nbytes(self._weight))
+        widths = (width for width in PANEL_WIDTHS if self._is_in_panels(weight, width))
+        self.panel_width = next(widths, 0)
         self._unary = _ops._linear_pointwise.default
         self._binary = _ops._linear_pointwise.binary
 
@@ -90,6 +95,27 @@ class PackedLinear:
         filled = _filled(x)
         result: Tensor = self._binary(filled, _filled(other), self._weight, self.bias, then)
         return result if filled is x else result[: x.shape[0]]
+
+    def _is_in_panels(self, weight: Tensor, width: int) -> bool:
+        """Whether the packed weight is in panels of so many rows, in which the pairs of one column
+        and the next lie together, filled up with zeros. oneDNN promises no layout: it is compared,
+        in the first and the last panel.
+        """
+        if weight.dtype != torch.bfloat16:
+            return False
+        num_panels = -(-self.num_out // width)
+        num_columns = -(-self.num_in // PANEL_COLUMNS) * PANEL_COLUMNS
+        panel_nbytes = width * num_columns * weight.itemsize
+        if self.panels_nbytes != num_panels * panel_nbytes:
+            return False
+        for panel in {0, num_panels - 1}:
+            rows = weight[panel * width : (panel + 1) * width]
+            filled = functional.pad(rows, (0, num_columns - self.num_in, 0, width - rows.shape[0]))
+            expected = filled.view(width, -1, 2).transpose(0, 1).contiguous().view(torch.uint8)
+            stored = ctypes.string_at(self.panels + panel * panel_nbytes, panel_nbytes)
+            if expected.numpy().tobytes() != stored:
+                return False
+        return True
 
 
 class HalfLinear:
@@ -121,29 +147,6 @@ class HalfLinear:
         with torch._C.DisableTorchFunctionSubclass():
             result: Tensor = self._product(x.float(), self._weight)
         return result
-
-
-def _panels(weight: Tensor, packed: Tensor) -> int:
-    """The address of a packed bfloat16 weight, if it is in panels of 64 rows in which the 64 pairs
-    of one column and the next lie together, filled up with zeros. oneDNN promises no layout: it is
-    compared, in the first and the last panel.
-    """
-    if weight.dtype != torch.bfloat16:
-        return 0
-    num_out, num_in = weight.shape
-    num_panels, width = -(-num_out // PANEL), -(-num_in // PANEL_COLUMNS) * PANEL_COLUMNS
-    panel_nbytes = PANEL * width * weight.itemsize
-    if _ops._nbytes(packed) != num_panels * panel_nbytes:
-        return 0
-    address = int(_ops.data_ptr(packed))
-    for panel in {0, num_panels - 1}:
-        rows = weight[panel * PANEL : (panel + 1) * PANEL]
-        filled = functional.pad(rows, (0, width - num_in, 0, PANEL - rows.shape[0]))
-        expected = filled.view(PANEL, -1, 2).transpose(0, 1).contiguous().view(torch.uint8)
-        stored = ctypes.string_at(address + panel * panel_nbytes, panel_nbytes)
-        if expected.numpy().tobytes() != stored:
-            return 0
-    return address
 
 
 Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear

@@ -9,7 +9,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from disagg.kernels.cpu_library import BLOCK_NAMES, SAMPLING, STEP, Found, cpu_flags, load
+from disagg.kernels.cpu_library import (
+    AMX_STEP,
+    BLOCK_NAMES,
+    SAMPLING,
+    STEP,
+    Found,
+    cpu_flags,
+    load,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -38,7 +46,9 @@ def can_run_step() -> bool:
 
 
 def compiled(directory: Path) -> Found:
-    return load(STEP, _built(directory, STEP.file), cpu_flags())
+    """The step that this CPU gets."""
+    library = STEP if set(AMX_STEP.needed) - cpu_flags() else AMX_STEP
+    return load(library, _built(directory, library.file), cpu_flags())
 
 
 def compiled_sampling(directory: Path) -> ctypes.CDLL:

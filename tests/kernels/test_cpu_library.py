@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -10,8 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.kernels import cpu_step, dispatch
-from disagg.kernels.cpu_library import CPU_KERNELS, SAMPLING, STEP, Library, find_library, load
+from disagg.kernels import cpu_library, cpu_step, dispatch
+from disagg.kernels.cpu_library import (
+    AMX_STEP,
+    CPU_KERNELS,
+    SAMPLING,
+    STEP,
+    Found,
+    Library,
+    find_library,
+    find_step,
+    load,
+)
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.torch_sampling import TorchSampling
 from disagg.models.decoder import Decoder
@@ -37,9 +48,28 @@ def test_an_installation_without_compiler_gets_torch(library: Library, tmp_path:
 def test_no_instruction_is_compiled_for_that_is_not_asked_for() -> None:
     """A CPU without one would end the process."""
     source = Path(__file__).parents[2] / "setup.py"
-    flags = set(re.findall(r'"-m(\w+)"', source.read_text()))
-    assert "avx512bf16" in flags
-    assert {flag.replace("avx512bf16", "avx512_bf16") for flag in flags} <= ALL
+    names = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+    flags = {names.get(flag, flag) for flag in re.findall(r'"-m([\w-]+)"', source.read_text())}
+    of_amx = {"amx_tile", "amx_bf16"}
+    assert of_amx | {"avx512_bf16"} <= flags
+    assert flags - of_amx <= ALL
+    assert flags <= set(AMX_STEP.needed)
+
+
+def test_amx_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_be_used = {AMX_STEP, STEP}
+    monkeypatch.setattr(
+        cpu_library,
+        "find_library",
+        lambda library: Found(
+            ctypes.CDLL(None) if library in can_be_used else None, library.sentence
+        ),
+    )
+    assert find_step().sentence == AMX_STEP.sentence
+    can_be_used.remove(AMX_STEP)
+    assert find_step().sentence == STEP.sentence
+    can_be_used.clear()
+    assert find_step().loaded is None
 
 
 def test_a_damaged_file_gets_torch(tmp_path: Path) -> None:
@@ -72,7 +102,7 @@ def test_without_compiled_kernels_a_step_is_torchs(
 ) -> None:
     """On a CPU without their instructions, a model that they would compute."""
     found = load(STEP, STEP.file, ALL - {"avx512f"})
-    monkeypatch.setattr(cpu_step, "find_library", lambda library: found)
+    monkeypatch.setattr(cpu_step, "find_step", lambda: found)
     cpu = torch.device("cpu")
     weights = random_weights(SMALL, torch.bfloat16, cpu, seed=2)
     decoder = Decoder(SMALL, weights, quantization=quantization)

@@ -136,19 +136,17 @@ def test_models_in_bfloat16_have_it(
     monkeypatch: pytest.MonkeyPatch, attention: PromptAttention
 ) -> None:
     found = Found(attention._library, "compiled")
-    monkeypatch.setattr(dispatch, "find_library", lambda _: found)
+    monkeypatch.setattr(dispatch, "find_step", lambda: found)
     inputs = _inputs([(5, 9)])
 
-    def is_compiled(dtype: torch.dtype | None, flags: set[str]) -> bool:
-        monkeypatch.setattr(dispatch, "cpu_flags", lambda: frozenset(flags))
+    def is_compiled(dtype: torch.dtype | None) -> bool:
         ops = dispatch.ops_for(CPU, 4, dtype=dtype)
         assert isinstance(ops, TorchOps)
         return ops.plan(inputs, inputs.kv_cache, [None]).prompts is not None
 
-    assert is_compiled(torch.bfloat16, {"avx512_bf16"})
-    assert not is_compiled(torch.float32, {"avx512_bf16"})
-    assert not is_compiled(None, {"avx512_bf16"})
-    assert not is_compiled(torch.bfloat16, {"avx512_bf16", "amx_bf16"})  # torch's has AMX there
+    assert is_compiled(torch.bfloat16)
+    assert not is_compiled(torch.float32)
+    assert not is_compiled(None)
 
 
 def test_odd_head_sizes_and_exact_formats_are_torchs(attention: PromptAttention) -> None:

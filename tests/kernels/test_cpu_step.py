@@ -35,7 +35,7 @@ def new_decoder(
 ) -> NewDecoder:
     """Makes decoders in bfloat16, which have the compiled step."""
     found = compiled(tmp_path_factory.getbasetemp() / "compiled")
-    monkeypatch.setattr(cpu_step_module, "find_library", lambda _: found)
+    monkeypatch.setattr(cpu_step_module, "find_step", lambda: found)
 
     def new(
         config: ModelConfig,
@@ -231,7 +231,7 @@ def test_weights_of_4_bits(
     weights = _loud_weights(config)
     ours = new_decoder(config, weights, "int4")
     with monkeypatch.context() as patched:
-        patched.setattr(cpu_step_module, "find_library", lambda _: Found(None, "torch"))
+        patched.setattr(cpu_step_module, "find_step", lambda: Found(None, "torch"))
         torchs = Decoder(config, weights, quantization="int4")
         exact = Decoder(config, _in_float32(weights), TorchOps(bits=4))
     assert torchs.step is None and exact.step is None

@@ -1,0 +1,195 @@
+// Products by AMX: a tile register has 16 rows of 64 bytes, and tile times tile is 16 rows of `x`
+// times 16 columns of a weight, over 32 numbers of each. A result does not depend on the other rows.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "product.h"
+
+namespace disagg {
+
+#ifndef __AMX_BF16__
+
+struct Tiles {
+  Tiles() {}
+};
+inline bool may_use_tiles() { return true; }
+inline bool reads_panels(int width) { return width == PANEL; }
+
+#else
+
+constexpr int TILE_DEPTH = 32;  // numbers of bfloat16 in a row of a tile
+constexpr int TILE_PAIRS = TILE_DEPTH / 2;
+
+// A thread's tiles are configured as these products need them while one of these lives; torch
+// configures them in its own way.
+class Tiles {
+ public:
+  Tiles() {
+    const Configuration all;
+    _tile_loadconfig(&all);
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+ private:
+  struct alignas(64) Configuration {  // of LDTILECFG, in Intel's manual
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_nbytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+};
+
+// Linux lets a process use tiles once it has asked.
+inline bool may_use_tiles() {
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(2)
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+inline bool reads_panels(int width) { return width > 0 && width % LANES == 0; }
+
+// Rows of bfloat16, `stride` bytes apart, of which whole tiles are read. Where their length is no
+// multiple of TILE_DEPTH, the rest is in `tail`, [rows, TILE_DEPTH], filled up with zeros.
+struct TileRows {
+  const bf16* x;
+  int64_t stride;
+  int32_t length;
+  const bf16* tail;
+
+  struct Place {
+    const void* at;
+    int64_t stride;
+  };
+  Place place(int row, int k) const {
+    if (k + TILE_DEPTH <= length) return {x + row * (stride / int64_t(sizeof(bf16))) + k, stride};
+    return {tail + row * TILE_DEPTH, TILE_DEPTH * sizeof(bf16)};
+  }
+};
+
+// `num_vectors` * 16 columns, as pairs of one k and the next, which lie `stride` bytes apart.
+template <int num_vectors>
+struct TileColumns {
+  const uint32_t* of[num_vectors];
+  int64_t stride;
+  bool is_far;  // in memory: what is read soon is brought closer
+
+  const uint32_t* at(int vector, int k) const { return of[vector] + k / 2 * (stride / 4); }
+  void bring_closer(int k) const {
+    if (!is_far) return;
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) {
+      const char* ahead = reinterpret_cast<const char*>(at(v, k)) + PREFETCHED;
+#pragma GCC unroll 16
+      for (int i = 0; i < TILE_PAIRS; ++i) _mm_prefetch(ahead + i * stride, _MM_HINT_T0);
+    }
+  }
+};
+
+// Sums of 16 rows and up to 64 columns; out: [16, PANEL].
+template <int num_vectors>
+inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& columns, float* out) {
+  asm volatile("" ::: "memory");  // the compiler does not know that tiles read memory
+  _tile_zero(0);
+  if constexpr (num_vectors > 1) _tile_zero(1);
+  if constexpr (num_vectors > 2) _tile_zero(2);
+  if constexpr (num_vectors > 3) _tile_zero(3);
+  for (int k = 0; k < rows.length; k += TILE_DEPTH) {
+    const TileRows::Place some = rows.place(0, k);
+    _tile_loadd(4, some.at, some.stride);
+    _tile_loadd(5, columns.at(0, k), columns.stride);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (num_vectors > 1) {
+      _tile_loadd(6, columns.at(1, k), columns.stride);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (num_vectors > 2) {
+      _tile_loadd(7, columns.at(2, k), columns.stride);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (num_vectors > 3) {
+      _tile_loadd(5, columns.at(3, k), columns.stride);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    columns.bring_closer(k);
+  }
+  _tile_stored(0, out, PANEL * sizeof(float));
+  if constexpr (num_vectors > 1) _tile_stored(1, out + LANES, PANEL * sizeof(float));
+  if constexpr (num_vectors > 2) _tile_stored(2, out + 2 * LANES, PANEL * sizeof(float));
+  if constexpr (num_vectors > 3) _tile_stored(3, out + 3 * LANES, PANEL * sizeof(float));
+}
+
+// Sums of 32 rows and 32 columns: each tile is read once for two products. out: [32, PANEL].
+inline void tile_product_32(const TileRows& rows, const TileColumns<2>& columns, float* out) {
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int k = 0; k < rows.length; k += TILE_DEPTH) {
+    const TileRows::Place upper = rows.place(0, k), lower = rows.place(TILE_ROWS, k);
+    _tile_loadd(4, upper.at, upper.stride);
+    _tile_loadd(6, columns.at(0, k), columns.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, columns.at(1, k), columns.stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, lower.at, lower.stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    columns.bring_closer(k);
+  }
+  _tile_stored(0, out, PANEL * sizeof(float));
+  _tile_stored(1, out + LANES, PANEL * sizeof(float));
+  _tile_stored(2, out + TILE_ROWS * PANEL, PANEL * sizeof(float));
+  _tile_stored(3, out + TILE_ROWS * PANEL + LANES, PANEL * sizeof(float));
+}
+
+// The ends of up to 32 rows whose length is no multiple of TILE_DEPTH.
+inline void copy_tail(const bf16* x, int num_rows, int length, bf16* tail) {
+  const int begin = length / TILE_DEPTH * TILE_DEPTH;
+  if (begin == length) return;
+  memset(tail, 0, sizeof(bf16) * 2 * TILE_ROWS * TILE_DEPTH);
+  for (int r = 0; r < num_rows; ++r)
+    memcpy(tail + r * TILE_DEPTH, x + int64_t(r) * length + begin, sizeof(bf16) * (length - begin));
+}
+
+template <int num_vectors>
+inline TileColumns<num_vectors> columns_of(const Matrix& matrix, int first_column) {
+  TileColumns<num_vectors> columns{{}, matrix.panel_width * int64_t(sizeof(uint32_t)), true};
+  for (int v = 0; v < num_vectors; ++v) columns.of[v] = matrix.column(first_column + v * LANES);
+  return columns;
+}
+
+// As `product` of product.h, for panels of any width. It reads rows of `x` up to a multiple of
+// TILE_ROWS; what stands in those beyond `num_rows` changes nothing.
+template <int num_vectors, class Take>
+inline void tiles_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
+                          Take&& take) {
+  const int first_column = panel * PANEL + part * num_vectors * LANES, num_in = matrix.num_in;
+  alignas(64) bf16 tail[2 * TILE_ROWS * TILE_DEPTH];
+  alignas(64) float out[2 * TILE_ROWS * PANEL];
+  for (int begin = 0; begin < num_rows; begin += 2 * TILE_ROWS) {
+    const int left = num_rows - begin, count = left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS;
+    const bf16* some = x + int64_t(begin) * num_in;
+    copy_tail(some, count, num_in, tail);
+    const TileRows rows{some, num_in * int64_t(sizeof(bf16)), num_in, tail};
+    if (num_vectors == 4 && count > TILE_ROWS) {
+      tile_product_32(rows, columns_of<2>(matrix, first_column), out);
+      tile_product_32(rows, columns_of<2>(matrix, first_column + 2 * LANES), out + 2 * LANES);
+    } else {
+      const auto columns = columns_of<num_vectors>(matrix, first_column);
+      tile_product(rows, columns, out);
+      const TileRows lower{some + int64_t(TILE_ROWS) * num_in, rows.stride, num_in,
+                           tail + TILE_ROWS * TILE_DEPTH};
+      if (count > TILE_ROWS) tile_product(lower, columns, out + TILE_ROWS * PANEL);
+    }
+    for (int r = 0; r < count; ++r)
+      for (int v = 0; v < num_vectors; ++v)
+        take(begin + r, first_column + v * LANES, _mm512_load_ps(out + r * PANEL + v * LANES));
+  }
+}
+
+#endif
+
+}  // namespace disagg
