@@ -2,13 +2,16 @@
 
 An ingress with many workers asks them to report less often than every step (`Frequency`). Tokens
 never wait for a report. These reports go at once: the first two after a request has arrived, since
-the router counts the request itself until then, and a change of whether the worker takes requests.
+the router counts the request itself until then; a change of whether the worker takes requests; and,
+once per interval, that requests of other ingresses have arrived. That one is made before the step
+that computes them: until an ingress knows of them, it sends its own requests to the same worker.
 
 Knows no frames and no sockets.
 """
 
 from __future__ import annotations
 
+import math
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -54,6 +57,7 @@ class LinkReports:
         self._held: list[KVEvent] = []
         self._latest = WorkerStatus()  # of the last step
         self._sent_s = 0.0
+        self._told_arrivals_s = -math.inf
         self._num_at_once = 0
         self._timer: TimerHandle | None = None
 
@@ -82,6 +86,22 @@ class LinkReports:
         self._held += kv_events
         self._latest = status
         return self.due()
+
+    def others_arrived(self, status: WorkerStatus) -> Report | None:
+        """What there is to report now that requests have arrived, before a step computes them.
+
+        Nothing if one of them is this ingress's: the router counts that itself, and would take this
+        report for the one of the step in which it arrived.
+        """
+        last, now = self.status, self._loop.time()
+        if last is None or self._num_at_once:
+            return None
+        self._latest = status
+        if status == last or now < self._told_arrivals_s + self.interval_s:
+            return self.due()
+        self._told_arrivals_s = self._sent_s = now
+        self.status = status
+        return self._report(last, is_same=False)
 
     def due(self) -> Report | None:
         """What has to be reported now; None: nothing, or nothing yet."""

@@ -165,12 +165,17 @@ class LinkServer:
         for link_id, link in list(self._links.items()):
             link.publish(tuple(deltas.get(link_id, ())), events, status)
 
+    def publish_arrivals(self, status: WorkerStatus) -> None:
+        """Requests have arrived, and a step begins: tell the ingresses that sent none of them."""
+        for link in list(self._links.values()):
+            link.send_report(link.reports.others_arrived(status))
+
     def answer(self, link_id: LinkId, delta: TokenDelta) -> None:
         """Send what no engine step has made, without a report: after a request the router takes the
         next reports for those of steps. A link that is gone gets nothing."""
         link = self._links.get(link_id)
         if link is not None:
-            link.answer(delta)
+            link.send_step((delta,), None)
 
     def publish_snapshot(
         self,
@@ -266,7 +271,7 @@ class _IngressLink(Connection):
         self._num_sent = 0  # step frames
         self._num_sent_before_beat = 0
         self._loop = asyncio.get_running_loop()
-        self._reports = LinkReports(self._loop, lambda report: self._send_step((), report))
+        self.reports = LinkReports(self._loop, self.send_report)
         self._parts: deque[KVEvent] = deque()  # of a snapshot, still to be sent
         self._part_timer: asyncio.Handle | None = None
 
@@ -284,7 +289,7 @@ class _IngressLink(Connection):
         for timer in (self._timer, self._part_timer):
             if timer is not None:
                 timer.cancel()
-        self._reports.stop()
+        self.reports.stop()
         self._server.gone(self)
 
     def received(self, payload: bytes) -> None:
@@ -297,16 +302,16 @@ class _IngressLink(Connection):
         if isinstance(message, Hello):
             raise BadFrame("a second Hello came")
         if isinstance(message, Frequency):
-            self._reports.interval_s = message.interval_s
+            self.reports.interval_s = message.interval_s
             return
         if isinstance(message, Resync):
-            self._reports.stop()
+            self.reports.stop()
             self._parts.clear()
         elif isinstance(message, Start):
             if message.stream_id <= self._last_stream_id:
                 raise BadFrame(f"stream {message.stream_id} came after {self._last_stream_id}")
             self._last_stream_id = message.stream_id
-            self._reports.request_arrived()
+            self.reports.request_arrived()
         self._server.receive(self.link_id, message)
 
     def _welcome(self, hello: Hello) -> None:
@@ -343,12 +348,9 @@ class _IngressLink(Connection):
         kv_events: tuple[KVEvent, ...],
         status: WorkerStatus,
     ) -> None:
-        report = self._reports.after_step(kv_events, status)
+        report = self.reports.after_step(kv_events, status)
         if deltas or report is not None:
-            self._send_step(deltas, report)
-
-    def answer(self, delta: TokenDelta) -> None:
-        self._send_step((delta,), None)
+            self.send_step(deltas, report)
 
     def publish_snapshot(
         self,
@@ -356,9 +358,9 @@ class _IngressLink(Connection):
         status: WorkerStatus,
         host_block_hashes: tuple[BlockHash, ...],
     ) -> None:
-        self._reports.restart(status)
+        self.reports.restart(status)
         self._parts = deque(parts_of(block_hashes, host_block_hashes))
-        self._reports.is_holding = bool(self._parts)
+        self.reports.is_holding = bool(self._parts)
         self._send_or_end(Snapshot(self._num_sent, block_hashes[:PART_NAMES], status))
         if self._parts and self._part_timer is None:
             self._part_timer = self._loop.call_soon(self._send_part)
@@ -371,21 +373,23 @@ class _IngressLink(Connection):
         if self._parts:
             has_room = self.num_buffered_bytes < PART_BUFFER_NBYTES
             if has_room:
-                self._send_step((), Report((self._parts.popleft(),)))
+                self.send_step((), Report((self._parts.popleft(),)))
             pause_s = 0.0 if has_room else PART_PAUSE_S
             self._part_timer = self._loop.call_later(pause_s, self._send_part)
         else:
-            report = self._reports.release()
-            if report is not None:
-                self._send_step((), report)
+            self.send_report(self.reports.release())
 
     def beat(self) -> None:
         """Show that the worker is alive, if nothing was sent since the last beat."""
         if self._num_sent == self._num_sent_before_beat:
-            self._send_step((), self._reports.due())
+            self.send_step((), self.reports.due())
         self._num_sent_before_beat = self._num_sent
 
-    def _send_step(self, deltas: tuple[TokenDelta, ...], report: Report | None) -> None:
+    def send_report(self, report: Report | None) -> None:
+        if report is not None:
+            self.send_step((), report)
+
+    def send_step(self, deltas: tuple[TokenDelta, ...], report: Report | None) -> None:
         self._num_sent += 1
         self._send_or_end(StepFrame(self._num_sent, deltas, *(report or ())))
 

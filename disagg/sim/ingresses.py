@@ -7,7 +7,7 @@ fleet is as old as in production.
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
 from disagg.links.reports import LinkReports, Report
@@ -19,10 +19,11 @@ class SimulatedReports:
     """What workers report to one ingress: to `fleet`, when a link would.
 
     Args:
-        interval_s: between two reports of a worker, at least.
+        interval_s: between two reports of a worker, at least; None: the only ingress, which hears
+            of every step.
     """
 
-    def __init__(self, loop: AbstractEventLoop, fleet: Fleet, interval_s: float) -> None:
+    def __init__(self, loop: AbstractEventLoop, fleet: Fleet, interval_s: float | None) -> None:
         self._loop = loop
         self._fleet = fleet
         self._interval_s = interval_s
@@ -38,7 +39,7 @@ class SimulatedReports:
     ) -> None:
         worker_id = record.worker_id
         reports = LinkReports(self._loop, lambda report: self._send(worker_id, report))
-        reports.interval_s = self._interval_s
+        reports.interval_s = self._interval_s or 0.0
         reports.restart(status)
         self._links[worker_id] = reports
         self._fleet.worker_synced(record, block_hashes, status)
@@ -46,10 +47,16 @@ class SimulatedReports:
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus
     ) -> None:
-        if not self._interval_s:
+        if self._interval_s is None:
             self._fleet.worker_stepped(worker_id, kv_events, status)
             return
         report = self._links[worker_id].after_step(kv_events, status)
+        if report is not None:
+            self._send(worker_id, report)
+
+    def requests_arrived(self, worker_id: str, status: WorkerStatus) -> None:
+        """A step is about to compute requests that have arrived at the worker."""
+        report = self._links[worker_id].others_arrived(status)
         if report is not None:
             self._send(worker_id, report)
 
@@ -80,6 +87,12 @@ class EveryIngress:
     ) -> None:
         for reports in self._each:
             reports.worker_stepped(worker_id, kv_events, status)
+
+    def requests_arrived(self, worker_id: str, status: Callable[[], WorkerStatus]) -> None:
+        if len(self._each) > 1:  # one sends all of them
+            now = status()
+            for reports in self._each:
+                reports.requests_arrived(worker_id, now)
 
     def worker_lost(self, worker_id: str) -> None:
         for reports in self._each:

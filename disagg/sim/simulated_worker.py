@@ -107,6 +107,7 @@ class SimulatedWorker:
         self._streams: dict[str, _Stream] = {}  # by the name of their sequence
         self._stream_ids = itertools.count(1)
         self._messages: list[Callable[[float], None]] = []
+        self._has_arrivals = False  # since the last step
         self._run: StepRun | None = None
         self._events: tuple[TokenEvent, ...] = ()  # of the run's first step
         self._kv_events: tuple[KVEvent, ...] = ()
@@ -159,6 +160,7 @@ class SimulatedWorker:
 
     def _start(self, start: Start, now: float) -> None:
         self._core.start(LINK, start, now)
+        self._has_arrivals = True
 
     def _lend(self, start: Start, now: float) -> None:
         self._hand_over(self._core.lend(LINK, start, now), now)
@@ -232,6 +234,9 @@ class SimulatedWorker:
         for message in messages:
             message(now)
         is_moving = self._core.advance(now)
+        if self._has_arrivals:
+            self._has_arrivals = False
+            self._fleet.requests_arrived(self.spec.worker_id, self._core.status)
         self._engine.expire(now)
         events = tuple(self._engine.step())
         kv_events = self._engine.pool.take_events()

@@ -86,7 +86,7 @@ class _Ingress:
         workers: Mapping[str, SimulatedWorker],
         number: int,
         tpot_slo_s: float,
-        interval_s: float,
+        interval_s: float | None,
     ) -> None:
         loop, tiers = asyncio.get_running_loop(), config.tiers
         self._workers = workers
@@ -162,7 +162,7 @@ class _Simulation:
         unsure = {tier.name: tier.unsure for tier in config.smaller}
         self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
         self._nums_started: dict[Pool, int] = {}
-        interval_s = 0.0
+        interval_s = None
         if config.num_ingress > 1:
             interval_s = report_interval_s(config.num_prefill + config.num_decode)
         self._ingresses = [

@@ -58,13 +58,14 @@ class Worker:
             publish=self._publish,
             clock=clock,
             timer=time.monotonic,
-            between_steps=self._core.advance,
+            between_steps=self._between_steps,
             diagnose=engine_failed if parts.ranks is None else parts.ranks.diagnose,
             name=f"engine-{record.role}",
         )
         self._server = LinkServer(
             key=key, record=record, receive=self._receive, status=self._core.status()
         )
+        self._has_arrivals = False  # since the last step
         self._liveness = Liveness()
         self._first_times = parts.first_times
         self._watch: asyncio.Task[None] | None = None
@@ -230,7 +231,7 @@ class Worker:
             case Start() if message.is_loan:
                 post(lambda: self._lend(link_id, message))
             case Start():
-                post(lambda: core.start(link_id, message, self._clock()))
+                post(lambda: self._start(link_id, message))
             case Prefetch():
                 post(lambda: core.prefetch(message, self._clock()))
             case Cancel(stream_id=stream_id):
@@ -254,6 +255,17 @@ class Worker:
     def _begin_drain(self, leave_by_s: float) -> None:
         self._core.drain(leave_by_s)
         self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._core.status())
+
+    def _start(self, link_id: LinkId, start: Start) -> None:
+        self._core.start(link_id, start, self._clock())
+        self._has_arrivals = True
+
+    def _between_steps(self, now: float) -> bool:
+        is_busy = self._core.advance(now)
+        if self._has_arrivals and self._server.num_links > 1:  # one sends all of them
+            self._loop.call_soon_threadsafe(self._server.publish_arrivals, self._core.status())
+        self._has_arrivals = False
+        return is_busy
 
     def _lend(self, link_id: LinkId, start: Start) -> None:
         # A loan request should not wait until a step is computed.

@@ -375,7 +375,7 @@ def test_the_observers_copy_is_the_workers_cache(
                     worker.server.publish_snapshot(1, list(held), WorkerStatus())
             worker.server.publish_snapshot(1, list(held), WorkerStatus())
             worker.step(events=changes, status=WorkerStatus(num_holds=9))
-            await until(lambda: not worker.server._links[1]._reports.is_holding)
+            await until(lambda: not worker.server._links[1].reports.is_holding)
             worker.step(status=WorkerStatus(num_holds=10))  # after the last part
             await until(lambda: observer.statuses["decode-0"].num_holds == 10)
             assert observer.held["decode-0"] == held

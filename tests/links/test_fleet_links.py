@@ -178,6 +178,6 @@ async def test_many_workers_report_less_often() -> None:
     async with fleet("a") as (links, _, (a,)):
         absent = [make_record(f"absent{number}", port=1) for number in range(64)]
         links.update([a.record, *absent])
-        await until(lambda: a.server._links[1]._reports.interval_s == 0.0128)
+        await until(lambda: a.server._links[1].reports.interval_s == 0.0128)
         links.update([a.record])
-        await until(lambda: a.server._links[1]._reports.interval_s == 0.0)
+        await until(lambda: a.server._links[1].reports.interval_s == 0.0)

@@ -108,6 +108,30 @@ def test_the_two_reports_after_a_request_have_a_status_even_if_it_is_the_same(
     assert reports == [Report((EVENT,), IDLE), Report((EVENT,), IDLE), Report((EVENT,), None)]
 
 
+def test_requests_of_others_are_reported_at_once_but_only_once_an_interval(
+    loop: VirtualLoop,
+) -> None:
+    link = Link(loop, 0.5)
+    waiting = [WorkerStatus(num_waiting=number) for number in range(4)]
+    assert link.reports.others_arrived(waiting[1]) == Report((), waiting[1])
+    assert link.reports.others_arrived(waiting[2]) is None
+    link.wait(0.75)
+    assert link.sent == [Report((), waiting[2])]
+    assert link.reports.others_arrived(waiting[3]) == Report((), waiting[3])
+
+
+def test_who_has_sent_a_request_hears_only_of_steps(loop: VirtualLoop) -> None:
+    """Else it would take the arrival for the report of the step in which its request arrived."""
+    link = Link(loop, 0.0)
+    link.reports.request_arrived()
+    assert link.reports.others_arrived(WorkerStatus(num_waiting=1)) is None
+    for number in (1, 2):
+        status = WorkerStatus(num_running=number)
+        assert link.step(status) == Report((), status)
+    assert link.reports.others_arrived(BUSY) == Report((), BUSY)
+    assert link.reports.others_arrived(BUSY) is None, "nothing has changed"
+
+
 def test_events_wait_for_the_rest_of_a_snapshot(loop: VirtualLoop) -> None:
     link = Link(loop, 0.0)
     link.reports.is_holding = True

@@ -141,7 +141,7 @@ async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load()
         await ingress.greet()
         await ingress.read()
         ingress.write(Frequency(0.05))
-        await until(lambda: worker.server._links[1]._reports.interval_s)
+        await until(lambda: worker.server._links[1].reports.interval_s)
         statuses = [WorkerStatus(num_running=1, num_context_tokens=n) for n in range(1, 6)]
         events = [KVEvent("stored", (bytes([n]) * 16,)) for n in range(5)]
         worker.step({}, events[:1], statuses[0])

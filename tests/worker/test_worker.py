@@ -307,6 +307,20 @@ async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
         await r.until_empty("decode")
 
 
+async def test_other_ingresses_hear_of_a_request_before_its_first_step_has_ended() -> None:
+    async with rig() as r:
+        await r.start("decode")
+        other = RecordingObserver()
+        async with linked(r.workers["decode"].record, other, KEY.encode()):
+            await until(lambda: "decode" in other.statuses)
+            r.runners["decode"].gate.clear()
+            asked = asyncio.create_task(r.all("decode", make_request()))
+            await until(lambda: other.statuses["decode"].num_uncomputed_tokens == len(PROMPT))
+            assert r.observer.statuses["decode"].num_uncomputed_tokens == 0, "it counts its own"
+            r.runners["decode"].gate.set()
+            assert tokens(await asked) == answer_to(make_request())
+
+
 async def _read(stream: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
     return [delta async for delta in stream]
 
