@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from disagg.kvtransfer.pulls import MAX_PEERS
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 
@@ -80,6 +81,9 @@ class RankedTransport:
         self._others = others
         self._peer = replace(own.peer, ranks=tuple(each.peer for each in others))
         self._pulls: dict[int, _Parts] = {}
+        # What the other ranks know, in the order of their `PullBook`s: each route that moves KV has
+        # its source added, and would else be a message of some KB to each rank.
+        self._known: dict[str, Peer] = {}
 
     @property
     def peer(self) -> Peer:
@@ -89,12 +93,20 @@ class RankedTransport:
         if peer.worker_id == self._peer.worker_id:
             return
         self._own.add_peer(peer)
+        if self._known.get(peer.worker_id) == peer:
+            return
+        self._known.pop(peer.worker_id, None)
+        self._known[peer.worker_id] = peer
+        if len(self._known) > MAX_PEERS:
+            del self._known[next(iter(self._known))]
         for rank in self._others:
             rank.add_peer(peer)
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         number = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong
         self._pulls[number] = _Parts(ticket, 1 + len(self._others))
+        if known := self._known.pop(ticket.source_id, None):
+            self._known[ticket.source_id] = known
         for rank in self._others:
             rank.pull(number, ticket, first_block, into)
         return number

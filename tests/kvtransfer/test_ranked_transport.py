@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from disagg.errors import TransferFailed
+from disagg.kvtransfer import ranked_transport
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from tests.kvtransfer.fake_ranks import FakeWorker
@@ -95,6 +96,29 @@ def test_a_source_one_of_whose_ranks_does_not_fit_is_refused_in_words() -> None:
         peer = replace(source.transport.peer, ranks=(replace(other, **change),))
         with pytest.raises(TransferFailed, match=words):
             reader.transport.add_peer(peer)
+
+
+def test_ranks_are_told_of_a_source_once_and_again_when_they_have_forgotten_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranked_transport, "MAX_PEERS", 2)
+    source, reader = pair(2, 2)
+    (rank,), told = reader.ranks, list[str]()
+    monkeypatch.setattr(rank, "add_peer", lambda peer: told.append(peer.worker_id))
+    peer, add = source.transport.peer, reader.transport.add_peer
+    add(peer)
+    assert not told
+    restarted = replace(peer, epoch=2)
+    add(restarted)
+    add(replace(restarted))  # as it comes with each request
+    add(peer)
+    assert told == ["source", "source"]
+    add(replace(peer, worker_id="second"))
+    reader.transport.pull(source.ticket("t", [3]), 0, [0])
+    add(replace(peer, worker_id="third"))
+    add(peer)
+    add(replace(peer, worker_id="second"))  # was used least recently
+    assert told[2:] == ["second", "third", "second"]
 
 
 def test_its_own_record_is_ignored() -> None:
