@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -113,6 +114,11 @@ async def pulls_between_unlike_sizes(
         assert text(answer) == reference.chat(content, 24, temperature=temperature, seed=7)
     pulls = decode._core.status().pulls
     assert sum(each.num_ok for each in pulls), "nothing was pulled"
+    assert_no_pull_failed(decode)
+
+
+def assert_no_pull_failed(worker: Worker) -> None:
+    pulls = worker._core.status().pulls
     assert not sum(each.num_failed + each.num_torn for each in pulls), pulls
 
 
@@ -170,6 +176,7 @@ async def pulls_of_all_ranks(
     assert pulled, "nothing was pulled"
     assert pulled == [2 * nbytes for nbytes in learned]  # pulls are predicted of one rank
     for worker in running.workers:
+        assert_no_pull_failed(worker)
         await until_empty(worker)
 
 
@@ -246,6 +253,30 @@ def test_a_rank_that_ends_by_itself_is_a_failed_engine(
     ranks = Ranks(config(model), config(model).tiers[0], "failing", 1)
     assert isinstance(ranks.diagnose(RuntimeError("the step's")), EngineFailed)
     ranks.close()
+
+
+def test_ranks_that_cannot_all_be_started_leave_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started, begin = list[subprocess.Popen[bytes]](), subprocess.Popen[bytes]
+
+    def refuse_the_second(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("planted: too many processes")
+        started.append(begin(*arguments, **named))
+        return started[0]
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(subprocess, "Popen", refuse_the_second)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = msgspec.structs.replace(TWO, tensor_parallel_size=3)
+    tier = msgspec.structs.replace(config(model).tiers[0], engine=engine)
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        Ranks(config(model), tier, "unlucky", 1)
+    assert started[0].returncode is not None
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_warm_up_that_would_wait_for_a_dead_rank_ends_the_process(

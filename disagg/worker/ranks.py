@@ -74,23 +74,22 @@ class Rank:
         self._name = f"rank {start.rank} of {start.num_ranks}"
         own_control, its_control = socketpair()
         own_steps, its_steps = socketpair()
+        self._control = Connection(own_control.detach())
+        self._steps = Connection(own_steps.detach())
         fds = its_control.fileno(), its_steps.fileno()
         here = str(Path(disagg.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.worker.rank", *map(str, fds)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": str(start.num_threads),
-            },
-        )
-        its_control.close()
-        its_steps.close()
-        self._control = Connection(own_control.detach())
-        self._steps = Connection(own_steps.detach())
+        with its_control, its_steps:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.worker.rank", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": str(start.num_threads),
+                },
+            )
         self._peer: Peer | None = None
         self._pulled: list[tuple[int, PullDone]] = []
         self._num_saved = 0
@@ -198,11 +197,8 @@ class Rank:
         while not self._is_gone and self._control.poll():
             try:
                 report = decode_from_rank(self._control.recv_bytes())
-            except (
-                EOFError,
-                OSError,
-            ):  # `watch` reports that; here it would be one request's error
-                self._is_gone = True
+            except (EOFError, OSError):
+                self._is_gone = True  # `watch` reports that; here it would be one request's error
                 return
             match report:
                 case RankPulled(number=number, done=done):
@@ -260,7 +256,13 @@ class Ranks:
             )
             for rank in range(1, num_ranks)
         ]
-        self.others = [Rank(start) for start in starts]
+        self.others: list[Rank] = []
+        try:
+            for start in starts:
+                self.others.append(Rank(start))
+        except BaseException:
+            self.close()
+            raise
 
     def meet(self, device_type: str) -> Communicator:
         from disagg.engine.device.communicator import TorchCommunicator
