@@ -316,7 +316,7 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
 class Peers(msgspec.Struct, frozen=True, tag="peers", array_like=True):
     """Workers whose KV may be pulled, so that handshakes happen before requests need them.
 
-    gone: ids of those that have left; what was learned of them can be forgotten.
+    gone: ids of those that have left; what is known of them can be forgotten.
     """
 
     peers: tuple[Peer, ...]

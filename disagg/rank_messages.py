@@ -1,7 +1,7 @@
 """The messages between the first rank of a worker and its other ranks, over pipes of their own.
 
     first -> other   RankStart, RankCache
-    first -> other   RankStep | RankCapture, ConnectPeer | PullBlocks, RankCopies,
+    first -> other   RankStep | RankCapture, ConnectPeer | ForgetPeer | PullBlocks, RankCopies,
                      RankPut | RankFetch, on a second pipe: begun one after another
     other -> first   RankUp, RankLoaded, RankReady, or RankFailed;
                      then RankPulled | RankCopied | RankStored | RankFetched
@@ -53,6 +53,12 @@ class ConnectPeer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Another worker, from whose ranks this rank may pull KV."""
 
     peer: Peer
+
+
+class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """A worker has left; this rank needs no connection to its ranks any more."""
+
+    worker_id: str
 
 
 class PullBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -184,7 +190,7 @@ class RankFetched(msgspec.Struct, frozen=True, tag="fetched"):
 ToRank: TypeAlias = RankStart | RankCache
 RankWork: TypeAlias = RankStep | RankCapture
 RankOffload: TypeAlias = RankCopies | RankPut | RankFetch
-RankTask: TypeAlias = RankWork | RankOffload | ConnectPeer | PullBlocks
+RankTask: TypeAlias = RankWork | RankOffload | ConnectPeer | ForgetPeer | PullBlocks
 FromRank: TypeAlias = (
     RankUp
     | RankLoaded

@@ -84,6 +84,9 @@ class LocalTransport:
         if peer.worker_id != self._peer.worker_id:
             self._book.add_peer(peer)
 
+    def forget_peer(self, worker_id: str) -> None:
+        self._book.forget_peer(worker_id)
+
     def pull(
         self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
     ) -> int:

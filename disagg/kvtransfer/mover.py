@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Connect:
     peers: tuple[Peer, ...]  # the ranks of one worker
-    gone: tuple[Peer, ...]  # peers that these replace
+    gone: tuple[Peer, ...]  # peers that these replace, or that have left
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Mover:
         self._copies: list[_RunningPull] = []
         self._connected: set[str] = set()
         self._broken: set[str] = set()  # to be forgotten as soon as no copy is running
-        self._replaced: set[str] = set()  # broken peers that get no more notifications
+        self._gone: set[str] = set()  # broken peers that get no more notifications
         self._unsaid: list[tuple[Peer, str]] = []  # notifications that broken peers did not get
         self._closing = False
 
@@ -176,7 +176,7 @@ class Mover:
                 self._copies.append(self._start(job))
             case Connect(peers, gone):
                 self._broken.update(self._connected.intersection(map(agent_name, gone)))
-                self._replaced.update(self._broken.intersection(map(agent_name, gone)))
+                self._gone.update(self._broken.intersection(map(agent_name, gone)))
                 for peer in peers:
                     self._try_connect(peer)
             case Notify(peer, ticket_id):
@@ -362,9 +362,9 @@ class Mover:
                 _log.debug("%s was forgotten already: %r", name, error)
             unsaid = [each for each in self._unsaid if agent_name(each[0]) == name]
             self._unsaid = [each for each in self._unsaid if agent_name(each[0]) != name]
-            if name not in self._replaced:
+            if name not in self._gone:
                 self._say_again(unsaid)
-            self._replaced.discard(name)
+            self._gone.discard(name)
 
     def _shut_down(self) -> None:
         """Close the wire with all its connections, which also ends transfers that hang."""

@@ -144,6 +144,9 @@ class NixlTransport:
         ranks, gone = self._book.add_peer(peer)
         self._jobs.put(Connect(ranks, gone))
 
+    def forget_peer(self, worker_id: str) -> None:
+        self._jobs.put(Connect((), self._book.forget_peer(worker_id)))
+
     def pull(
         self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
     ) -> int:

@@ -175,6 +175,11 @@ class PullBook:
         forgotten = tuple(rank for each in gone for rank in _agents(*each))
         return Change(_agents(*known), forgotten)
 
+    def forget_peer(self, worker_id: str) -> tuple[Peer, ...]:
+        """Drop a peer. Returns its first rank, and those from which this slab pulled."""
+        known = self._peers.pop(worker_id, None)
+        return () if known is None else _agents(*known)
+
     def peer_of(self, ticket: KVTicket) -> Peer | None:
         """The source of a ticket, if it is known and still the process that issued it."""
         known = self._peers.get(ticket.source_id)

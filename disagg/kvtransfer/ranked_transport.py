@@ -38,6 +38,10 @@ class RankTransport(Protocol):
         """As `Transport.add_peer`, but refusals are logged there."""
         ...
 
+    def forget_peer(self, worker_id: str) -> None:
+        """As `Transport.forget_peer`."""
+        ...
+
     def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
         """As `Transport.pull`, but refusals are reported by `poll`; the source is not told."""
         ...
@@ -101,6 +105,12 @@ class RankedTransport:
             del self._known[next(iter(self._known))]
         for rank in self._others:
             rank.add_peer(peer)
+
+    def forget_peer(self, worker_id: str) -> None:
+        self._own.forget_peer(worker_id)
+        if self._known.pop(worker_id, None) is not None:
+            for rank in self._others:
+                rank.forget_peer(worker_id)
 
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         number = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong

@@ -53,6 +53,11 @@ class Transport(Protocol):
         """
         ...
 
+    def forget_peer(self, worker_id: str) -> None:
+        """Drop a peer that has left, and the connections to it once no pull uses them. Pulls from
+        it are refused until it is added again."""
+        ...
+
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         """Start copying `ticket.block_ids[first_block:]` into the local blocks `into`.
 

@@ -126,12 +126,6 @@ class WorkerCore:
             self._cancel(name)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
-    def forget_transfer_times(self, gone: Iterable[str]) -> None:
-        """Drop those of workers that have left. How to reach them stays known until others need the
-        place (`pulls.MAX_PEERS`)."""
-        for worker_id in gone:
-            self._transfer_times.forget(worker_id)
-
     def add_peers(self, peers: Iterable[Peer]) -> None:
         """Add workers whose KV may be pulled."""
         for peer in peers:
@@ -140,6 +134,13 @@ class WorkerCore:
             except TransferFailed as error:
                 # No request is lost: its tickets are refused, and their prompts computed here.
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
+
+    def forget_peers(self, gone: Iterable[str]) -> None:
+        """Drop what is known of workers that have left. One that another ingress still routes to
+        comes back with the next request, as its address does with each."""
+        for worker_id in gone:
+            self._transfer_times.forget(worker_id)
+            self._transport.forget_peer(worker_id)
 
     def advance(self, now: float) -> bool:
         """Advance imports, exports and the drain, between two steps. True: call again soon."""

@@ -30,6 +30,7 @@ from disagg.models.share import Share
 from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
     ConnectPeer,
+    ForgetPeer,
     FromRank,
     PullBlocks,
     RankCache,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:  # needs torch
 
 RUNNING_LOOK_S = 0.001  # between two checks of what is under way
 CLOSE_TIMEOUT_S = 3.0
-Job: TypeAlias = ConnectPeer | PullBlocks | None  # None: the first rank is gone
+Job: TypeAlias = ConnectPeer | ForgetPeer | PullBlocks | None  # None: the first rank is gone
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def _follow(
         match task:
             case RankStep() | RankCapture():
                 follower.follow(task)
-            case ConnectPeer() | PullBlocks():
+            case ConnectPeer() | ForgetPeer() | PullBlocks():
                 # From here, because blocks that are pulled into may have to be read before.
                 jobs.put(task)
             case _:
@@ -205,13 +206,16 @@ def _move(
 
 def _begin(
     transport: QuietTransport,
-    job: ConnectPeer | PullBlocks,
+    job: ConnectPeer | ForgetPeer | PullBlocks,
     running: dict[int, int],
     tell: Callable[[FromRank], None],
 ) -> None:
     try:
         if isinstance(job, ConnectPeer):
             transport.add_peer(job.peer)
+            return
+        if isinstance(job, ForgetPeer):
+            transport.forget_peer(job.worker_id)
             return
         pull_id = transport.pull(job.ticket, job.first_block, job.into, releases=False)
         running[pull_id] = job.number

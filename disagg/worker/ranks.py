@@ -31,6 +31,7 @@ from disagg.kvtransfer.transport import PullDone
 from disagg.models.share import Share
 from disagg.rank_messages import (
     ConnectPeer,
+    ForgetPeer,
     PullBlocks,
     RankCache,
     RankCopied,
@@ -143,6 +144,9 @@ class Rank:
 
     def add_peer(self, peer: Peer) -> None:
         self._begin(ConnectPeer(peer))
+
+    def forget_peer(self, worker_id: str) -> None:
+        self._begin(ForgetPeer(worker_id))
 
     def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
         self._begin(PullBlocks(number, ticket, first_block, into))

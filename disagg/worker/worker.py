@@ -240,7 +240,7 @@ class Worker:
                 post(lambda: core.release(ticket_id))
             case Peers(peers=peers, gone=gone):
                 post(lambda: core.add_peers(peers))
-                post(lambda: core.forget_transfer_times(gone))
+                post(lambda: core.forget_peers(gone))
             case Resync():
                 post(lambda: self._snapshot(link_id))
             case LinkClosed():

@@ -34,6 +34,8 @@ class FakeTransport:
 
     def add_peer(self, peer: Peer) -> None: ...
 
+    def forget_peer(self, worker_id: str) -> None: ...
+
     def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
         if self.refuses:
             raise TransferFailed("unknown peer")

@@ -25,6 +25,9 @@ class FakeRank:
     def add_peer(self, peer: Peer) -> None:
         self._transport.add_peer(peer)
 
+    def forget_peer(self, worker_id: str) -> None:
+        self._transport.forget_peer(worker_id)
+
     def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
         pull_id = self._transport.pull(ticket, first_block, into, releases=False)
         self._numbers[pull_id] = number

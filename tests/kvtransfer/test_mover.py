@@ -341,6 +341,15 @@ def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
     assert bench.wire.connected == {"source#1": 0, "source#2": 1}
 
 
+def test_a_peer_that_has_left_is_forgotten_after_its_last_pull() -> None:
+    bench = Bench(FaultyWire(never, slowness=20))
+    bench.pull([1], [1])
+    bench.jobs.put(Connect((), bench.book.forget_peer("source")))
+    (ended,) = bench.run()
+    assert isinstance(ended, PullEnded) and ended.error is None
+    assert bench.wire.connected == {"source#1": 0}
+
+
 def test_blocks_are_not_written_before_their_earlier_content_is_saved() -> None:
     saved: list[int] = []
     bench = Bench(FaultyWire(never), before_pull=lambda: saved.append(len(bench.wire.readings)))

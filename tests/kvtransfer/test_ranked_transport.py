@@ -121,6 +121,21 @@ def test_ranks_are_told_of_a_source_once_and_again_when_they_have_forgotten_it(
     assert told[2:] == ["second", "third", "second"]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_all_ranks_forget_a_source_that_has_left(num_ranks: int) -> None:
+    source, reader = pair(2, num_ranks)
+    reader.transport.forget_peer("source")
+    with pytest.raises(TransferFailed, match="source is not known here"):
+        reader.transport.pull(source.ticket("t", [3]), 0, [0])
+    for rank in reader.ranks:
+        with pytest.raises(TransferFailed, match="source is not known here"):
+            rank.pull(1, source.ticket("t", [3]), 0, [0])
+    reader.transport.add_peer(source.transport.peer)
+    reader.transport.pull(source.ticket("t", [3]), 0, [0])
+    (done,) = reader.transport.poll()
+    assert isinstance(done, PullDone) and done.error is None
+
+
 def test_its_own_record_is_ignored() -> None:
     _, reader = pair(2, 2)
     reader.transport.add_peer(reader.transport.peer)

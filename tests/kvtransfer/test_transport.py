@@ -219,6 +219,20 @@ def test_a_restarted_source_is_a_new_peer(sides: Sides) -> None:
         sides.close(serving)
 
 
+def test_a_source_that_has_left_is_forgotten_and_may_come_back(sides: Sides) -> None:
+    pair = open_pair(sides)
+    pair.reading.forget_peer("nobody")
+    for _ in range(2):
+        pair.reading.forget_peer("source")
+        with pytest.raises(TransferFailed, match="source is not known here"):
+            pair.reading.pull(pair.source.ticket(new_id(), [3]), 0, [0])
+        pair.reading.add_peer(pair.serving.peer)
+        ticket = pair.source.ticket(new_id(), [6, 7])
+        pair.reading.pull(ticket, 0, [8, 9])
+        assert finish(pair.reading).error is None
+        assert pair.reader.holds_copy(pair.source, ticket, [8, 9])
+
+
 def test_no_accepted_pull_has_torn_content(sides: Sides) -> None:
     """The source uses blocks again in the middle of copies, as fast as it can."""
     pair = open_pair(sides, block_nbytes=64 * 1024)

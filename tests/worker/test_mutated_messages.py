@@ -94,8 +94,9 @@ class Pair:
                 core.cancel(self.link_id, stream_id)
             case Release(ticket_id=ticket_id):
                 core.release(ticket_id)
-            case Peers(peers=peers):
+            case Peers(peers=peers, gone=gone):
                 core.add_peers(peers)
+                core.forget_peers(gone)
         core.check()
         self.turn()
 

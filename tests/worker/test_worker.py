@@ -63,7 +63,7 @@ async def test_a_request_goes_over_both_workers() -> None:
         await r.until_empty("decode")
 
 
-async def test_what_was_learned_of_a_worker_goes_with_it() -> None:
+async def test_what_is_known_of_a_worker_goes_with_it() -> None:
     """Workers come and go for weeks; what pulls from them took is in every frame."""
     async with rig() as r:
         await r.start("prefill")
@@ -74,6 +74,8 @@ async def test_what_was_learned_of_a_worker_goes_with_it() -> None:
         assert transfers == ["prefill"]
         r.links["decode"].send_peers((), ("prefill",))
         await until(lambda: not r.workers["decode"]._core.status().transfers)
+        assert first.ticket is not None
+        assert r.transports["decode"]._book.peer_of(first.ticket) is None
 
 
 async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
