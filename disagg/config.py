@@ -52,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine, on one device or as many as it has ranks. Names follow vLLM's flags."""
 
     tensor_parallel_size: Positive = 1  # ranks of a worker, one process and one device each
+    nnodes: Positive = 1  # over which the ranks of a worker are divided evenly
     dtype: DType = "auto"
     kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
     quantization: Literal["int8", "int4", "fp8"] | None = None  # of weights, when they are loaded
@@ -69,6 +70,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: Positive | None = None  # of torch, on a CPU
     speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel_size // self.nnodes
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,12 +95,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_replicas: Annotated[int, Meta(ge=0)] = 1
     num_standby: Annotated[int, Meta(ge=0)] = 0  # additional loaded workers, in reserve
     tensor_parallel_size: Positive | None = None  # ranks of each worker; None: the engine's
+    nnodes: Positive | None = None  # nodes of each worker; None: the engine's
     autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
-    num_cpus: Annotated[float, Meta(ge=0)] = 0
+    num_cpus: Annotated[float, Meta(ge=0)] = 0  # of each worker; of several nodes, on each of them
     # Of each worker: one for each of its ranks, a share of one, or 0. None: one for each rank where
     # there are GPUs, 0 elsewhere.
     num_gpus: Annotated[float, Meta(ge=0)] | None = None
-    resources: dict[str, float] = {}
+    resources: dict[str, float] = {}  # as num_cpus
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,6 +135,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Of each worker of one of its pools."""
         return pool.tensor_parallel_size or self.engine.tensor_parallel_size
 
+    def num_nodes(self, pool: PoolConfig) -> int:
+        """Of each worker of one of its pools."""
+        return pool.nnodes or self.engine.nnodes
+
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
         """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
         the same share of its memory."""
@@ -138,6 +148,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             self.engine,
             gpu_memory_utilization=part,
             tensor_parallel_size=self.num_ranks(pool),
+            nnodes=self.num_nodes(pool),
         )
         return msgspec.structs.replace(self, engine=engine)
 

@@ -202,6 +202,14 @@ def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
                 f" {pool.num_gpus:g}; leave num_gpus out, or change tensor_parallel_size.",
                 param="num_gpus",
             )
+        nnodes = tier.num_nodes(pool)
+        if size % nnodes:
+            raise StartupError(
+                f"Tier {tier.name!r} has nnodes = {nnodes}, and its {role} workers have"
+                f" tensor_parallel_size = {size}: {size} ranks cannot be divided evenly over"
+                f" {nnodes} nodes. Choose sizes where one divides the other.",
+                param="nnodes",
+            )
         if size > 1 and config.transport == "local":
             raise StartupError(
                 f"Tier {tier.name!r} has {role} workers of {size} ranks, which are processes, and"

@@ -1,12 +1,15 @@
-"""The messages between the first rank of a worker and its other ranks, over pipes of their own.
+"""The messages between the first rank of a worker and its other ranks, over two connections.
+
+Pipes on one node, TCP between nodes (where `RankStart` comes from who starts the process).
 
     first -> other   RankStart, RankCache
     first -> other   RankStep | RankCapture, ConnectPeer | ForgetPeer | PullBlocks, RankCopies,
-                     RankPut | RankFetch, on a second pipe: begun one after another
-    other -> first   RankUp, RankLoaded, RankReady, or RankFailed;
-                     then RankPulled | RankCopied | RankStored | RankFetched
+                     RankPut | RankFetch, on the second one: begun one after another
+    other -> first   RankUp, RankLoaded, RankReady;
+                     then RankPulled | RankCopied | RankStored | RankFetched;
+                     RankFailed before it ends by itself
 
-An end of a pipe is the end of the other process.
+The end of a connection is the end of the other process.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
 
+LOOPBACK = "127.0.0.1"  # ranks of one node need not be reached from elsewhere
+
 
 class RankStart(msgspec.Struct, frozen=True, tag="start"):
     """Load the part of `rank`, one of `num_ranks`.
 
     tier: with the settings of the worker's role.
-    meeting_place: a file by which the ranks find each other.
+    meeting_place: by which the ranks find each other: a file, or tcp:HOST:PORT of the first.
+    host: an address of the rank's node, at which the others reach it.
     num_threads: of torch, on a CPU.
-    worker_id: of this rank, as the KV transport calls it.
     """
 
     config: ServeConfig
@@ -34,9 +39,15 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     rank: int
     num_ranks: int
     meeting_place: str
+    host: str
     num_threads: int
     worker_id: str
     epoch: int
+
+    @property
+    def name(self) -> str:
+        """Of the rank, as the KV transport calls it."""
+        return f"{self.worker_id}.{self.rank}"
 
 
 class RankCache(msgspec.Struct, frozen=True, tag="cache"):
@@ -150,7 +161,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """It could not start: a sentence."""
+    """It could not start, or failed: a sentence."""
 
     message: str
 

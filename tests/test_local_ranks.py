@@ -35,8 +35,9 @@ from disagg.rank_messages import ConnectPeer, FromRank, RankCapture
 from disagg.time_model import StepTimeModel
 from disagg.worker import rank
 from disagg.worker.check import check_tier
+from disagg.worker.other_rank import LocalRank, Rank
 from disagg.worker.parts import build_parts
-from disagg.worker.ranks import Rank, Ranks
+from disagg.worker.ranks import Ranks
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.kvtransfer.memory import Memory
@@ -79,7 +80,12 @@ async def cluster(
 
 def processes(worker: Worker) -> list[subprocess.Popen[bytes]]:
     assert worker._ranks is not None
-    return [other.process for other in worker._ranks.others]
+    return [process_of(other) for other in worker._ranks.others]
+
+
+def process_of(other: Rank) -> subprocess.Popen[bytes]:
+    assert isinstance(other, LocalRank)
+    return other.process
 
 
 def spied(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
@@ -309,7 +315,7 @@ def test_a_rank_that_fails_while_graphs_are_captured_ends_the_start(
         assert isinstance(runner.followers, Ranks)
         runner.followers.follow(RankCapture(4, 64, False))
         assert ended.get(timeout=60) == 1
-        statuses.extend(other.process.poll() for other in runner.followers.others)
+        statuses.extend(process_of(other).poll() for other in runner.followers.others)
         raise StartupError("the process would have ended")
 
     monkeypatch.setattr(Ranks, "meet", meet_by_what_hangs)
@@ -338,7 +344,7 @@ def test_ranks_end_with_a_first_rank_that_fails_while_they_wait_for_it(
     monkeypatch.setattr(build, "_warm_up", step_alone)
     with pytest.raises(MemoryError):
         build_parts(config(model), config(model).tiers[0], "alone", 1)
-    assert [other.process.poll() for other in others] == [0]
+    assert [process_of(other).poll() for other in others] == [0]
 
 
 def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
@@ -348,7 +354,7 @@ def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     ranks = Ranks(config(model), config(model).tiers[0], "gone", 1)
     (gone,) = ranks.others
-    gone.process.wait()
+    process_of(gone).wait()
     gone.pull(1, Memory("source").ticket("t", [3]), 0, [0])
     assert gone.poll() == [] and not gone.wait(60.0)
     assert isinstance(ranks.diagnose(RuntimeError("a step's")), EngineFailed)

@@ -9,19 +9,22 @@ import logging
 import os
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
 from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
-from disagg.app.gpus import gpus_of_cluster
+from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.ingress import Ingress
+from disagg.app.rank_actors import placement
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
 from disagg.planner.device_plan import plan_devices, unsized_tiers, with_devices
+from disagg.planner.node_check import check_nodes
 from disagg.router.autoscale import pools
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ def build(args: dict[str, Any]) -> Application:
         # All GPUs, not only free ones: during an update the old workers still hold some.
         plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))
         log.info(plan.line)
+        if ray.is_initialized():
+            check_nodes(plan.config, nodes_of_cluster())
         return build_application(plan.config)
     # Not checked against the nodes: nodes with GPUs may be added when workers ask for them.
     return build_application(with_devices(config, has_gpus=False))
@@ -148,9 +153,10 @@ def _worker_pool(
         },
         ray_actor_options={
             "num_cpus": pool.num_cpus,
-            "num_gpus": pool.num_gpus or 0,
+            "num_gpus": (pool.num_gpus or 0) / tier.num_nodes(pool),
             "resources": pool.resources,
             "runtime_env": {"env_vars": environment},
         },
+        **placement(tier, pool),
     )(worker)
     return deployment.bind(config, tier.name, role)

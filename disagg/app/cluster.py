@@ -18,13 +18,14 @@ from ray.serve.schema import ApplicationStatus
 
 from disagg.app import start_board
 from disagg.app.build import build_application
-from disagg.app.gpus import gpus_of_cluster
+from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
 from disagg.app.watch import Say, Watch
 from disagg.config import HttpConfig, ServeConfig, url_of
 from disagg.errors import StartupError
 from disagg.kernels.devices import Gpus, see_only
 from disagg.messages import StartsByPool
+from disagg.planner.node_check import Node
 
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
@@ -108,6 +109,10 @@ class Cluster:
     def gpus(self) -> Gpus:
         """The free GPUs of a running cluster."""
         return gpus_of_cluster(only_free=True)
+
+    def nodes(self) -> list[Node]:
+        """Of a running cluster."""
+        return nodes_of_cluster()
 
     def _start_local(self, device_ids: Sequence[str]) -> None:
         """Start Ray here, `NUM_RAY_STARTS` times at most where a busy machine takes too long."""

@@ -14,6 +14,7 @@ from ray import serve
 
 from disagg import logs, telemetry
 from disagg.app import membership, start_board
+from disagg.app.rank_actors import RankActors
 from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
 from disagg.kernels.devices import see_only
@@ -39,14 +40,21 @@ class WorkerReplica:
         see_only(ray.get_gpu_ids())
         tell = start_board.reporter(f"{tier_name}-{role}", replica)
         host = config.link_host or ray.util.get_node_ip_address()
+        build = functools.partial(self.build_parts, progress=tell)
+        tier = config.tier(tier_name)
+        engine = tier.for_role(role).engine
+        if engine.nnodes > 1:
+            is_on_gpu = bool(ray.get_gpu_ids())
+            nodes = RankActors(host, engine.nnodes, is_on_gpu=is_on_gpu)
+            build = functools.partial(build, nodes=nodes)
         self._worker = await Worker.start(
             msgspec.structs.replace(config, link_host=host),
-            config.tier(tier_name),
+            tier,
             role,
             worker_id=f"{tier_name}-{role}-{replica}",
             epoch=time.time_ns(),  # the oldest of a pool serve, the others stand by
             host=host,
-            build=functools.partial(self.build_parts, progress=tell),
+            build=build,
         )
         tell(StartStep("ready"))
         gc.freeze()  # what is here now stays: collections that look at all of it delay a step

@@ -218,7 +218,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="RANKS",
-        help="split each worker's model over so many GPUs of one machine, or processes on a CPU"
+        help="split each worker's model over so many GPUs, or processes on a CPU"
         " (docs/models.md#several-gpus-a-worker; default: 1)",
     )
     for flag in ("--prefill-tensor-parallel-size", "--decode-tensor-parallel-size"):
@@ -226,6 +226,20 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
             flag,
             type=int,
             metavar="RANKS",
+            help=f"the same for {flag[2:].split('-')[0]} workers only",
+        )
+    group.add_argument(
+        "--nnodes",
+        type=int,
+        default=1,
+        metavar="NODES",
+        help="divide the ranks of each worker over so many nodes of a Ray cluster (default: 1)",
+    )
+    for flag in ("--prefill-nnodes", "--decode-nnodes"):
+        group.add_argument(
+            flag,
+            type=int,
+            metavar="NODES",
             help=f"the same for {flag[2:].split('-')[0]} workers only",
         )
     group.add_argument(

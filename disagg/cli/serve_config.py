@@ -203,6 +203,7 @@ def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
     asked = {
         "num_gpus": arguments.num_gpus_per_worker,
         "tensor_parallel_size": getattr(arguments, f"{role}_tensor_parallel_size"),
+        "nnodes": getattr(arguments, f"{role}_nnodes"),
     }
     each = {key: value for key, value in asked.items() if value is not None}
     if size is None:

@@ -47,6 +47,7 @@ from disagg.kernels.cpu_library import find_step
 from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
+from disagg.planner.node_check import check_nodes
 from disagg.router.autoscale import pools
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         _connect(cluster, order, plan.device_ids, reports)
         if not is_here:
             config = _plan(config, cluster.gpus(), order, reports).config
+            check_nodes(config, cluster.nodes())
         reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE, not is_here))
         cluster.start(config.http)
         reports.send(Phase("starting workers", pool_sizes=pool_sizes(config)))

@@ -17,6 +17,7 @@ from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import check_secrets
 from disagg.doctor.machine import read_memory
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.router.autoscale import pools
 
 MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
 MIN_SHARED_MEMORY_NBYTES = 64 << 20  # what Docker gives a container
@@ -35,9 +36,23 @@ def check_before_ray(order: Order) -> None:
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
+        check_one_node(order.config)
         check_machine(Path(order.directory))
     if order.haproxy and order.ray_address is None:
         check_haproxy()
+
+
+def check_one_node(config: ServeConfig) -> None:
+    """Of a cluster that the command starts itself."""
+    for tier in config.tiers:
+        for role, pool in pools(tier):
+            if tier.num_nodes(pool) > 1:
+                raise StartupError(
+                    f"The {role} workers of {tier.name!r} are to have nnodes = "
+                    f"{tier.num_nodes(pool)}, and without --ray-address all runs on this machine."
+                    " Start Ray on the nodes, and give its address (docs/deploying.md).",
+                    param="nnodes",
+                )
 
 
 def check_port(http: HttpConfig) -> None:

@@ -18,7 +18,7 @@ from disagg.decode_worker.kv_source import KVTier
 from disagg.decode_worker.store_source import HostLookup, StoreLookup
 from disagg.engine.device.choices import choose_device
 from disagg.engine.engine import Engine
-from disagg.errors import NotEnoughMemory
+from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.ranked_transport import QuietTransport, RankedTransport
 from disagg.kvtransfer.slab import HOST, Slab, allocate_host
@@ -43,6 +43,7 @@ from disagg.worker.first_steps import first_steps
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.kv_cache import KVCache
     from disagg.engine.device.stream_copier import BlockReader
+    from disagg.worker.other_rank import RankNodes
     from disagg.worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -91,22 +92,30 @@ def build_parts(
     epoch: int,
     local_fleet: LocalFleet | None = None,
     progress: Callable[[StartStep], None] = lambda step: None,
+    nodes: RankNodes | None = None,
 ) -> Parts:
     """Load the model and reserve the memory. Slow: seconds to minutes.
 
     Args:
         local_fleet: where workers of this process find each other with `transport: local`.
         progress: called with the progress, in the calling thread.
+        nodes: of the worker, if it has several.
 
     Raises:
         StartupError: with a message for the user.
     """
+    if tier.engine.nnodes > 1 and nodes is None:
+        raise StartupError(
+            f"Tier {tier.name!r} has workers of nnodes = {tier.engine.nnodes}, which Ray places;"
+            " a fleet in one process has one node.",
+            param="nnodes",
+        )
     if tier.engine.tensor_parallel_size == 1:
         return _build(config, tier, worker_id, epoch, local_fleet, progress, None)
     # Here, because `ranks` needs this file, and most workers have one rank.
     from disagg.worker.ranks import Ranks
 
-    ranks = Ranks(config, tier, worker_id, epoch)
+    ranks = Ranks(config, tier, worker_id, epoch, nodes)
     try:
         return _build(config, tier, worker_id, epoch, local_fleet, progress, ranks)
     except BaseException:
@@ -168,6 +177,8 @@ def _build(
         kv_cache.begin_thread,
         reader.wait if reader is not None else lambda: None,
     )
+    if ranks is not None:
+        ranks.check_layout(own.peer.layout)
     return Parts(
         engine,
         made[0],
@@ -311,11 +322,12 @@ def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
         NotEnoughMemory: the machine has less, or not even a block fits.
     """
     nbytes = int(config.kv_offloading_size * 2**30)
-    machine_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    where = "this machine" if config.nnodes == 1 else "its nodes"
+    machine_nbytes = config.nnodes * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes and not block_nbytes <= nbytes <= machine_nbytes:
         raise NotEnoughMemory(
             f"kv_offloading_size = {config.kv_offloading_size} GiB are {nbytes} bytes; a KV block"
-            f" has {block_nbytes}, and this machine {machine_nbytes}. Choose a size between.",
+            f" has {block_nbytes}, and {where} {machine_nbytes}. Choose a size between.",
             param="kv_offloading_size",
         )
     return nbytes // block_nbytes

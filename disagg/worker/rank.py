@@ -1,4 +1,6 @@
-"""The process of a rank that is not its worker's first: `python -m disagg.worker.rank FD FD`.
+"""The process of a rank that is not its worker's first.
+
+`python -m disagg.worker.rank FD FD`, or `run_elsewhere` in a process on another node.
 
 The main thread does what the first rank says, in order: it computes steps, and begins to move KV.
 Another one ends the process when the first rank is gone; a third pulls KV. Started by `ranks`.
@@ -56,6 +58,7 @@ from disagg.worker.parts import (
     slab_of,
     store_of,
 )
+from disagg.worker.rank_door import Address, knock
 from disagg.worker.rank_offload import Offload
 
 if TYPE_CHECKING:  # needs torch
@@ -74,8 +77,8 @@ class _Pipes:
     jobs: for the thread that pulls KV; None until there is one.
     """
 
-    def __init__(self, control_fd: int, steps_fd: int) -> None:
-        self.control, self.steps = Connection(control_fd), Connection(steps_fd)
+    def __init__(self, control: Connection, steps: Connection) -> None:
+        self.control, self.steps = control, steps
         self._telling = threading.Lock()
         self.caches: SimpleQueue[RankCache] = SimpleQueue()
         self.jobs: SimpleQueue[Job] | None = None
@@ -102,10 +105,24 @@ class _Pipes:
 
 def main(control_fd: int, steps_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the whole server
-    pipes = _Pipes(control_fd, steps_fd)
+    pipes = _Pipes(Connection(control_fd), Connection(steps_fd))
     start = decode_to_rank(pipes.control.recv_bytes())
     assert isinstance(start, RankStart)
-    logs.setup(start.worker_id)
+    _run(start, pipes)
+
+
+def run_elsewhere(start: RankStart, door: Address) -> NoReturn:
+    """Be a rank on another node than the first one's, in the main thread of a process.
+
+    Raises:
+        StartupError: the first rank does not let it in.
+    """
+    key = start.config.cluster_key.encode()
+    _run(start, _Pipes(*knock(door, key, start.worker_id, start.rank)))
+
+
+def _run(start: RankStart, pipes: _Pipes) -> NoReturn:
+    logs.setup(start.name)
     _start_thread("listen", pipes.listen)
     try:
         follower, offload, jobs = _started(start, pipes)
@@ -117,8 +134,9 @@ def main(control_fd: int, steps_fd: int) -> NoReturn:
         _follow(pipes.steps, follower, offload, jobs)
     except EOFError:  # the worker closes; `listen` ends the process
         time.sleep(2 * CLOSE_TIMEOUT_S)
-    except Exception:
+    except Exception as error:
         log.exception("Rank %d of %d ends.", start.rank, start.num_ranks)
+        pipes.tell(RankFailed(repr(error)))
     _end(1)
 
 
@@ -156,7 +174,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
         start.num_threads,
     )
     pipes.tell(RankUp())
-    pipes.tell(RankLoaded(follower.load(start.meeting_place)))
+    pipes.tell(RankLoaded(follower.load(start.meeting_place, start.host)))
     cache = pipes.caches.get()
     kv_cache = follower.allocate(cache.num_blocks, cache.max_num_seqs)
     slab = slab_of(kv_cache)
@@ -172,10 +190,10 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
     )
     transport = new_transport(
         start.config,
-        start.worker_id,
+        start.name,
         start.epoch,
         slab,
-        Stamps(cache.num_blocks, start.worker_id, start.epoch),  # which nobody reads
+        Stamps(cache.num_blocks, start.name, start.epoch),  # nobody reads any but the first rank's
         None,
         kv_cache.begin_thread,
         reader.wait if reader is not None else lambda: None,

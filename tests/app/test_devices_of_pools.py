@@ -10,13 +10,15 @@ from disagg.app import build as module
 from disagg.kernels.devices import VISIBLE, Device, Gpus
 
 
-def options_of(*tiers: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each pool: what its actors ask Ray for."""
+def deployments_of(*tiers: dict[str, Any]) -> list[Any]:
     application: Any = module.build({"cluster_key": "a key of this test", "tiers": tiers})
     _, *workers = application._bound_deployment.init_args
-    return {
-        each._bound_deployment.name: each._bound_deployment.ray_actor_options for each in workers
-    }
+    return [each._bound_deployment for each in workers]
+
+
+def options_of(*tiers: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each pool: what its actors ask Ray for."""
+    return {each.name: each.ray_actor_options for each in deployments_of(*tiers)}
 
 
 def test_pools_that_ask_for_no_gpu_see_none() -> None:
@@ -45,3 +47,26 @@ def test_files_that_say_nothing_use_the_gpus_of_the_cluster(
         "demo-large-prefill": 1,
         "demo-large-decode": 1,
     }
+
+
+def test_a_worker_over_nodes_is_a_placement_group_with_a_bundle_for_each() -> None:
+    """A number that an autoscaler asks for is of such groups."""
+    engine = {"tensor_parallel_size": 16}
+    decode = {"nnodes": 2, "num_gpus": 16, "num_cpus": 4, "resources": {"decode": 1}}
+    tier = {"model": "demo-small", "engine": engine, "prefill": {"num_gpus": 16}, "decode": decode}
+    for deployment in deployments_of(tier):
+        replica, asked = deployment._replica_config, deployment.ray_actor_options
+        if deployment.name.endswith("prefill"):
+            assert replica.placement_group_bundles is None and asked["num_gpus"] == 16
+            continue
+        bundle = {"CPU": 4, "GPU": 8, "decode": 1}
+        assert replica.placement_group_bundles == [bundle, bundle]
+        assert replica.placement_group_strategy == "STRICT_SPREAD"
+        assert (asked["num_cpus"], asked["num_gpus"], asked["resources"]) == (4, 8, {"decode": 1})
+
+
+def test_a_worker_over_nodes_of_cpus_asks_ray_for_something() -> None:
+    engine = {"tensor_parallel_size": 2, "nnodes": 2, "device": "cpu"}
+    for deployment in deployments_of({"model": "demo-small", "engine": engine}):
+        (bundle, _) = deployment._replica_config.placement_group_bundles
+        assert list(bundle) == ["CPU"] and 0 < bundle["CPU"] < 0.01

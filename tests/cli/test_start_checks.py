@@ -148,3 +148,10 @@ def test_a_store_whose_url_makes_no_sense(url: str) -> None:
 
 def test_a_store_that_is_away() -> None:
     start_checks.check_store(f"redis://127.0.0.1:{free_port()}")
+
+
+def test_workers_over_nodes_need_a_cluster() -> None:
+    tier = {"model": "demo-small", "engine": {"tensor_parallel_size": 2}, "decode": {"nnodes": 2}}
+    config = parse_config({"tiers": [tier], "cluster_key": "key"})
+    with pytest.raises(StartupError, match=r"workers of 'demo-small' .* nnodes = 2, and"):
+        start_checks.check_one_node(config)

@@ -1,4 +1,4 @@
-"""The communicator of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine.
+"""The communicator of torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 Groups are objects of their own and not the process's default group, since a process may hold
 several workers.
@@ -6,8 +6,10 @@ several workers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import functional
 
+from disagg.kvtransfer.ucx import interface_of
 from disagg.models.share import Share
+from disagg.rank_messages import LOOPBACK
 
 _dist: Any = torch.distributed  # its classes are not typed
-LOOPBACK = "127.0.0.1"  # gloo asks for no key, so it listens here only
+TCP = "tcp:"  # begins the meeting place of ranks on several nodes
 MEETING_TIMEOUT_S = 600.0  # a rank may load for so much longer than another
 
 
@@ -27,17 +31,28 @@ class TorchCommunicator:
 
     Args:
         device_type: of all ranks, "cpu" or "cuda"; of GPUs, the current one is this rank's.
-        meeting_place: path of a file that does not exist yet, by which the ranks find each other.
+        meeting_place: path of a file that does not exist yet, by which the ranks find each other;
+            or, on several nodes, tcp:HOST:PORT of the first rank.
+        host: an address of this node, at which the other ranks reach it. gloo, which asks for no
+            key, listens there only.
+        listener: of the first rank, at that meeting place.
 
     Raises:
         RuntimeError: the others did not come.
     """
 
-    def __init__(self, share: Share, device_type: str, meeting_place: str) -> None:
+    def __init__(
+        self,
+        share: Share,
+        device_type: str,
+        meeting_place: str,
+        host: str = LOOPBACK,
+        listener: socket | None = None,
+    ) -> None:
         self._share = share
-        store = _dist.FileStore(meeting_place, share.num_ranks)
+        store = _store(meeting_place, share, listener)
         store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
-        self._group = _group(store, share, device_type)
+        self._group = _group(store, share, device_type, host)
         self._sum = _in_order(_dist.AllreduceOptions())
         self._to_first = _in_order(_dist.GatherOptions())
         self._from_first = _in_order(_dist.BroadcastOptions())
@@ -82,12 +97,31 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def _group(store: Any, share: Share, device_type: str) -> Any:
+def _store(meeting_place: str, share: Share, listener: socket | None) -> Any:
+    if not meeting_place.startswith(TCP):
+        return _dist.FileStore(meeting_place, share.num_ranks)
+    host, _, port = meeting_place.removeprefix(TCP).rpartition(":")
+    return _dist.TCPStore(
+        host,
+        int(port),
+        share.num_ranks,
+        listener is not None,
+        timedelta(seconds=MEETING_TIMEOUT_S),
+        wait_for_workers=False,
+        # By itself torch would listen on all addresses.
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _group(store: Any, share: Share, device_type: str, host: str) -> Any:
     if device_type == "cuda":
+        name = interface_of(host)
+        if host != LOOPBACK and name is not None:  # "=": no other that begins with this name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         return _dist.ProcessGroupNCCL(
             store, share.rank, share.num_ranks, _dist.ProcessGroupNCCL.Options()
         )
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
     return _dist.ProcessGroupGloo(store, share.rank, share.num_ranks, options)

@@ -53,7 +53,7 @@ class EnginePlan:
         dtype = FORMATS[chosen.dtype].dtype
         device, gpu = torch.device(chosen.device), None
         if chosen.device == "cuda":
-            device = gpu_of(share)
+            device = gpu_of(share, config.ranks_per_node)
             check_gpu(device, model, dtype)
             gpu = GpuMemory(config, device)
         claim_nbytes = None if gpu is None else gpu.claim_nbytes

@@ -22,7 +22,7 @@ from disagg.models.batch import Batch
 from disagg.models.decoder import load_model
 from disagg.models.description import ModelDescription
 from disagg.models.share import Share
-from disagg.rank_messages import RankCapture, RankStep, RankWork
+from disagg.rank_messages import LOOPBACK, RankCapture, RankStep, RankWork
 
 if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
     from disagg.engine.device.step_graphs import StepGraphs
@@ -58,15 +58,18 @@ class Follower:
     def device(self) -> torch.device:
         return self._plan.device
 
-    def load(self, meeting_place: str) -> int | None:
+    def load(self, meeting_place: str, host: str = LOOPBACK) -> int | None:
         """Meet the other ranks, and load this one's weights. Returns the bytes that are left for
         KV, on a GPU.
+
+        Args:
+            meeting_place, host: see `TorchCommunicator`.
 
         Raises:
             ModelError: the weights do not fit the model's config, or are damaged.
         """
         plan = self._plan
-        communicator = TorchCommunicator(self._share, self.device.type, meeting_place)
+        communicator = TorchCommunicator(self._share, self.device.type, meeting_place, host)
         self._decoder = load_model(
             self._description, plan.dtype, plan.device, communicator=communicator
         )

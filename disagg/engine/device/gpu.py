@@ -52,18 +52,22 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
         )
 
 
-def gpu_of(share: Share) -> torch.device:
-    """A rank's GPU: that of its number, of those that the process sees. Raises `StartupError`."""
+def gpu_of(share: Share, ranks_per_node: int) -> torch.device:
+    """A rank's GPU: that of its number, of those that the process sees; on another node than the
+    first rank's, the only one that it sees. Raises `StartupError`."""
     if share.num_ranks == 1:
         return torch.device("cuda")
     num_gpus = torch.cuda.device_count()
-    if share.num_ranks > num_gpus:
+    is_near = share.rank < ranks_per_node
+    num_needed = ranks_per_node if is_near else 1
+    if num_needed > num_gpus:
         raise StartupError(
-            f"A worker of tensor_parallel_size = {share.num_ranks} needs {share.num_ranks} GPUs,"
-            f" and this one sees {num_gpus}.",
+            f"A worker of tensor_parallel_size = {share.num_ranks} needs {ranks_per_node} GPUs"
+            f"{' on each node' if ranks_per_node < share.num_ranks else ''}, and this rank sees"
+            f" {num_gpus} of {num_needed}.",
             param="tensor_parallel_size",
         )
-    return torch.device("cuda", share.rank)
+    return torch.device("cuda", share.rank if is_near else 0)
 
 
 class GpuMemory:

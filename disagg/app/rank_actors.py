@@ -1,0 +1,106 @@
+"""The ranks of a worker on other nodes than its replica: actors in the replica's placement group.
+
+Serve makes the group with the replica and removes it with the replica, and Ray ends an actor whose
+replica has ended. The group has a bundle for each node; the replica is in the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from disagg.config import PoolConfig, TierConfig
+from disagg.errors import StartupError
+from disagg.kernels.devices import see_only
+from disagg.planner.node_check import resources_of_node
+from disagg.rank_messages import RankStart
+from disagg.worker.rank import run_elsewhere
+from disagg.worker.rank_door import Address
+
+
+def placement(tier: TierConfig, pool: PoolConfig) -> dict[str, Any]:
+    """Options of Serve's that place each worker on its nodes; none for a worker of one node."""
+    nnodes = tier.num_nodes(pool)
+    if nnodes == 1:
+        return {}
+    return {
+        "placement_group_bundles": [resources_of_node(tier, pool)] * nnodes,
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
+
+
+class RankActors:
+    """Implements `worker.other_rank.RankNodes`, in a replica that Serve has placed.
+
+    Args:
+        host: of the replica's node.
+        is_on_gpu: each rank has one.
+
+    Raises:
+        StartupError: Ray does not say where the worker's nodes are.
+    """
+
+    def __init__(self, host: str, nnodes: int, *, is_on_gpu: bool) -> None:
+        self._group, self._is_on_gpu = ray.util.get_current_placement_group(), is_on_gpu
+        if self._group is None:
+            raise StartupError(
+                f"A worker of nnodes = {nnodes} is in no placement group of Ray; deploy it with"
+                " `serve deploy` or `disagg serve --ray-address`.",
+                param="nnodes",
+            )
+        self.hosts: Sequence[str] = [host, *_hosts(self._group)[1:]]
+
+    def launch(self, node: int, start: RankStart, door: Address) -> _RankProcess:
+        assert self._group is not None
+        actor = _actors.options(
+            num_cpus=0,
+            num_gpus=1 if self._is_on_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, node),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(start.num_threads)}},
+        ).remote()
+        return _RankProcess(actor, actor.run.remote(start, door))
+
+
+def _hosts(group: PlacementGroup) -> list[str]:
+    """The addresses of the nodes of a group, by bundle."""
+    places = placement_group_table(group)["bundles_to_node_id"]
+    hosts = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+    return [hosts[places[bundle]] for bundle in sorted(places)]
+
+
+class _RankActor:
+    """A process that is a rank; it ends with it."""
+
+    def run(self, start: RankStart, door: Address) -> None:
+        see_only(ray.get_gpu_ids())
+        run_elsewhere(start, door)
+
+
+_actors: Any = ray.remote(_RankActor)  # its methods are not typed
+
+
+class _RankProcess:
+    """Implements `worker.other_rank.RemoteProcess`."""
+
+    def __init__(self, actor: Any, running: ray.ObjectRef[None]) -> None:
+        self._actor, self._running = actor, running
+
+    def ended(self, timeout_s: float) -> str | None:
+        ready, _ = ray.wait([self._running], timeout=timeout_s)
+        if not ready:
+            return None
+        try:
+            ray.get(self._running)
+        except RayTaskError as error:  # of our own code, behind a traceback
+            return str(error).strip().splitlines()[-1]
+        except RayError as error:
+            return str(error).strip().splitlines()[0]
+        return "its process has ended"
+
+    def kill(self) -> None:
+        ray.kill(self._actor)

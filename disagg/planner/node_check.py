@@ -1,0 +1,91 @@
+"""Whether the nodes of a cluster can hold a worker of several GPUs or nodes. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.errors import StartupError
+from disagg.router.autoscale import pools
+
+LEAST_CPUS = 0.001  # Ray places nothing that asks for nothing
+
+
+class Node(NamedTuple):
+    """resources: all that it has, as Ray calls them: GPU, CPU, and those of its own."""
+
+    address: str
+    resources: Mapping[str, float]
+
+    def has(self, asked: Mapping[str, float]) -> bool:
+        return all(self.resources.get(name, 0.0) >= amount for name, amount in asked.items())
+
+
+def resources_of_node(tier: TierConfig, pool: PoolConfig) -> dict[str, float]:
+    """What a worker of a pool asks of each of its nodes."""
+    asked = {"CPU": max(pool.num_cpus, LEAST_CPUS), **pool.resources}
+    if pool.num_gpus:
+        asked["GPU"] = pool.num_gpus / tier.num_nodes(pool)
+    return asked
+
+
+def check_nodes(config: ServeConfig, nodes: Sequence[Node]) -> None:
+    """Refuse workers of several GPUs or nodes that the cluster could never place.
+
+    Args:
+        config: each pool's `num_gpus` is settled.
+
+    Raises:
+        StartupError: with what each node has.
+    """
+    for tier in config.tiers:
+        for role, pool in pools(tier):
+            nnodes = tier.num_nodes(pool)
+            is_wanted = pool.num_replicas or pool.num_standby or pool.autoscaling is not None
+            if not is_wanted or (nnodes == 1 and (pool.num_gpus or 0) <= 1):
+                continue
+            asked = resources_of_node(tier, pool)
+            num_able = sum(node.has(asked) for node in nodes)
+            if num_able < nnodes:
+                raise StartupError(_too_few(tier, role, pool, nodes, num_able), param="nnodes")
+
+
+def _too_few(
+    tier: TierConfig, role: str, pool: PoolConfig, nodes: Sequence[Node], num_able: int
+) -> str:
+    nnodes, num_ranks = tier.num_nodes(pool), tier.num_ranks(pool)
+    asked = resources_of_node(tier, pool)
+    has = "; ".join(
+        f"{node.address} has {_words({name: node.resources.get(name, 0.0) for name in asked})}"
+        for node in nodes
+    )
+    able = next(
+        (
+            number
+            for number in range(2, num_ranks + 1)
+            if num_ranks % number == 0 and _fits(tier, pool, number, nodes)
+        ),
+        None,
+    )
+    advice = (
+        "Add nodes, or change tensor_parallel_size and nnodes."
+        if able is None or able == nnodes
+        else f"nnodes = {able} (--nnodes) divides it over {able} nodes."
+    )
+    return (
+        f"A {role} worker of tier {tier.name!r} ({num_ranks} ranks) needs {nnodes} node"
+        f"{'s' if nnodes > 1 else ''} with {_words(asked)}{' each' if nnodes > 1 else ''}, and the"
+        f" cluster has {num_able} ({has}). {advice}"
+    )
+
+
+def _fits(tier: TierConfig, pool: PoolConfig, nnodes: int, nodes: Sequence[Node]) -> bool:
+    asked = {**resources_of_node(tier, pool)}
+    if pool.num_gpus:
+        asked["GPU"] = pool.num_gpus / nnodes
+    return sum(node.has(asked) for node in nodes) >= nnodes
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

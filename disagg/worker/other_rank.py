@@ -1,0 +1,339 @@
+"""Another rank of a worker, as the first one sees it: messages, and the process behind them.
+
+`LocalRank` is a child process, and lives and dies with the worker. `RemoteRank` is on another node,
+where somebody else has started it; it ends when its connections do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Protocol, TypeVar
+
+import disagg
+from disagg.blocks import BlockHash
+from disagg.errors import StartupError
+from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.transport import PullDone
+from disagg.rank_messages import (
+    ConnectPeer,
+    ForgetPeer,
+    PullBlocks,
+    RankCache,
+    RankCopied,
+    RankCopies,
+    RankFailed,
+    RankFetch,
+    RankFetched,
+    RankLoaded,
+    RankPulled,
+    RankPut,
+    RankReady,
+    RankStart,
+    RankStored,
+    RankTask,
+    RankUp,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from disagg.worker.rank_door import Address, Door, is_over
+
+STOP_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 120.0  # for a process on another node to be started and to connect
+LOOK_S = 0.2  # between two looks whether it has ended instead
+Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
+
+
+class Rank:
+    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`,
+    `store.ranked_copier.RankCopier` and `store.ranked_store.RankStore`.
+
+    Attributes:
+        num_damaged: damaged values that it has read from the store, as of its last fetch.
+    """
+
+    _control: Connection
+    _steps: Connection
+
+    def __init__(self, start: RankStart, place: str = "") -> None:
+        self._name = f"rank {start.rank} of {start.num_ranks}{place}"
+        self._peer: Peer | None = None
+        self._pulled: list[tuple[int, PullDone]] = []
+        self._num_saved = 0
+        self._loaded_s: list[float] = []
+        self._put_errors: list[str | None] = []
+        self._fetched: list[tuple[int, str | None]] = []
+        self.num_damaged = 0
+        self._is_gone = False
+        self._failure: str | None = None  # what it said when it ended by itself
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # Of its process; each kind of rank has its own.
+
+    def wait_end(self) -> str:
+        """Wait until it has ended. Returns how: a sentence without its full stop."""
+        raise NotImplementedError
+
+    def was_killed(self) -> bool | None:
+        """Whether it was killed, or its node is gone, and it did not end by itself. None: it runs.
+        Of the thread that reads its messages."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It ends when its pipes do."""
+        raise NotImplementedError
+
+    def wait_closed(self) -> None:
+        """After `close`; kills it if it does not end."""
+        raise NotImplementedError
+
+    # Messages.
+
+    def answer(self, kind: type[Answer]) -> Answer:
+        """Wait for a message of the start.
+
+        Raises:
+            StartupError: it failed, or ended; the message names the rank.
+        """
+        try:
+            message = decode_from_rank(self._control.recv_bytes())
+        except (EOFError, OSError):
+            raise StartupError(
+                f"{self.wait_end()}; the worker cannot start, and the rank's log has the reason."
+            ) from None
+        if isinstance(message, kind):
+            return message
+        why = message.message if isinstance(message, RankFailed) else repr(message)
+        raise StartupError(f"{self._name} could not start: {why}")
+
+    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
+        self._tell(RankCache(num_blocks, max_num_seqs))
+
+    def wait_ready(self) -> None:
+        self._peer = self.answer(RankReady).peer
+
+    def follow(self, frame: bytes) -> None:
+        self._steps.send_bytes(frame)
+
+    @property
+    def peer(self) -> Peer:
+        assert self._peer is not None, "it is not ready"
+        return self._peer
+
+    def add_peer(self, peer: Peer) -> None:
+        self._begin(ConnectPeer(peer))
+
+    def forget_peer(self, worker_id: str) -> None:
+        self._begin(ForgetPeer(worker_id))
+
+    def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
+        self._begin(PullBlocks(number, ticket, first_block, into))
+
+    def poll(self) -> list[tuple[int, PullDone]]:
+        self._read()
+        pulled, self._pulled = self._pulled, []
+        return pulled
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._begin(RankCopies(False, [*pairs]))
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._begin(RankCopies(True, [*pairs]))
+
+    def take_saved(self) -> int:
+        self._read()
+        num_saved, self._num_saved = self._num_saved, 0
+        return num_saved
+
+    def take_loaded(self) -> list[float]:
+        self._read()
+        loaded_s, self._loaded_s = self._loaded_s, []
+        return loaded_s
+
+    def put(self, blocks: Sequence[tuple[int, BlockHash]], in_host: bool) -> None:
+        self._begin(RankPut([*blocks], in_host))
+
+    def take_put(self) -> list[str | None]:
+        self._read()
+        errors, self._put_errors = self._put_errors, []
+        return errors
+
+    def fetch(self, number: int, names: Sequence[BlockHash], into: Sequence[int]) -> None:
+        self._begin(RankFetch(number, [*names], [*into]))
+
+    def take_fetched(self) -> list[tuple[int, str | None]]:
+        self._read()
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def wait(self, timeout_s: float) -> bool:
+        return not self._is_gone and self._control.poll(timeout_s)
+
+    def _read(self) -> None:
+        """Sort the reports that have come."""
+        while not self._is_gone and self._control.poll():
+            try:
+                report = decode_from_rank(self._control.recv_bytes())
+            except (EOFError, OSError):
+                self._is_gone = True  # `watch` reports that; here it would be one request's error
+                return
+            match report:
+                case RankPulled(number=number, done=done):
+                    self._pulled.append((number, done))
+                case RankCopied(num_saved=num_saved, loaded_s=loaded_s):
+                    self._num_saved += num_saved
+                    self._loaded_s += loaded_s
+                case RankStored(errors=errors):
+                    self._put_errors += errors
+                case RankFailed(message=message):
+                    self._failure = message
+                case RankFetched(number=number, error=error, num_damaged=num_damaged):
+                    self._fetched.append((number, error))
+                    self.num_damaged = num_damaged
+
+    def _begin(self, task: RankTask) -> None:
+        # If it has ended, `watch` reports that. An error here would end one request, whose blocks
+        # the first rank may be writing to.
+        with contextlib.suppress(OSError):
+            self._steps.send_bytes(encode(task))
+
+    def _tell(self, message: ToRank) -> None:
+        with contextlib.suppress(OSError):  # `answer` reports that it has ended
+            self._control.send_bytes(encode(message))
+
+
+class LocalRank(Rank):
+    """A child process.
+
+    Attributes:
+        process: it.
+    """
+
+    def __init__(self, start: RankStart) -> None:
+        super().__init__(start)
+        own_control, its_control = socketpair()
+        own_steps, its_steps = socketpair()
+        self._control = Connection(own_control.detach())
+        self._steps = Connection(own_steps.detach())
+        fds = its_control.fileno(), its_steps.fileno()
+        here = str(Path(disagg.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        with its_control, its_steps:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.worker.rank", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": str(start.num_threads),
+                },
+            )
+        self._tell(start)
+
+    def wait_end(self) -> str:
+        return f"{self.name} ended with exit status {self.process.wait()}"
+
+    def was_killed(self) -> bool | None:
+        status = self.process.poll()
+        return None if status is None else status < 0
+
+    def close(self) -> None:
+        self._control.close()
+        self._steps.close()
+
+    def wait_closed(self) -> None:
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class RemoteProcess(Protocol):
+    """The process of a rank on another node."""
+
+    def ended(self, timeout_s: float) -> str | None:
+        """How it ended, in words; None: it still runs."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class RankNodes(Protocol):
+    """The nodes of a worker that has several.
+
+    hosts: their addresses, by which they reach each other; the first is this one's.
+    """
+
+    @property
+    def hosts(self) -> Sequence[str]: ...
+
+    def launch(self, node: int, start: RankStart, door: Address) -> RemoteProcess:
+        """Have a process on `hosts[node]` call `rank.run_elsewhere`; does not wait for it."""
+        ...
+
+
+class RemoteRank(Rank):
+    """
+    Args:
+        node: of `nodes`.
+        door: where it comes in.
+    """
+
+    def __init__(self, start: RankStart, nodes: RankNodes, node: int, door: Door) -> None:
+        super().__init__(start, f" on {nodes.hosts[node]}")
+        self._number, self._door = start.rank, door
+        self._process = nodes.launch(node, start, door.address)
+        self._is_connected = False
+
+    def answer(self, kind: type[Answer]) -> Answer:
+        if not self._is_connected:
+            self._control, self._steps = self._connections()
+            self._is_connected = True
+        return super().answer(kind)
+
+    def _connections(self) -> tuple[Connection, Connection]:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while (found := self._door.take(self._number, LOOK_S)) is None:
+            why = self._process.ended(0.0)
+            if why is not None:
+                raise StartupError(f"{self.name} could not start: {why}")
+            if time.monotonic() > deadline:
+                host, port = self._door.address
+                raise StartupError(
+                    f"{self.name} has not connected to {host}:{port} within {CONNECT_TIMEOUT_S:.0f}"
+                    " s; nodes of one worker must reach each other on all ports.",
+                    param="nnodes",
+                )
+        return found
+
+    def wait_end(self) -> str:
+        is_over(self._control, None)
+        return f"{self.name} is gone"
+
+    def was_killed(self) -> bool | None:
+        if not is_over(self._control):
+            return None
+        self._read()
+        return self._failure is None
+
+    def close(self) -> None:
+        if self._is_connected:
+            self._control.close()
+            self._steps.close()
+
+    def wait_closed(self) -> None:
+        if not self._is_connected or self._process.ended(STOP_TIMEOUT_S) is None:
+            self._process.kill()

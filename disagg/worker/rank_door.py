@@ -1,0 +1,183 @@
+"""Connections between the first rank of a worker and its ranks on other nodes.
+
+The first rank listens until all have come, each with two connections. Both sides prove that they
+know the cluster key before a message is read; as on links, nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import select
+import socket
+import struct
+import time
+from multiprocessing.connection import Connection
+from typing import Literal, TypeAlias
+
+from disagg.errors import StartupError
+from disagg.links.frames import NONCE_NBYTES, fresh_nonce, proofs_equal
+
+log = logging.getLogger(__name__)
+
+Channel: TypeAlias = Literal[0, 1]
+CONTROL: Channel = 0
+STEPS: Channel = 1
+Address: TypeAlias = tuple[str, int]
+
+PROOF_NBYTES = hashlib.sha256().digest_size
+VISITOR = struct.Struct(f"!IB{NONCE_NBYTES}s{PROOF_NBYTES}s")  # rank, channel, nonce, proof
+SHAKE_TIMEOUT_S = 5.0  # who connects and says nothing keeps others waiting for so long
+PATIENCE_S = 600.0  # of a rank, for a first one that waits for a GPU's memory
+VANISHED_S = 4  # a node that is gone without a word is noticed after this time
+
+
+class Door:
+    """Where the ranks of other nodes come in.
+
+    Args:
+        host: an address of this machine, on which alone it listens.
+        key: the cluster's secret.
+        worker_id: only its ranks are let in.
+
+    Raises:
+        StartupError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, key: bytes, worker_id: str) -> None:
+        self._key, self._worker_id = key, worker_id
+        self._found: dict[tuple[int, int], Connection] = {}
+        self._listener = listen(host)
+        address = self._listener.getsockname()
+        self.address: Address = address[0], address[1]
+
+    def take(self, rank: int, timeout_s: float) -> tuple[Connection, Connection] | None:
+        """The connections of a rank for control and for steps; None: it has not come in time."""
+        deadline = time.monotonic() + timeout_s
+        wanted = (rank, CONTROL), (rank, STEPS)
+        while not all(each in self._found for each in wanted):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._listener.settimeout(left_s)
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                return None
+            self._let_in(connection)
+        return self._found.pop(wanted[0]), self._found.pop(wanted[1])
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._found.values():
+            connection.close()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        own = fresh_nonce()
+        try:
+            connection.settimeout(SHAKE_TIMEOUT_S)
+            connection.sendall(own)
+            rank, channel, nonce, proof = VISITOR.unpack(_exactly(connection, VISITOR.size))
+            words = self._worker_id, rank, channel, own, nonce
+            if not proofs_equal(proof, _proof(self._key, b"rank", *words)):
+                raise OSError("it does not know this cluster's key, or is of another worker")
+            connection.sendall(_proof(self._key, b"first", *words))
+            self._found[rank, channel] = _as_pipe(connection, channel)
+        except OSError as error:
+            log.warning("A connection that should be a rank's was closed: %s", error)
+            connection.close()
+
+
+def knock(address: Address, key: bytes, worker_id: str, rank: int) -> tuple[Connection, Connection]:
+    """Connect a rank to its first one: for control and for steps.
+
+    Raises:
+        StartupError: it cannot be reached, or does not know the cluster key.
+    """
+    try:
+        return (
+            _connect(address, key, worker_id, rank, CONTROL),
+            _connect(address, key, worker_id, rank, STEPS),
+        )
+    except OSError as error:
+        raise StartupError(
+            f"The first rank at {address[0]}:{address[1]} cannot be reached ({error}); nodes of one"
+            " worker must reach each other on all ports.",
+            param="nnodes",
+        ) from error
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on an address of this machine, at any free port. Raises `StartupError`."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family)
+    except OSError as error:
+        raise StartupError(
+            f"A worker over several nodes cannot listen on {host}: {error.strerror or error}. It is"
+            " the node's address in Ray, unless link_host is set.",
+            param="link_host",
+        ) from error
+
+
+def is_over(connection: Connection, timeout_s: float | None = 0.0) -> bool:
+    """Wait until the other side is gone; reads nothing. None: without an end."""
+    watched = select.poll()
+    watched.register(connection.fileno(), select.POLLRDHUP)
+    return bool(watched.poll(None if timeout_s is None else 1e3 * timeout_s))
+
+
+def _connect(
+    address: Address, key: bytes, worker_id: str, rank: int, channel: Channel
+) -> Connection:
+    connection = socket.create_connection(address, PATIENCE_S)
+    try:
+        nonce, first = fresh_nonce(), _exactly(connection, NONCE_NBYTES)
+        words = worker_id, rank, channel, first, nonce
+        connection.sendall(VISITOR.pack(rank, channel, nonce, _proof(key, b"rank", *words)))
+        if not proofs_equal(_exactly(connection, PROOF_NBYTES), _proof(key, b"first", *words)):
+            raise OSError("it does not know this cluster's key")
+    except OSError:
+        connection.close()
+        raise
+    return _as_pipe(connection, channel)
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        piece = connection.recv(nbytes - len(data))
+        if not piece:
+            raise OSError("it closed the connection")
+        data += piece
+    return data
+
+
+def _proof(
+    key: bytes, role: bytes, worker_id: str, rank: int, channel: int, first: bytes, other: bytes
+) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in (
+        b"disagg-rank",
+        role,
+        worker_id.encode(),
+        b"%d/%d" % (rank, channel),
+        first,
+        other,
+    ):
+        mac.update(len(part).to_bytes(4) + part)
+    return mac.digest()
+
+
+def _as_pipe(connection: socket.socket, channel: int) -> Connection:
+    """Of a connection that both sides trust. That for control ends when the other node is gone, and
+    both sides end with it; that for steps may be full for long, while a rank computes."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if channel == CONTROL:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
+    return Connection(connection.detach())

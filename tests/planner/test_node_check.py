@@ -1,0 +1,65 @@
+"""Workers of several GPUs or nodes on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg.config_checks import parse_config
+from disagg.errors import StartupError
+from disagg.planner.device_plan import with_devices
+from disagg.planner.node_check import Node, check_nodes
+
+
+def check(nodes: list[Node], engine: dict[str, Any], **decode: Any) -> None:
+    tier = {"model": "m", "engine": engine, "prefill": {"num_replicas": 0}, "decode": decode}
+    config = parse_config({"tiers": [tier], "cluster_key": "key"})
+    has_gpus = any("GPU" in node.resources for node in nodes)
+    check_nodes(with_devices(config, has_gpus), nodes)
+
+
+def of_gpus(*numbers: float) -> list[Node]:
+    return [
+        Node(f"10.0.0.{index}", {"CPU": 8.0, "GPU": number})
+        for index, number in enumerate(numbers, start=1)
+    ]
+
+
+def test_what_fits_is_let_through() -> None:
+    check(of_gpus(8, 8), {"tensor_parallel_size": 16, "nnodes": 2})
+    check(of_gpus(8, 0, 8), {"tensor_parallel_size": 16}, nnodes=2)
+    check(of_gpus(8), {"tensor_parallel_size": 8})
+    check([Node("a", {"CPU": 1}), Node("b", {"CPU": 1})], {"tensor_parallel_size": 2, "nnodes": 2})
+    check([], {})  # nodes may come when a worker asks for one
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine", "decode", "words"),
+    [
+        (
+            of_gpus(8, 4),
+            {"tensor_parallel_size": 16, "nnodes": 2},
+            {},
+            r"needs 2 nodes with 0.001 CPU, 8 GPU each, and the cluster has 1 \(10\.0\.0\.1 has 8"
+            r" CPU, 8 GPU; 10\.0\.0\.2 has 8 CPU, 4 GPU\)\. Add nodes",
+        ),
+        (
+            of_gpus(8, 8),
+            {"tensor_parallel_size": 16},
+            {},
+            r"\(16 ranks\) needs 1 node with .* 16 GPU, .* has 0 .*nnodes = 2 \(--nnodes\) divides",
+        ),
+        (
+            [Node("a", {"CPU": 1, "decode": 1}), Node("b", {"CPU": 1})],
+            {"tensor_parallel_size": 2},
+            {"nnodes": 2, "resources": {"decode": 1}},
+            r"needs 2 nodes .* 1 decode each, .* has 1 .*b has 1 CPU, 0 decode",
+        ),
+    ],
+)
+def test_what_no_node_can_hold_is_refused(
+    nodes: list[Node], engine: dict[str, Any], decode: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(StartupError, match=words):
+        check(nodes, engine, **decode)

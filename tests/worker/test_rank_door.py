@@ -1,0 +1,92 @@
+"""The door for ranks of other nodes: who comes in, and what happens to others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from disagg.errors import StartupError
+from disagg.worker.rank_door import CONTROL, VISITOR, Door, _proof, is_over, knock
+
+KEY = b"the cluster's key"
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door("127.0.0.2", KEY, "worker")
+    yield door
+    door.close()
+
+
+def test_ranks_come_in_any_order_and_messages_go_both_ways(door: Door) -> None:
+    assert door.address[0] == "127.0.0.2"  # and not on all addresses
+    with ThreadPoolExecutor(2) as threads:
+        came = {rank: threads.submit(knock, door.address, KEY, "worker", rank) for rank in (2, 1)}
+        for rank, coming in came.items():
+            found = door.take(rank, 60)
+            assert found is not None
+            for channel, (own, its) in enumerate(zip(found, coming.result(), strict=True)):
+                own.send_bytes(b"to %d on %d" % (rank, channel))
+                its.send_bytes(b"from %d on %d" % (rank, channel))
+                assert its.recv_bytes() == b"to %d on %d" % (rank, channel)
+                assert own.recv_bytes() == b"from %d on %d" % (rank, channel)
+            assert not is_over(found[CONTROL])
+            waiting = threading.Thread(target=is_over, args=(found[CONTROL], None))
+            waiting.start()
+            for its in coming.result():
+                its.close()
+            waiting.join(60)
+            assert not waiting.is_alive() and is_over(found[CONTROL])
+
+
+@pytest.mark.parametrize(
+    ("key", "worker_id"), [(b"another key", "worker"), (KEY, "another worker")]
+)
+def test_who_does_not_belong_here_gets_no_message(door: Door, key: bytes, worker_id: str) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(knock, door.address, key, worker_id, 1)
+        while not coming.done():
+            assert door.take(1, 0.1) is None
+        with pytest.raises(StartupError, match="closed the connection"):
+            coming.result()
+
+
+def test_a_first_rank_that_does_not_know_the_key_gets_none_either() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(knock, listener.getsockname()[:2], KEY, "worker", 1)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(bytes(32))
+            received = b""
+            while len(received) < VISITOR.size:
+                received += connection.recv(VISITOR.size)
+            *_, proof = VISITOR.unpack(received)
+            connection.sendall(proof)  # what it has just heard
+            with pytest.raises(StartupError, match="does not know this cluster's key"):
+                coming.result()
+
+
+def test_a_proof_that_was_overheard_opens_no_other_connection(door: Door) -> None:
+    """The first rank's nonce is new each time."""
+    with socket.create_connection(door.address) as connection:
+        overheard = VISITOR.pack(
+            1, CONTROL, bytes(32), _proof(KEY, b"rank", "worker", 1, 0, bytes(32), bytes(32))
+        )
+        connection.sendall(overheard)
+        assert door.take(1, 0.2) is None
+        connection.settimeout(60)
+        received = connection.recv(1024)
+        assert len(received) == 32 and connection.recv(1024) == b""
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+    with pytest.raises(StartupError, match=f"{address[1]} cannot be reached"):
+        knock(address, KEY, "worker", 1)
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
+        Door("192.0.2.1", KEY, "worker")
