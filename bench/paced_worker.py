@@ -16,7 +16,7 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.engine.sched.step import SampledToken, StepPlan
+from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -35,13 +35,13 @@ class PacedRunner:
     def __init__(
         self, token_id: int, timer: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
-        self._token = SampledToken(token_id)
+        self._token_id = token_id
         self._timer = timer
         self._sleep = sleep
         self._next_s = 0.0
         self._is_named = False
 
-    def run(self, plan: StepPlan) -> list[SampledToken | None]:
+    def run(self, plan: StepPlan) -> list[int | None]:
         if not self._is_named:
             name_thread(ENGINE_THREAD)
             self._is_named = True
@@ -51,9 +51,8 @@ class PacedRunner:
         is_next = now < self._next_s + STEP_S / 2
         self._next_s = (self._next_s if is_next else now) + STEP_S
         self._sleep(self._next_s - now)
-        token = self._token
         return [
-            token if num_tokens == sequence.num_uncomputed else None
+            self._token_id if num_tokens == sequence.num_uncomputed else None
             for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
         ]
 
