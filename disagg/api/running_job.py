@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
@@ -41,20 +43,22 @@ class ScoredToken(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
-    """New tokens of one choice, parsed: reasoning first, then text, then calls."""
+class ChoiceDelta(msgspec.Struct):
+    """New tokens of one choice, parsed: reasoning first, then text, then calls.
+
+    Made for each token, so a struct: it takes a fraction of a dataclass's time.
+    """
 
     index: int
     reasoning: str = ""
     text: str = ""
     num_tokens: int = 0
     num_reasoning_tokens: int = 0  # of them
-    scored: list[ScoredToken] = field(default_factory=list)
+    scored: list[ScoredToken] = []
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[CallDelta] = []
     stop_string: str | None = None  # that ended it
-    token_ids: list[int] = field(default_factory=list)  # only where they are asked for
+    token_ids: list[int] = []  # only where they are asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the first, if asked for
 
     def extend(self, later: ChoiceDelta) -> None:
