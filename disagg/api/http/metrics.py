@@ -19,6 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from disagg.api.http.token_latency import TokenLatency
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
@@ -196,12 +197,12 @@ class ApiMetrics:
             _TTFT_S,
             "model_name",
         )
-        self.itl = histogram(
-            "inter_token_latency",
+        self.itl = TokenLatency(
+            "disagg_inter_token_latency_seconds",
             "Between tokens of one answer, as they leave this ingress (TPOT, ITL)",
             _TPOT_S,
-            "model_name",
         )
+        self.registry.register(self.itl)
         self.e2e = histogram(
             "e2e_request_latency",
             "From the arrival of a request's head to its last token",
@@ -251,7 +252,7 @@ class RequestTimer:
         self._tenant = tenant
         self._model = run.job.model.name
         self._num_choices = len(run.job.requests)
-        self._itl = metrics.itl.labels(self._model)
+        self._itl = metrics.itl.of(self._model)
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s = arrived_s
