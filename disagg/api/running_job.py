@@ -157,7 +157,9 @@ class Answer:
             return piece
         detokenizer, reader = self._detokenizer, self._reader
         scores = delta.logprobs or ()
-        num_shown = len(delta.token_ids) - self._ends_unseen(delta)
+        num_shown = len(delta.token_ids)
+        if delta.finish_reason is not None:
+            num_shown -= self._ends_unseen(delta)
         for position, token_id in enumerate(delta.token_ids):
             if position < len(scores):
                 offset = detokenizer.num_chars
@@ -276,13 +278,8 @@ class RunningJob:
             DisaggError: the first failure of any choice; the others are cancelled.
         """
         answers = self._answers
-        return self._alone(answers[0]) if len(answers) == 1 else self._side_by_side()
-
-    async def _alone(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """One choice, the common case, without a task, which would cost as much as a token."""
-        async with aclosing(self._pieces(answer)) as pieces:
-            async for piece in pieces:
-                yield [piece]
+        # One choice, the common case, runs without a task, which would cost as much as a token.
+        return self._batches_of(answers[0]) if len(answers) == 1 else self._side_by_side()
 
     async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """A task for each choice, so that one that is slow to start delays no other."""
@@ -302,21 +299,21 @@ class RunningJob:
     async def _follow(self, answer: Answer, inbox: _Inbox) -> None:
         """Feed the inbox until this choice has ended, successfully or not."""
         try:
-            async with aclosing(self._pieces(answer)) as pieces:
-                async for piece in pieces:
+            async with aclosing(self._batches_of(answer)) as batches:
+                async for (piece,) in batches:
                     inbox.put(piece)
         except Exception as error:  # after any error the client must get an end
             inbox.put(error)
 
-    async def _pieces(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
-        """The pieces of a choice up to its end; a stop string closes the source early."""
+    async def _batches_of(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """The pieces of one choice up to its end; a stop string closes the source early."""
         async with aclosing(self._generate(answer.request)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
                 self.num_completion_tokens += piece.num_tokens
                 self.num_reasoning_tokens += piece.num_reasoning_tokens
                 if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
-                    yield piece
+                    yield [piece]
                 if piece.finish_reason is not None:
                     return
         raise EngineFailed("The answer ended without saying why; try the request again.")

@@ -56,7 +56,7 @@ class Writer:
     async def reply(self, reply: Reply) -> None:
         length = (b"content-length", str(len(reply.body)).encode())
         await self._start(reply.status, [*reply.headers, length])
-        await self._write(reply.body, more=False)
+        await self.write(reply.body, more=False)
 
     async def stream(self, stream: Stream) -> None:
         """The reply starts with the first event, so that earlier errors have a status."""
@@ -67,23 +67,20 @@ class Writer:
                     self.streaming = stream
                 await self.write(event)
         self.streaming = None
-        await self._write(b"", more=False)
-
-    async def write(self, event: bytes) -> None:
-        await self._write(event, more=True)
+        await self.write(b"", more=False)
 
     async def fail(self, error: DisaggError, path: str, *, close: bool) -> None:
         """An error reply for `path`, or the last event of a stream that has begun."""
         if self.streaming:
             event = self.streaming.error(error)
             self.streaming = None
-            await self._write(event, more=False)
+            await self.write(event, more=False)
         elif self.status is None:
             closing = [(b"connection", b"close")] if close else []
             headers = [JSON, *error_headers(error), *closing]
             await self.reply(Reply(error_body(error, path), error.http_status, headers))
 
-    async def _write(self, body: bytes, *, more: bool) -> None:
+    async def write(self, body: bytes, *, more: bool = True) -> None:
         self.num_begun += 1
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.num_written += 1
