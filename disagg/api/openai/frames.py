@@ -35,15 +35,16 @@ class OpenAIFrames(ABC):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = job.model.tokenizer
-        self._preambles = [self._preamble(job.model.name)] * len(job.requests)
+        self._heads = [self._head(i, job.model.name) for i in range(len(job.requests))]
         self._tail = b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n"
+        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + self._tail
 
     def name_models(self, run: RunningJob) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
         names = [None if each is None else each.model for each in run.decisions]
         for index, name in enumerate(names):
             if name is not None:
-                self._preambles[index] = self._preamble(name)
+                self._heads[index] = self._head(index, name)
         return None not in names
 
     def _preamble(self, model_name: str) -> bytes:
@@ -54,6 +55,10 @@ class OpenAIFrames(ABC):
             + b',"model":' + _to_json(model_name) + b',"choices":['
         )  # fmt: skip
 
+    def _head(self, index: int, model_name: str) -> bytes:
+        """The event of a choice, up to its new text."""
+        return self._preamble(model_name) + b'{"index":%d,' % index + self.gain
+
     @abstractmethod
     def opening(self) -> bytes:
         """The events before the first token of each choice."""
@@ -61,10 +66,12 @@ class OpenAIFrames(ABC):
     def piece(self, piece: ChoiceDelta) -> bytes:
         """The event of `piece`; if it is the last, also the event with its finish reason."""
         events = b""
-        if piece.text or piece.scored or piece.reasoning or piece.calls or piece.token_ids:
+        if piece.scored or piece.token_ids:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
             ids = b',"token_ids":' + _to_json(piece.token_ids) if piece.token_ids else b""
             events = self._event(piece.index, self._gain(piece), logprobs, b"null", ids)
+        elif piece.text or piece.reasoning or piece.calls:
+            events = self._heads[piece.index] + self._gain(piece) + self._plain_end
         if piece.finish_reason is not None:
             reason = _to_json(piece.finish_reason)
             events += self._event(piece.index, self._text(""), b"null", reason)
@@ -113,9 +120,7 @@ class OpenAIFrames(ABC):
         """
         return b"".join(
             (
-                self._preambles[index],
-                b'{"index":%d,' % index,
-                self.gain,
+                self._heads[index],
                 gain,
                 b',"logprobs":',
                 logprobs,
