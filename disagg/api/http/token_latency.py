@@ -50,6 +50,7 @@ class TokenLatency(Collector):
             buckets, number = [], 0
             for bound, count in zip((*self._bounds, float("inf")), found.counts, strict=True):
                 number += count
-                buckets.append((floatToGoString(bound), number))
+                le = floatToGoString(bound)  # type: ignore[no-untyped-call]
+                buckets.append((le, number))
             family.add_metric([model], buckets, found.seconds)
         return [family]
