@@ -4,7 +4,8 @@
 
 `weights MB`: what a process has more of once the model is loaded, each in a process of its own.
 `perplexity`: of the tokens of a fixed text. `ms/step`: a decode step of one stream, and of eight,
-after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns.
+after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns; `packed`
+keeps the bits that the file has.
 `perplexity_on_gpus`: of the numbers and scales that a GPU would keep of the layers, widened and
 computed with here. With `--quality` nothing is timed.
 """
@@ -41,7 +42,12 @@ from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import LayerWeights, load_weights
 
 CPU = torch.device("cpu")
-KINDS: dict[str, Quantization | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
+KINDS: dict[str, Quantization | None] = {
+    "bfloat16": None,
+    "int8": "int8",
+    "int4": "int4",
+    "packed": "packed",
+}
 PROMPT, OUTPUT = 256, 32
 TEXT = """\
 The ferry left the old harbour a little after six, when the lamps along the quay were still lit

@@ -1,6 +1,7 @@
 // Products of a few rows with a weight of 8 bits: int8 numbers in panels of 64 columns, in which
-// the numbers of one k lie together, and a scale for each column. The twin is
-// disagg/kernels/int8_linear.py. A result does not depend on the other rows of `x`.
+// the numbers of one k lie together, and a scale for each column, or for each group of numbers of a
+// column. The twin is disagg/kernels/int8_linear.py. A result does not depend on the other rows of
+// `x`.
 #pragma once
 
 #include "product.h"
@@ -51,6 +52,63 @@ inline void int8_tile(const int8_t* weight, const bf16* x, int num_in, Take&& ta
     for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
 }
 
+// The scales that a panel has for a group: PANEL of them.
+inline const bf16* group_scales(const Matrix& matrix, int64_t panel, int group) {
+  return matrix.scales + (panel * matrix.num_groups() + group) * PANEL;
+}
+
+// As `int8_tile`, with scales of groups, which the sums then include.
+template <int num_rows, int num_vectors, class Take>
+inline void int8_groups_tile(const Matrix& matrix, int panel, int offset, const bf16* x,
+                             Take&& take) {
+  const int num_in = matrix.num_in;
+  const int8_t* columns = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
+  alignas(64) float totals[num_rows][num_vectors][LANES] = {};
+  alignas(64) float wide[num_rows][STRIP];
+  for (int begin = 0; begin < num_in; begin += STRIP) {
+    const int left = num_in - begin, size = left < STRIP ? left : STRIP;
+    for (int r = 0; r < num_rows; ++r)
+      for (int k = 0; k < size; k += LANES)
+        _mm512_store_ps(wide[r] + k, load(x + int64_t(r) * num_in + begin + k,
+                                          first_lanes(size - k)));
+    for (int k = 0; k < size;) {
+      const int group = (begin + k) / matrix.group_size;
+      const int group_end = (group + 1) * matrix.group_size - begin;
+      const int end = group_end < size ? group_end : size;
+      __m512 sums[num_rows][num_vectors];
+#pragma GCC unroll 8
+      for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+      for (; k < end; ++k, columns += PANEL) {
+        _mm_prefetch(reinterpret_cast<const char*>(columns) + PREFETCHED, _MM_HINT_T0);
+        __m512 numbers[num_vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vectors; ++v) numbers[v] = widened(columns + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; ++r) {
+          const __m512 some = _mm512_set1_ps(wide[r][k]);
+#pragma GCC unroll 4
+          for (int v = 0; v < num_vectors; ++v)
+            sums[r][v] = _mm512_fmadd_ps(numbers[v], some, sums[r][v]);
+        }
+      }
+      const bf16* scales = group_scales(matrix, panel, group) + offset;
+#pragma GCC unroll 8
+      for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vectors; ++v) {
+          const __m512 total = _mm512_load_ps(totals[r][v]);
+          _mm512_store_ps(totals[r][v], _mm512_fmadd_ps(sums[r][v], load(scales + v * LANES), total));
+        }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) take(r, v, _mm512_load_ps(totals[r][v]));
+}
+
 // As `product`, of a weight of 8 bits.
 template <int num_vectors, class Take>
 inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
@@ -58,22 +116,32 @@ inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* 
   const int num_in = matrix.num_in, offset = part * num_vectors * LANES;
   const int8_t* weight = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
   in_tiles(num_rows, [&](int, int begin, auto size) {
-    int8_tile<size(), num_vectors>(weight, x + int64_t(begin) * num_in, num_in,
-                                   [&](int r, int v, __m512 sums) {
-                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
-                                   });
+    const bf16* rows = x + int64_t(begin) * num_in;
+    auto taken = [&](int r, int v, __m512 sums) {
+      take(begin + r, panel * PANEL + offset + v * LANES, sums);
+    };
+    if (matrix.group_size != 0)
+      int8_groups_tile<size(), num_vectors>(matrix, panel, offset, rows, taken);
+    else
+      int8_tile<size(), num_vectors>(weight, rows, num_in, taken);
   });
 }
 
 // One column of the weight, which is a row as a checkpoint has it: [num_in].
 inline void int8_row(const Matrix& matrix, int64_t row, bf16* out) {
-  const int8_t* from = matrix.numbers + row / PANEL * matrix.num_in * PANEL + row % PANEL;
-  const __m512 scale = _mm512_set1_ps(wide_of(matrix.scales[row]));
-  alignas(64) float numbers[LANES];
+  const int64_t panel = row / PANEL;
+  const int column = row % PANEL;
+  const int8_t* from = matrix.numbers + panel * matrix.num_in * PANEL + column;
+  alignas(64) float values[LANES];
   for (int i = 0; i < matrix.num_in; i += LANES) {
     const int left = matrix.num_in - i, count = left < LANES ? left : LANES;
-    for (int k = 0; k < count; ++k) numbers[k] = from[int64_t(i + k) * PANEL];
-    store(out + i, _mm512_mul_ps(_mm512_load_ps(numbers), scale), first_lanes(count));
+    for (int k = 0; k < count; ++k) {
+      const bf16 scale = matrix.group_size == 0
+                             ? matrix.scales[row]
+                             : group_scales(matrix, panel, (i + k) / matrix.group_size)[column];
+      values[k] = from[int64_t(i + k) * PANEL] * wide_of(scale);
+    }
+    store(out + i, _mm512_load_ps(values), first_lanes(count));
   }
 }
 

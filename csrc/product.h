@@ -20,10 +20,12 @@ struct Matrix {
   const bf16* bias;        // null: none
   const int8_t* numbers;   // of 8 bits, as int8.h has them: [num_panels, num_in, PANEL], or null
   const uint8_t* nibbles;  // of 4 bits, as int4.h has them, or null
-  const bf16* scales;      // of 8 bits [num_out]; of 4 bits [num_panels, num_groups, 2, PANEL]
+  // Of 8 bits [num_out], or of groups [num_panels, num_groups, PANEL]; of 4 bits [num_panels,
+  // num_groups, 2, PANEL].
+  const bf16* scales;
   int32_t num_out;
   int32_t num_in;      // even, of a weight in panels; a multiple of 8, of one of 4 bits
-  int32_t group_size;  // of 4 bits: numbers that share a scale, a multiple of 8
+  int32_t group_size;  // numbers that share a scale; of 4 bits a multiple of 8, of 8 bits 0: all
   int32_t panel_width;  // of `panels`: columns, a multiple of 16
 
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
@@ -128,7 +130,8 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
 // Times the scales and with the bias added, of the columns that exist.
 inline __m512 finished(const Matrix& matrix, int column, __m512 sums) {
   const __mmask16 mask = first_lanes(matrix.num_out - column);
-  if (matrix.numbers != nullptr) sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
+  if (matrix.numbers != nullptr && matrix.group_size == 0)
+    sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
   if (matrix.bias != nullptr) sums = _mm512_add_ps(sums, load(matrix.bias + column, mask));
   return sums;
 }

@@ -31,14 +31,19 @@ inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
     int8_row(matrix, row, out);
 }
 
-// Some panels of a product with a weight of 4 bits, for rows of prompts: out is [num_rows, num_out].
-inline void int4_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
-                      int end_panel, bf16* out) {
+// Some panels of a product with a weight of 8 or 4 bits, for rows of prompts: out is [num_rows,
+// num_out].
+inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
+                        int end_panel, bf16* out) {
+  auto take = [&](int row, int column, __m512 sums) {
+    store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
+          first_lanes(matrix.num_out - column));
+  };
   for (int panel = first_panel; panel < end_panel; ++panel)
-    int4_product<4>(matrix, panel, 0, x, num_rows, [&](int row, int column, __m512 sums) {
-      store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
-            first_lanes(matrix.num_out - column));
-    });
+    if (matrix.nibbles != nullptr)
+      int4_product<4>(matrix, panel, 0, x, num_rows, take);
+    else
+      int8_product<4>(matrix, panel, 0, x, num_rows, take);
 }
 
 }  // namespace disagg

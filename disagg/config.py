@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     nnodes: Positive = 1  # over which the ranks of a worker are divided evenly
     dtype: DType = "auto"
     kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
-    quantization: Literal["int8", "int4", "fp8"] | None = None  # of weights, when they are loaded
+    quantization: Literal["int8", "int4", "fp8", "packed"] | None = None  # of weights
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
     max_model_len: Positive | None = None  # the model's own limit

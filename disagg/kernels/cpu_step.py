@@ -230,15 +230,14 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     if model.head_dim % LANES:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
     matrices = _matrices(model)
-    if all(isinstance(each, Int8Linear) for each in matrices):
-        return ""
-    if all(isinstance(each, Int4Linear) for each in matrices):
-        fits = all(each.can_be_in_panels for each in matrices if isinstance(each, Int4Linear))
-        return "" if fits else "a weight of 4 bits has rows that are no multiple of 8 numbers"
-    widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in matrices}
+    narrow = [each for each in matrices if isinstance(each, Int4Linear)]
+    if not all(each.can_be_in_panels for each in narrow):
+        return "a weight of 4 bits has rows that are no multiple of 8 numbers"
+    wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
+    widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in wide}
     if not all(library.disagg_step_reads_panels(width) for width in widths):
         return "oneDNN lays out the weights in another way here"
-    if any(matrix.num_in % 2 for matrix in matrices):
+    if any(matrix.num_in % 2 for matrix in wide):
         return "a weight has an odd number of columns"
     return ""
 
@@ -268,13 +267,16 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
 
 
 def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
-    if isinstance(linear, Int4Linear):
+    if not isinstance(linear, PackedLinear):
         return linear.described()
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    same = {"bias": bias, "num_out": linear.num_out, "num_in": linear.num_in}
-    if isinstance(linear, PackedLinear):
-        return CpuMatrix(panels=linear.panels, panel_width=linear.panel_width, **same)
-    return CpuMatrix(numbers=linear.numbers.data_ptr(), scales=linear.scales.data_ptr(), **same)
+    return CpuMatrix(
+        panels=linear.panels,
+        panel_width=linear.panel_width,
+        bias=bias,
+        num_out=linear.num_out,
+        num_in=linear.num_in,
+    )
 
 
 def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:
@@ -286,7 +288,7 @@ def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:
         if isinstance(linear, Int4Linear):
             linear.lay_in_panels(own, library)
         else:
-            linear.lay_in_panels(own.view(torch.int8))
+            linear.lay_in_panels(own.view(torch.int8), library)
 
 
 def _region(linear: PackedLinear | Int8Linear | Int4Linear) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
 from disagg.kernels.torch_sampling import TorchSampling
 
-Quantization: TypeAlias = Kind
+Quantization: TypeAlias = Kind | Literal["packed"]
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
 PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
@@ -41,22 +41,25 @@ def ops_for(
     if prompt_attention not in ("triton", "sdpa"):
         raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
     if device.type != "cuda":
-        if quantization is not None and quantization not in _BITS:
+        if quantization == "fp8":
             raise ValueError(f"{quantization} weights are multiplied on GPUs only")
         return TorchOps(
-            bits=16 if quantization is None else _BITS[quantization],
+            bits=16 if quantization is None else _BITS.get(quantization, 16),
+            keeps_packed=quantization == "packed",
+            dtype=dtype,
             prompts=_compiled_prompts() if dtype == torch.bfloat16 else None,
         )
     from disagg.kernels.triton_ops import TritonOps
 
     properties = torch.cuda.get_device_properties(device)
     use_sdpa = prompt_attention == "sdpa"
+    kind = None if quantization == "packed" else quantization  # they are in any case
     return TritonOps(
         num_heads,
         properties.multi_processor_count,
         use_sdpa=use_sdpa,
         major=properties.major,
-        quantization=quantization,
+        quantization=kind,
         dtype=dtype,
     )
 

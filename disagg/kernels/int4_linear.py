@@ -9,10 +9,6 @@ some rows at a time.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_void_p
-from functools import cache
 
 import torch
 import torch.nn.functional as functional
@@ -21,11 +17,12 @@ from torch import Tensor
 from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.int4_groups import GROUP, num_groups
 from disagg.kernels.linear import PANEL, PlainLinear
+from disagg.kernels.narrow_rows import narrow_rows
+from disagg.kernels.packed_matrix import PackedMatrix
 
 LARGEST = 15
 UNIT = 8  # numbers of a row that lie together in a panel
 _ROWS_AT_ONCE = 1024  # that are quantised or widened together: few enough for the cache
-_PANELS_AT_ONCE = 16  # for a thread to be worth waking up
 _EVEN_ODD = 2
 
 
@@ -38,18 +35,29 @@ class Int4Linear(PlainLinear):
             [num_panels, num_in / 8, PANEL / 16, 64].
         scales: [num_out, num_groups, 2], scales and least values, of the weight's type; of panels
             [num_panels, num_groups, 2, PANEL].
+        group: neighbouring numbers that share a scale.
         bias: [num_out], or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.num_out, self.num_in = weight.shape
         self.numbers, self.scales = quantize(weight)
-        self.bias = bias
-        self._rows: Callable[..., None] | None = None
+        self.group, self.bias = GROUP, bias
+        self._library: ctypes.CDLL | None = None
+
+    @classmethod
+    def of_packed(cls, matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear:
+        """From numbers of 4 bits as they are; their scales are rounded to `dtype`."""
+        made = cls.__new__(cls)
+        made.num_out, made.num_in = matrix.shape
+        made.numbers, made.scales = _of_packed(matrix, dtype)
+        made.group, made.bias = matrix.group or matrix.num_in, bias
+        made._library = None
+        return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._rows is not None and x.dtype == torch.bfloat16:
-            return self._compiled(x.contiguous())
+        if self._library is not None and x.dtype == torch.bfloat16:
+            return narrow_rows(self._library, self.described(), x)
         parts = torch.split(torch.arange(self.num_out), _ROWS_AT_ONCE)
         made = torch.cat([functional.linear(x, self.rows(part).to(x.dtype)) for part in parts], 1)
         return made if self.bias is None else made.add_(self.bias)
@@ -86,7 +94,7 @@ class Int4Linear(PlainLinear):
         scales = functional.pad(self.scales, (0, 0, 0, 0, 0, -self.num_out % PANEL))
         scales = scales.view(self.num_panels, PANEL, -1, 2).permute(0, 2, 3, 1).contiguous()
         self.numbers, self.scales = panels.view(torch.uint8).flatten(3), scales
-        self._rows = library.disagg_step_int4_rows
+        self._library = library
 
     def described(self) -> CpuMatrix:
         """For compiled code."""
@@ -97,7 +105,7 @@ class Int4Linear(PlainLinear):
             bias=None if self.bias is None else self.bias.data_ptr(),
             num_out=self.num_out,
             num_in=self.num_in,
-            group_size=GROUP,
+            group_size=self.group,
         )
 
     def widened(self) -> Tensor:
@@ -116,8 +124,8 @@ class Int4Linear(PlainLinear):
         else:
             numbers = _unpacked(self.numbers[which], self.num_in)
             scales, least = self.scales[which].unbind(2)
-        filled = functional.pad(numbers, (0, -self.num_in % GROUP))
-        groups = filled.view(-1, scales.shape[1], GROUP).float()
+        filled = functional.pad(numbers, (0, -self.num_in % self.group))
+        groups = filled.view(-1, scales.shape[1], self.group).float()
         # As compiled code does: rounded once.
         groups.mul_(scales.float().unsqueeze(2)).add_(least.float().unsqueeze(2))
         return groups.to(self.scales.dtype).flatten(1)[:, : self.num_in]
@@ -125,35 +133,6 @@ class Int4Linear(PlainLinear):
     @property
     def _is_in_panels(self) -> bool:
         return self.numbers.dim() == 4
-
-    def _compiled(self, x: Tensor) -> Tensor:
-        assert self._rows is not None
-        out = torch.empty(x.shape[0], self.num_out, dtype=x.dtype)
-        matrix = self.described()
-        num_parts = min(torch.get_num_threads(), -(-self.num_panels // _PANELS_AT_ONCE))
-        ends = [self.num_panels * part // num_parts for part in range(num_parts + 1)]
-
-        def some(part: int) -> None:
-            assert self._rows is not None
-            self._rows(
-                byref(matrix),
-                c_void_p(x.data_ptr()),
-                c_int32(x.shape[0]),
-                c_int32(ends[part]),
-                c_int32(ends[part + 1]),
-                c_void_p(out.data_ptr()),
-            )
-
-        waits = [_threads().submit(some, part) for part in range(1, num_parts)]
-        some(0)
-        for wait in waits:
-            wait.result()
-        return out
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="int4")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,6 +158,32 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
             scaled.round_().clamp_(0, LARGEST).to(torch.uint8).flatten(1)[:, : num_in + num_in % 2]
         )
         its_numbers.copy_(rounded[:, 0::2] | rounded[:, 1::2] << 4)
+    return numbers, scales
+
+
+def _of_packed(matrix: PackedMatrix, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of `Int4Linear`.
+
+    A scale that loses digits in `dtype` is off in one direction for a whole group. The least value
+    makes up for that, so that the values of a group are off in both directions.
+    """
+    num_out, num_in = matrix.shape
+    count, group = matrix.scales.shape[0], matrix.group or num_in
+    numbers = torch.empty(num_out, -(-num_in // 2), dtype=torch.uint8)
+    scales = torch.empty(num_out, count, 2, dtype=dtype)
+    wanted, least = matrix.scales.float().T, matrix.least_values().T
+    sizes = torch.full((count,), group).index_fill_(
+        0, torch.tensor(count - 1), num_in - (count - 1) * group
+    )
+    for first in range(0, num_out, _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        some = matrix.rows(first, min(first + _ROWS_AT_ONCE, num_out)).numbers().add_(8)
+        filled = functional.pad(some, (0, count * group - num_in))
+        means = filled.view(-1, count, group).sum(2, dtype=torch.float32) / sizes
+        kept = scales[rows, :, 0].copy_(wanted[rows])
+        scales[rows, :, 1] = least[rows] + means * (wanted[rows] - kept.float())
+        pairs = functional.pad(some, (0, num_in % 2)).view(torch.uint8)
+        numbers[rows] = pairs[:, 0::2] | pairs[:, 1::2] << 4
     return numbers, scales
 
 

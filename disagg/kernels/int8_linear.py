@@ -1,4 +1,5 @@
-"""Matrix products with weights of 8 bits: an int8 number for each, and a scale for each output.
+"""Matrix products with weights of 8 bits: an int8 number for each, and a scale for each output or
+for some neighbours in a row.
 
 A step of few tokens takes as long as reading the weights, of which there is half as much. Products
 are of the activations' own type: numbers are widened, which is exact, and sums multiplied by the
@@ -7,35 +8,61 @@ scales.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.linear import PANEL, PlainLinear
+from disagg.kernels.narrow_rows import narrow_rows
+from disagg.kernels.packed_matrix import PackedMatrix
 
 LARGEST = 127
 _WHOLE = 32  # torch's own product reads memory behind a row whose size is no multiple of 16
 FEW_ROWS = 4  # of more, torch multiplies a widened weight in less time than one of int8
+COMPILED_ROWS = 16  # of more, torch widens and multiplies in less time than compiled code
 _ROWS_AT_ONCE = 1024  # that are quantised together: few enough for the processor's cache
 
 
 class Int8Linear(PlainLinear):
-    """x W^T + b with W = numbers * scales[:, None].
+    """x W^T + b with W = numbers * scales, of each row or group.
 
     Attributes:
-        numbers: int8 from -127 to 127, [num_out, num_in]; or in panels, as `csrc/int8.h` reads
-            them: [num_panels, num_in, PANEL], filled up with zeros.
-        scales: [num_out], of the weight's type.
+        numbers: int8, [num_out, num_in]; or in panels, as `csrc/int8.h` reads them:
+            [num_panels, num_in, PANEL], filled up with zeros.
+        scales: [num_out], of the weight's type; of groups [num_out, num_groups], in panels
+            [num_panels, num_groups, PANEL].
+        group: neighbouring numbers that share a scale; None: all of a row.
         bias: [num_out], or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.numbers, self.scales = quantize(weight)
+        self.group: int | None = None
         self.bias = bias
         self.num_out, self.num_in = weight.shape
+        self._library: ctypes.CDLL | None = None
+
+    @classmethod
+    def of_packed(cls, matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Int8Linear:
+        """From numbers of 8 bits as they are; their scales are rounded to `dtype`."""
+        made = cls.__new__(cls)
+        made.num_out, made.num_in = matrix.shape
+        made.numbers, made.group, made.bias = matrix.numbers(), matrix.group, bias
+        scales = matrix.scales.to(dtype)
+        made.scales = scales[0] if matrix.group is None else scales.T.contiguous()
+        made._library = None
+        return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= FEW_ROWS and not self._is_in_panels and self.num_in % _WHOLE == 0:
+        is_few = x.shape[0] <= COMPILED_ROWS and x.dtype == torch.bfloat16
+        if self._library is not None and is_few:
+            return narrow_rows(self._library, self.described(), x)
+        if self.group is not None:
+            made = functional.linear(x, self.widened())
+        elif x.shape[0] <= FEW_ROWS and not self._is_in_panels and self.num_in % _WHOLE == 0:
             made = torch._weight_int8pack_mm(x, self.numbers, self.scales)
         elif x.dtype == torch.float16:  # sums of whole numbers would be beyond what it has
             made = functional.linear(x, self.widened())
@@ -47,20 +74,42 @@ class Int8Linear(PlainLinear):
     def panels_nbytes(self) -> int:
         return -(-self.num_out // PANEL) * PANEL * self.num_in
 
-    def lay_in_panels(self, memory: Tensor) -> None:
-        """For the compiled step; torch then widens the weight for every product.
+    def lay_in_panels(self, memory: Tensor, library: ctypes.CDLL | None = None) -> None:
+        """For the compiled step; torch then widens the weight for every product of many rows.
 
         Args:
             memory: int8 [panels_nbytes], where the panels are kept.
+            library: `cpu_library.find_step`'s, for products of few; None: torch computes them too.
         """
         assert not self._is_in_panels
         filled = functional.pad(self.numbers, (0, 0, 0, -self.num_out % PANEL))
         panels = memory.view(-1, self.num_in, PANEL)
         self.numbers = panels.copy_(filled.view(-1, PANEL, self.num_in).transpose(1, 2))
+        self._library = library
+        if self.group is not None:
+            scales = functional.pad(self.scales, (0, 0, 0, -self.num_out % PANEL))
+            self.scales = scales.view(len(panels), PANEL, -1).transpose(1, 2).contiguous()
+
+    def described(self) -> CpuMatrix:
+        """For compiled code."""
+        assert self._is_in_panels
+        return CpuMatrix(
+            numbers=self.numbers.data_ptr(),
+            scales=self.scales.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_out=self.num_out,
+            num_in=self.num_in,
+            group_size=self.group or 0,
+        )
 
     def widened(self) -> Tensor:
         """W: [num_out, num_in]."""
-        return self._wide_numbers() * self.scales.unsqueeze(1)
+        if self.group is None:
+            return self._wide_numbers() * self.scales.unsqueeze(1)
+        scales = self.scales
+        if self._is_in_panels:
+            scales = scales.transpose(1, 2).flatten(0, 1)[: self.num_out]
+        return self._scaled(self._wide_numbers(), scales)
 
     def _wide_numbers(self) -> Tensor:
         numbers = self.numbers
@@ -68,13 +117,26 @@ class Int8Linear(PlainLinear):
             numbers = numbers.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
         return numbers.to(self.scales.dtype)
 
+    def _scaled(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        """Numbers as floats [n, num_in], which are overwritten, times scales of groups."""
+        assert self.group is not None
+        num_whole = self.num_in // self.group * self.group
+        whole, rest = numbers[:, :num_whole], numbers[:, num_whole:]
+        whole.view(len(numbers), -1, self.group).mul_(scales[:, : num_whole // self.group, None])
+        rest.mul_(scales[:, -1:])
+        return numbers
+
     def rows(self, which: Tensor) -> Tensor:
         """Some rows of W: [n, num_in]."""
         if self._is_in_panels:
-            numbers = self.numbers[which // PANEL, :, which % PANEL]
+            numbers = self.numbers[which // PANEL, :, which % PANEL].to(self.scales.dtype)
         else:
-            numbers = self.numbers[which]
-        return numbers.to(self.scales.dtype).mul_(self.scales[which].unsqueeze(1))
+            numbers = self.numbers[which].to(self.scales.dtype)
+        if self.group is None:
+            return numbers.mul_(self.scales[which].unsqueeze(1))
+        if self._is_in_panels:
+            return self._scaled(numbers, self.scales[which // PANEL, :, which % PANEL])
+        return self._scaled(numbers, self.scales[which])
 
     @property
     def _is_in_panels(self) -> bool:

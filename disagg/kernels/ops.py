@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,10 +83,10 @@ class Ops(Protocol):
     """Operations on rows of tokens. `kv_cache` is the slab of `engine/device/kv_cache.py`.
 
     Attributes:
-        keeps_packed: whether matrices may be packed ones, which are then multiplied as they are.
+        keeps_packed: whose kinds of packed matrices it multiplies as they are; None: none.
     """
 
-    keeps_packed: bool
+    keeps_packed: Literal["gpu", "cpu"] | None
 
     def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""

@@ -1,4 +1,5 @@
-"""A weight in the few bits that it was quantised to: W = (numbers - zeros) * scales.
+"""A weight in the few bits that it was quantised to: W = (numbers - zeros) * scales, or with least
+values in place of zeros.
 
 Numbers are e4m3, or integers of 8 or 4 bits. What a row has of them is cut into chunks, and a chunk
 into as many parts as a unit of 16 bits holds numbers: unit j of a chunk has the j-th number of each
@@ -29,6 +30,8 @@ class PackedMatrix:
         scales: floats [num_groups, num_out].
         zeros: int8 [num_groups, num_out]; None: 0.
         order: int64 [num_in]: column i of the numbers is column order[i] of W; None: the same.
+        least: floats [num_groups, num_out], of int4 without zeros: W = (numbers + 8) * scales +
+            least. Only CPUs multiply with it.
         group: neighbouring numbers that share a scale, as `can_pack` allows; None: all of a row.
     """
 
@@ -39,6 +42,7 @@ class PackedMatrix:
     scales: Tensor
     zeros: Tensor | None = None
     order: Tensor | None = None
+    least: Tensor | None = None
 
     @property
     def num_out(self) -> int:
@@ -54,14 +58,22 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        pieces = (self.units, self.scales, self.zeros, self.order)
+        pieces = (self.units, self.scales, self.zeros, self.order, self.least)
         return sum(piece.nbytes for piece in pieces if piece is not None)
 
     def rows(self, first: int, end: int) -> PackedMatrix:
         """Some of its rows, in the same memory."""
         zeros = None if self.zeros is None else self.zeros[:, first:end]
+        least = None if self.least is None else self.least[:, first:end]
         units, scales = self.units[first:end], self.scales[:, first:end]
-        return replace(self, units=units, scales=scales, zeros=zeros)
+        return replace(self, units=units, scales=scales, zeros=zeros, least=least)
+
+    def least_values(self) -> Tensor:
+        """What the least number stands for, of int4: float32 [num_groups, num_out]."""
+        if self.least is not None:
+            return self.least.float()
+        zeros = 0.0 if self.zeros is None else self.zeros.float()
+        return (-8.0 - zeros) * self.scales.float()
 
     def numbers(self) -> Tensor:
         """[num_out, num_in]: float8_e4m3fn, or int8."""
@@ -81,7 +93,11 @@ class PackedMatrix:
         groups = values.view(self.num_out, num_groups, size)
         if self.zeros is not None:
             groups.sub_(self.zeros.float().T.unsqueeze(2))
+        if self.least is not None:
+            groups.add_(8.0)
         groups.mul_(self.scales.float().T.unsqueeze(2))
+        if self.least is not None:
+            groups.add_(self.least.float().T.unsqueeze(2))
         wide = values[:, : self.num_in].to(dtype)
         return (
             wide if self.order is None else torch.empty_like(wide).index_copy_(1, self.order, wide)
@@ -118,6 +134,11 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
             return None
         if each.scales.dtype != first.scales.dtype or not _is_same(each.order, first.order):
             return None
+    least = None
+    if any(each.least is not None for each in matrices):
+        if any(each.zeros is not None for each in matrices):
+            return None
+        least = torch.cat([_least_of(each) for each in matrices], 1)
     zeros = None
     if any(each.zeros is not None for each in matrices):
         zeros = torch.cat([_zeros_of(each) for each in matrices], 1)
@@ -129,6 +150,7 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
         torch.cat([each.scales for each in matrices], 1),
         zeros,
         first.order,
+        least,
     )
 
 
@@ -142,6 +164,10 @@ def _zeros_of(matrix: PackedMatrix) -> Tensor:
     if matrix.zeros is not None:
         return matrix.zeros
     return torch.zeros_like(matrix.scales, dtype=torch.int8)
+
+
+def _least_of(matrix: PackedMatrix) -> Tensor:
+    return matrix.least_values().to(matrix.scales.dtype) if matrix.least is None else matrix.least
 
 
 def quantized(weight: Tensor, kind: Kind) -> PackedMatrix:

@@ -30,14 +30,24 @@ class TorchOps:
 
     Args:
         bits: of weights, all but experts; they become `Int8Linear` or `Int4Linear`.
+        keeps_packed: numbers of 4 or 8 bits stay as they are in a checkpoint.
+        dtype: of the scales of these; by default float32.
         prompts: compiled attention, for a model in bfloat16; None: torch's.
     """
 
-    keeps_packed = False
+    keeps_packed: Literal["gpu", "cpu"] | None = None
 
     def __init__(
-        self, *, bits: Literal[4, 8, 16] = 16, prompts: PromptAttention | None = None
+        self,
+        *,
+        bits: Literal[4, 8, 16] = 16,
+        keeps_packed: bool = False,
+        dtype: torch.dtype | None = None,
+        prompts: PromptAttention | None = None,
     ) -> None:
+        if keeps_packed:
+            self.keeps_packed = "cpu"
+        self._dtype = dtype or torch.float32
         kinds: dict[int, Callable[[Tensor, Tensor | None], Linear]]
         kinds = {4: Int4Linear, 8: Int8Linear, 16: linear}
         self._linear = kinds[bits]
@@ -49,7 +59,9 @@ class TorchOps:
         self._prompts = prompts
 
     def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Linear:
-        assert isinstance(weight, Tensor)
+        if isinstance(weight, PackedMatrix):
+            of_packed = Int4Linear.of_packed if weight.kind == "int4" else Int8Linear.of_packed
+            return of_packed(weight, bias, self._dtype)
         return self._linear(weight, bias)
 
     def pack_table(self, weight: Tensor | PackedMatrix) -> Linear:
@@ -58,10 +70,12 @@ class TorchOps:
     def pack_gated(
         self, weight: Tensor | PackedMatrix, bias: Tensor | None
     ) -> tuple[Linear, Linear]:
-        assert isinstance(weight, Tensor)
-        gate, up = weight.chunk(2)
+        half = weight.shape[0] // 2
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-        return self._linear(gate, gate_bias), self._linear(up, up_bias)
+        if isinstance(weight, PackedMatrix):
+            gate, up = weight.rows(0, half), weight.rows(half, 2 * half)
+            return self.pack(gate, gate_bias), self.pack(up, up_bias)
+        return self.pack(weight[:half], gate_bias), self.pack(weight[half:], up_bias)
 
     def pack_experts(self, experts: Experts) -> TorchExperts:
         return TorchExperts(experts)

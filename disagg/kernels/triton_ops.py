@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as functional
@@ -88,7 +89,7 @@ class TritonOps:
             they are packed, not while a request waits. None: at their first use.
     """
 
-    keeps_packed = True
+    keeps_packed: Literal["gpu", "cpu"] | None = "gpu"
 
     def __init__(
         self,

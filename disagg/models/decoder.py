@@ -93,8 +93,8 @@ class Decoder:
     ) -> None:
         self.config = config
         self.ranks = communicator
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
+        self.device = weights.norm.device
+        self.dtype = weights.norm.dtype
         self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
         self._norm = weights.norm
         self._lm_head = self.ops.pack_table(weights.lm_head)
@@ -112,9 +112,13 @@ class Decoder:
         if isinstance(self._lm_head, Int8Linear | Int4Linear):
             if weights.lm_head is weights.embedding:  # one table of few bits serves both
                 return self._lm_head
-            if isinstance(self._lm_head, Int4Linear):
+            if isinstance(self._lm_head, Int4Linear) and isinstance(weights.embedding, Tensor):
                 return Int4Linear(weights.embedding, None)
-        return weights.embedding
+        if isinstance(weights.embedding, PackedMatrix):
+            table: Int8Linear | Int4Linear = self.ops.pack_table(weights.embedding)
+            return table
+        embedding: Tensor = weights.embedding
+        return embedding
 
     def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
@@ -341,9 +345,9 @@ def load_model(
     share = WHOLE if communicator is None else communicator.share
     config = share.config(model.config)
     ops = ops or ops_for(device, config.num_heads, quantization, dtype)
-    weights = load_weights(
-        model, dtype, device, progress, share, keeps_packed=ops.keeps_packed and not quantization
-    )
+    quantises = quantization not in (None, "packed")
+    keeps_packed = None if quantises else ops.keeps_packed
+    weights = load_weights(model, dtype, device, progress, share, keeps_packed=keeps_packed)
     decoder = Decoder(config, weights, ops, communicator=communicator)
     del weights
     _give_back_freed_memory()

@@ -15,7 +15,7 @@ from disagg.kernels.packed_sizes import Kind, quantized_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.model_config import ModelConfig
-from disagg.models.packing import LAYER_FIELDS, packed_fields, packed_parts_nbytes
+from disagg.models.packing import LAYER_FIELDS, Keeper, packed_fields, packed_parts_nbytes
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
@@ -81,6 +81,7 @@ def weights_nbytes(
     quantization: str | None = None,
     share: Share = WHOLE,
     kept: Mapping[str, StoredTensor] | None = None,
+    keeper: Keeper = "gpu",
 ) -> int:
     """Of all tensors on a CPU, or on a GPU without `quantization`.
 
@@ -91,9 +92,10 @@ def weights_nbytes(
             only looked up, and not multiplied with, stays as it is. "int4": all matrices have 4
             bits a value and two floats a group.
         kept: tensors of the checkpoint, of whose matrices those that `packing` knows stay packed.
+        keeper: for which they do.
     """
     if kept is not None:
-        return _packed_nbytes(config, itemsize, share, kept)
+        return _packed_nbytes(config, itemsize, share, kept, keeper)
     looked_up: list[Part] = []
     if quantization == "int8" and not config.tie_word_embeddings:
         looked_up = rank_outer_parts(config, share)["embedding"]
@@ -119,14 +121,18 @@ def quantized_on_gpu_nbytes(config: ModelConfig, itemsize: int, kind: Kind) -> i
 
 
 def _packed_nbytes(
-    config: ModelConfig, itemsize: int, share: Share, kept: Mapping[str, StoredTensor]
+    config: ModelConfig,
+    itemsize: int,
+    share: Share,
+    kept: Mapping[str, StoredTensor],
+    keeper: Keeper,
 ) -> int:
     nbytes = 0
     for has_experts, fields in _all_fields(config, share):
-        packings = dict(packed_fields(fields, has_experts, kept))
+        packings = dict(packed_fields(fields, has_experts, kept, keeper))
         for field, parts in fields.items():
             if field in packings:
-                nbytes += packed_parts_nbytes(packings[field], parts)
+                nbytes += packed_parts_nbytes(packings[field], parts, itemsize, keeper)
             else:
                 nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
     return nbytes

@@ -26,7 +26,7 @@ from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.packed_values import packed_values
-from disagg.models.packing import Packing, packed_fields
+from disagg.models.packing import Keeper, Packing, packed_fields, packed_parts_nbytes
 from disagg.models.parts import Fields, Part, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
@@ -81,7 +81,7 @@ class DecoderWeights:
     whoever packs layers never holds all of them twice.
     """
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Matrix  # [vocab, hidden]
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
@@ -94,13 +94,13 @@ def load_weights(
     progress: Progress | None = None,
     share: Share = WHOLE,
     *,
-    keeps_packed: bool = False,
+    keeps_packed: Keeper | None = None,
 ) -> DecoderWeights:
     """Read a checkpoint, cast to `dtype`, onto `device`; layers are read later, one by one.
 
     Args:
         share: what is read of it; shapes are then those of this part.
-        keeps_packed: quantised matrices that `packing` knows become `PackedMatrix`.
+        keeps_packed: quantised matrices that `packing` keeps for it become `PackedMatrix`.
 
     Raises:
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
@@ -110,12 +110,15 @@ def load_weights(
     config = model.config
     outer = rank_outer_parts(config, share)
     layers = [rank_layer_parts(config, layer, share) for layer in range(config.num_layers)]
-    kept = model.tensors if keeps_packed and config.quantized is not None else None
-    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share, kept=kept)
-    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress)
+    kept = model.tensors if keeps_packed is not None else None
+    keeper: Keeper = keeps_packed or "gpu"
+    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share, kept=kept, keeper=keeper)
+    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress, keeper)
 
     def read(fields: Fields, has_experts: bool) -> dict[str, Matrix]:
-        packings = {} if kept is None else dict(packed_fields(fields, has_experts, kept))
+        packings = {}
+        if kept is not None:
+            packings = dict(packed_fields(fields, has_experts, kept, keeper))
         return {name: reader.read(its, packings.get(name)) for name, its in fields.items()}
 
     tables = read(outer, has_experts=False)
@@ -197,20 +200,26 @@ class _Reader:
         device: torch.device,
         total_nbytes: int,
         progress: Progress | None,
+        keeper: Keeper,
     ) -> None:
         self._stored = stored
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        self._keeper = keeper
         self._total_nbytes = total_nbytes
         self._loaded_nbytes = 0
         self._opened: dict[Path, safe_open] = {}
 
     def read(self, parts: list[Part], packing: Packing | None = None) -> Matrix:
         """Stack `parts` along their first dimension. packing: how they are kept, if they are."""
-        packed = None if packing is None else self._packed(parts, packing)
-        made = self._floats(parts) if packed is None else packed
-        self._loaded_nbytes += made.nbytes
+        made: Matrix = None if packing is None else self._packed(parts, packing)
+        if packing is not None and made is not None:
+            itemsize = self._dtype.itemsize
+            self._loaded_nbytes += packed_parts_nbytes(packing, parts, itemsize, self._keeper)
+        else:
+            made = self._floats(parts)
+            self._loaded_nbytes += made.nbytes
         if self._progress is not None:
             self._progress(self._loaded_nbytes, self._total_nbytes)
         return made
@@ -219,6 +228,12 @@ class _Reader:
         matrices = []
         for part in parts:
             stored = self._stored[part.name]
+            if isinstance(stored, GgufStored):
+                from disagg.models import gguf_values
+
+                with _naming(part.name, stored.file):
+                    matrices.append(gguf_values.packed_values(stored, packing, part.box))
+                continue
             assert isinstance(stored, QuantizedStored)
             with _naming(part.name, stored.file):
                 own = packed_values(stored, partial(self._moved_piece, stored), packing, part.box)

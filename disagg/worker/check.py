@@ -80,9 +80,10 @@ def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbyte
     """That quantised weights take more memory than their files; empty if they do not."""
     if not model.is_quantized or loaded_nbytes <= _ABOUT * model.stored_nbytes:
         return ""
-    dtype = choose_dtype(engine, model.config, choose_device(engine))
+    wide: str | None = None if engine.quantization == "packed" else engine.quantization
+    wide = wide or choose_dtype(engine, model.config, choose_device(engine))
     return (
-        f"The weights of {model.name} are widened to {engine.quantization or dtype} when they are"
+        f"The weights of {model.name} are widened to {wide} when they are"
         f" loaded: {_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}."
     )
 

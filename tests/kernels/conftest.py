@@ -16,6 +16,7 @@ collect_ignore = [
     name
     for name, can_run in (
         ("test_cpu_step.py", can_run_step()),
+        ("test_cpu_step_packed.py", can_run_step()),
         ("test_cpu_prompts.py", can_run_step()),
         ("test_int4_compiled.py", can_run_step()),
         ("test_cpu_sampling.py", can_compile()),

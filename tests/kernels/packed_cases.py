@@ -27,18 +27,21 @@ def random_packed(
     *,
     has_zeros: bool = False,
     is_ordered: bool = False,
+    has_least: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMatrix:
     """Its products have sizes of about 1. dtype: of the scales."""
     num_groups = 1 if group is None else -(-num_in // group)
     largest = {"fp8": 100.0, "int8": 70.0, "int4": 6.0}[kind]
-    scales = torch.rand(num_groups, num_out) + 0.5
+    scales = (torch.rand(num_groups, num_out) + 0.5).div_(largest * num_in**0.5)
+    least = scales * (torch.rand(num_groups, num_out) * 15 - 15)
     return PackedMatrix(
         kind,
         num_in,
         group,
         pack_units(random_numbers(kind, num_out, num_in), kind, group),
-        scales.div_(largest * num_in**0.5).to(dtype),
+        scales.to(dtype),
         random_numbers(kind, num_groups, num_out) if has_zeros else None,
         torch.randperm(num_in) if is_ordered else None,
+        least.to(dtype) if has_least else None,
     )

@@ -9,7 +9,7 @@ from disagg.kernels.int4_groups import GROUP
 from disagg.kernels.int4_linear import LARGEST, Int4Linear
 from disagg.kernels.linear import PANEL
 from tests.kernels.compiled import compiled
-from tests.kernels.test_int4_linear import SHAPES, random_values
+from tests.kernels.test_int4_linear import SHAPES, packed_matrices, random_values
 
 
 def _in_panels(linear: Int4Linear, tmp_path_factory: pytest.TempPathFactory) -> Int4Linear:
@@ -68,3 +68,22 @@ def test_where_a_number_lies_in_a_panel(tmp_path_factory: pytest.TempPathFactory
         word = int(words[2 * (row % 16) + column % 2]) & 0xFFFF
         assert word >> (4 * (column % 8 // 2)) & 15 == 15
         assert linear.scales[panel, 0, :, row % PANEL].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_numbers_of_checkpoints_in_groups_of_their_own(
+    num_rows: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Groups of 16, 32 and 128 numbers, the last one shorter, and one a row."""
+    for matrix in packed_matrices(130, 328, torch.float16):
+        linear = Int4Linear.of_packed(matrix, None, torch.bfloat16)
+        whole = linear.widened()
+        scales, least = linear.scales.double().unbind(2)
+        groups = torch.arange(328) // linear.group
+        exact = (matrix.numbers() + 8) * scales[:, groups] + least[:, groups]
+        _in_panels(linear, tmp_path_factory)
+        assert torch.equal(linear.widened(), whole)
+        x = random_values(num_rows, 328, seed=3).bfloat16()
+        wanted = x.double() @ exact.T
+        bound = wanted.abs() * 2.0**-8 + 1e-5 * (x.double().abs() @ exact.abs().T)
+        assert ((linear(x).double() - wanted).abs() <= bound).all()

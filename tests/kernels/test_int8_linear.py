@@ -8,6 +8,7 @@ from torch import Tensor
 
 from disagg.kernels.int8_linear import FEW_ROWS, LARGEST, Int8Linear, quantize
 from disagg.kernels.linear import PlainLinear
+from tests.kernels.packed_cases import random_packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -78,3 +79,32 @@ def test_large_activations_stay_finite(num_rows: int) -> None:
     x = (_random(num_rows, 32) * 1000).half()
     found = Int8Linear(weight, None)(x)
     assert found.isfinite().all() and found.abs().max() > 1
+
+
+@pytest.mark.parametrize("scales", DTYPES)
+@pytest.mark.parametrize("group", [32, 128, None])
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_numbers_of_checkpoints_stay_as_they_are(
+    in_panels: bool, group: int | None, scales: torch.dtype
+) -> None:
+    """What is rounded is a scale, to the model's type, and then each value."""
+    torch.manual_seed(2)
+    matrix = random_packed("int8", 130, 328, group, dtype=scales)
+    exact, bias = matrix.widened(torch.float32), _random(130, seed=2)
+    ids = torch.arange(129, -1, -1)
+    for dtype in DTYPES:
+        linear = Int8Linear.of_packed(matrix, bias.to(dtype), dtype)
+        assert torch.equal(linear.numbers, matrix.numbers())
+        if in_panels:
+            linear.lay_in_panels(torch.full((linear.panels_nbytes,), 99, dtype=torch.int8))
+        lost = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+        tiny = 128 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert ((linear.widened().float() - exact).abs() <= 1.1 * lost * exact.abs() + tiny).all()
+        assert torch.equal(linear.rows(ids), linear.widened()[ids])
+        for num_rows in (1, FEW_ROWS + 1):
+            x = _random(num_rows, 328, seed=3).to(dtype)
+            wanted = x.double() @ linear.widened().double().T + bias.to(dtype).double()
+            found = linear(x)
+            assert found.dtype == dtype
+            most = max(4 * torch.finfo(dtype).eps, 3e-6)
+            assert (found.double() - wanted).norm() <= most * wanted.norm()

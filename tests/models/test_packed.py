@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ class ReferenceProduct(PlainLinear):
 class FakeGpuOps(TorchOps):
     """Keeps packed matrices as a GPU does."""
 
-    keeps_packed = True
+    keeps_packed: Literal["gpu", "cpu"] | None = "gpu"
 
     def pack(self, weight: Any, bias: Tensor | None) -> Any:
         if isinstance(weight, PackedMatrix):
@@ -91,7 +91,8 @@ def same(token: Tensor) -> Tensor:
 
 def _all(directory: Path, share: Share, *, keeps_packed: bool) -> dict[str, Any]:
     model = describe_model(directory)
-    weights = load_weights(model, torch.float32, CPU, share=share, keeps_packed=keeps_packed)
+    keeper: Literal["gpu"] | None = "gpu" if keeps_packed else None
+    weights = load_weights(model, torch.float32, CPU, share=share, keeps_packed=keeper)
     found = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": weights.lm_head}
     for index, layer in enumerate(weights.layers):
         own = {each.name: getattr(layer, each.name) for each in fields(layer)}

@@ -79,6 +79,7 @@ class Choices(NamedTuple):
         self, model: ModelDescription, claim_nbytes: int | None, largest_step: tuple[int, int]
     ) -> MemoryPlan:
         """See `memory_plan.plan_memory`."""
+        stays_packed = model.config.quantized is not None or self.config.quantization == "packed"
         return plan_memory(
             self.config,
             model.config,
@@ -87,7 +88,7 @@ class Choices(NamedTuple):
             FORMATS[self.dtype].itemsize,
             claim_nbytes,
             largest_step,
-            None if model.config.quantized is None else model.tensors,
+            model.tensors if stays_packed else None,
         )
 
 
@@ -97,7 +98,7 @@ def choose(config: EngineConfig, description: ModelDescription, share: Share) ->
     check_ranks_of(config, model)
     max_model_len = choose_max_model_len(config, model)
     device = choose_device(config)
-    check_quantization(config, model, device)
+    check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device, share)
     return Choices(config, device, dtype, shape, max_model_len)

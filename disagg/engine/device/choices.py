@@ -50,7 +50,9 @@ def cpu_multiplies_bfloat16() -> bool:
     return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16"))
 
 
-def check_quantization(config: EngineConfig, model: ModelConfig, device: DeviceType) -> None:
+def check_quantization(
+    config: EngineConfig, model: ModelConfig, device: DeviceType, *, is_quantized: bool = True
+) -> None:
     """Raises `StartupError`: not this model, or not on this device."""
     asked, why = config.quantization, ""
     if asked is None:
@@ -58,6 +60,13 @@ def check_quantization(config: EngineConfig, model: ModelConfig, device: DeviceT
     if model.experts is not None:
         why = (
             f"{model.family} has experts, and only dense models are quantised when they are loaded"
+        )
+    elif asked == "packed" and not is_quantized:
+        why = "the checkpoint has floats, and no bits to keep; set 'int8' or 'int4'"
+    elif asked == "packed" and device != "cpu":
+        why = (
+            "GPUs keep the bits of quantised checkpoints in any case, and widen GGUF files in any"
+            " case"
         )
     elif device == "cpu" and asked == "fp8":
         why = "such weights are multiplied on GPUs only; set 'int8' or 'int4'"

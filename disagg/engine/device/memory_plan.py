@@ -79,12 +79,17 @@ def plan_memory(
         itemsize: of a number that the model computes with.
         claim_nbytes: of the GPU's memory; None on a CPU.
         largest_step: the sequences and tokens that a step on a GPU should have if there is room.
-        tensors: of a quantised checkpoint, which keeps some of its matrices packed on a GPU.
+        tensors: of a quantised checkpoint, which keeps some of its matrices packed on a GPU, or,
+            if the quantization is "packed", on a CPU.
 
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
     """
-    if claim_nbytes is None:
+    if config.quantization == "packed":
+        model_nbytes = weights_nbytes(
+            model, itemsize, share=shape.share, kept=tensors, keeper="cpu"
+        )
+    elif claim_nbytes is None:
         model_nbytes = weights_nbytes(
             model, itemsize, widens=True, quantization=config.quantization, share=shape.share
         )

@@ -1,0 +1,51 @@
+"""Products of rows with weights of 8 or 4 bits in panels, by the compiled program."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int32, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu_matrix import CpuMatrix
+from disagg.kernels.linear import PANEL
+
+_PANELS_AT_ONCE = 16  # for a thread to be worth waking up
+
+
+def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
+    """x W^T + b: bfloat16 [num_rows, num_in] to [num_rows, num_out], cut into panels for threads.
+
+    Args:
+        library: `cpu_library.find_step`'s.
+        matrix: of 8 or 4 bits.
+    """
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], matrix.num_out, dtype=x.dtype)
+    num_panels = -(-matrix.num_out // PANEL)
+    num_parts = min(torch.get_num_threads(), -(-num_panels // _PANELS_AT_ONCE))
+    ends = [num_panels * part // num_parts for part in range(num_parts + 1)]
+
+    def some(part: int) -> None:
+        library.disagg_step_narrow_rows(
+            byref(matrix),
+            c_void_p(x.data_ptr()),
+            c_int32(x.shape[0]),
+            c_int32(ends[part]),
+            c_int32(ends[part + 1]),
+            c_void_p(out.data_ptr()),
+        )
+
+    waits = [_threads().submit(some, part) for part in range(1, num_parts)]
+    some(0)
+    for wait in waits:
+        wait.result()
+    return out
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="narrow")

@@ -1,0 +1,180 @@
+"""Quantised checkpoints that stay quantised on a CPU, as `quantization` "packed" asks for: the same
+floats, the same logits, bytes as counted."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from disagg.config import EngineConfig
+from disagg.engine.device.check import check_engine
+from disagg.engine.device.choices import check_quantization
+from disagg.errors import ModelError, StartupError
+from disagg.kernels.int4_linear import Int4Linear
+from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.models.decoder import Decoder, load_model
+from disagg.models.description import ModelDescription, describe_model
+from disagg.models.rank_parts import weights_nbytes
+from disagg.models.weights import load_weights
+from disagg.worker.check import loading_sentence
+from tests.models.checkpoints import write_checkpoint
+from tests.models.gguf_files import write_gguf
+from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.quantized_files import write_quantized
+from tests.models.test_gguf import small_model
+
+CPU = torch.device("cpu")
+PACKED = EngineConfig(quantization="packed", device="cpu", dtype="bfloat16")
+BLOCKS = [Type.Q4_0, Type.Q4_1, Type.Q8_0]
+MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+def _logits(decoder: Decoder, model: ModelDescription) -> torch.Tensor:
+    slab = new_slab(model.config, 16, 4, torch.float32)
+    tokens = Tokens([3 * place % 97 for place in range(40)], list(range(10)))
+    for count in (20, 13, 1, 1):
+        run_step(decoder, slab, [(tokens, count)], 4)
+    return torch.stack(tokens.logits)
+
+
+def _check_decoder(model: ModelDescription) -> Decoder:
+    """Its logits are those of the widened weights, and its bytes those that are counted."""
+    nbytes: list[tuple[int, int]] = []
+    packed = load_model(
+        model,
+        torch.float32,
+        CPU,
+        lambda *so_far: nbytes.append(so_far),
+        quantization="packed",
+    )
+    assert nbytes[-1][0] == nbytes[-1][1]
+    found, wanted = (
+        _logits(each, model) for each in (packed, load_model(model, torch.float32, CPU))
+    )
+    assert wanted.abs().max() > 0.05
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    kept = weights_nbytes(model.config, 4, kept=model.tensors, keeper="cpu")
+    assert _nbytes(packed, model) == kept == nbytes[-1][1]
+    return packed
+
+
+def _nbytes(decoder: Decoder, model: ModelDescription) -> int:
+    """Of what a decoder keeps packed, and of all else as it was loaded."""
+    linears: dict[int, Int4Linear | Int8Linear] = {}
+
+    def look(each: Any) -> None:
+        if isinstance(each, Int4Linear | Int8Linear):
+            linears[id(each)] = each
+        elif isinstance(each, list | tuple):
+            for one in each:
+                look(one)
+        elif hasattr(each, "__dataclass_fields__"):
+            look([getattr(each, field.name) for field in fields(each)])
+
+    look([decoder._embedding, decoder._lm_head, decoder._layers])
+    nbytes = sum(each.numbers.nbytes + each.scales.nbytes for each in linears.values())
+    weights = load_weights(model, torch.float32, CPU, keeps_packed="cpu")
+    tables = {id(each): each for each in (weights.embedding, weights.lm_head, weights.norm)}
+    layers = [[getattr(layer, field.name) for field in fields(layer)] for layer in weights.layers]
+    floats = (each for some in (tables.values(), *layers) for each in some)
+    return nbytes + sum(each.nbytes for each in floats if isinstance(each, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_of_gguf(tied: bool, kind: Type, tmp_path: Path) -> None:
+    """All values, of queries and keys in transformers' order; also the tables."""
+    model = small_model(num_hidden_layers=2, tie_word_embeddings=tied)
+    described = describe_model(write_gguf(tmp_path / "model.gguf", model, kind=kind))
+    packed = load_weights(described, torch.float32, CPU, keeps_packed="cpu")
+    wide = load_weights(described, torch.float32, CPU)
+    for own, its in zip(packed.layers, wide.layers, strict=True):
+        for field in MATRICES:
+            matrix = getattr(own, field)
+            assert isinstance(matrix, PackedMatrix)
+            assert torch.equal(matrix.widened(torch.float32), getattr(its, field)), field
+    for own, its in ((packed.embedding, wide.embedding), (packed.lm_head, wide.lm_head)):
+        assert torch.equal(own.widened(torch.float32), its)
+    assert (packed.lm_head is packed.embedding) == tied
+    decoder = _check_decoder(described)
+    of_kind = Int8Linear if kind == Type.Q8_0 else Int4Linear
+    assert isinstance(decoder._embedding, of_kind) and isinstance(decoder._lm_head, of_kind)
+    assert (decoder._embedding is decoder._lm_head) == tied
+
+
+def test_blocks_of_other_kinds_are_widened(tmp_path: Path) -> None:
+    described = describe_model(write_gguf(tmp_path / "a.gguf", small_model(), kind=Type.Q5_0))
+    decoder = _check_decoder(described)
+    assert isinstance(decoder._embedding, torch.Tensor)
+
+
+def test_a_damaged_scale_is_refused_by_name(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", small_model(), kind=Type.Q4_1)
+    described = describe_model(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    raw = bytearray(file.read_bytes())
+    begin = described.tensors[name].begin
+    raw[begin + 2 : begin + 4] = np.float16(np.nan).tobytes()
+    file.write_bytes(raw)
+    with pytest.raises(ModelError, match=f"{name} in .* is damaged: its scales hold NaN"):
+        load_model(described, torch.bfloat16, CPU, quantization="packed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "matrices"),
+    [
+        ("awq", MATRICES),
+        ("gptq", MATRICES),
+        ("gptq uneven groups", MATRICES),
+        ("packed", MATRICES),
+        ("packed with zeros", MATRICES),
+        ("packed 8 bits", MATRICES),
+        ("int8", MATRICES),
+        ("int8 with zeros", ()),
+        ("gptq 8 bits", ()),
+        ("gptq in order of activations", ()),
+        ("fp8 blocks", ()),
+    ],
+)
+def test_quantised_checkpoints(kind: str, matrices: tuple[str, ...], tmp_path: Path) -> None:
+    directory = write_quantized(tmp_path, "llama", kind).directory
+    model = describe_model(directory)
+    packed = load_weights(model, torch.float32, CPU, keeps_packed="cpu")
+    wide = load_weights(describe_model(tmp_path / "floats"), torch.float32, CPU)
+    for own, its in zip(packed.layers, wide.layers, strict=True):
+        for field in MATRICES:
+            matrix = getattr(own, field)
+            assert isinstance(matrix, PackedMatrix) == (field in matrices)
+            values = matrix.widened(torch.float32) if field in matrices else matrix
+            assert torch.equal(values, getattr(its, field)), field
+    _check_decoder(model)
+
+
+def test_the_start_counts_what_is_kept_and_keeps_its_kv_apart(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", small_model(), kind=Type.Q4_1)
+    model, plain = describe_model(file), EngineConfig(device="cpu", dtype="bfloat16")
+    narrow, wide = (check_engine(each, model) for each in (PACKED, plain))
+    assert narrow is not None and wide is not None
+    assert narrow.weights_nbytes < 0.33 * wide.weights_nbytes
+    assert narrow.weights_nbytes == pytest.approx(model.stored_nbytes, rel=0.02)
+    assert narrow.shape.layout != wide.shape.layout
+    assert loading_sentence(PACKED, model, narrow.weights_nbytes) == ""
+    said = loading_sentence(PACKED, model, wide.weights_nbytes)
+    assert "are widened to bfloat16 when they are loaded" in said
+
+
+def test_where_nothing_is_kept_it_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    with pytest.raises(StartupError, match="has floats, and no bits to keep") as it:
+        check_engine(PACKED, describe_model(tmp_path))
+    assert it.value.param == "quantization"
+    model = describe_model(write_gguf(tmp_path / "model.gguf", small_model(), kind=Type.Q8_0))
+    with pytest.raises(StartupError, match="GPUs keep the bits of quantised checkpoints in any"):
+        check_quantization(PACKED, model.config, "cuda")
