@@ -56,15 +56,17 @@ def assert_all_answered(answers: list[Answer]) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_worker_is_killed(system: System, role: str) -> None:
-    """One of two decode workers, or all prefill workers."""
-    oracle, prefill = Oracle(system, "crew"), system.members("crew", "prefill")
+    """One of two decode workers, or all prefill workers, beginning with one that has prompts."""
+    oracle = Oracle(system, "crew")
     moves = system.counters().get("disagg_request_moves_total", 0.0)
     questions = Questions(random.Random(1), "crew")
     long = [questions.next(LONG) for _ in range(6)]
     async with load(system.port, questions, RATE) as running:
         under_way = [asyncio.create_task(ask(system.port, each)) for each in long]
         await asyncio.sleep(2 * BEFORE_S)
-        hit = [await busiest(system, "crew", role)] if role == "decode" else prefill
+        hit = [await busiest(system, "crew", role)]
+        if role == "prefill":
+            hit += set(system.members("crew", role)) - {*hit}
         victims = [member.process for member in hit]
         for victim in victims:
             async with suffered(Killed(victim)):
