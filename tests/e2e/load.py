@@ -10,7 +10,7 @@ import httpx
 
 NUM_CLIENTS = 2
 PAUSE_S = 0.3  # which leaves a processor to the processes that start meanwhile
-MAX_TOKENS = 80
+MAX_TOKENS = 300  # so that something is always under way
 PROMPTS = [
     f"{i}: a prompt of several blocks that are pulled, whoever computes them " for i in "abc"
 ]

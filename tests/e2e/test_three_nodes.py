@@ -228,9 +228,9 @@ def workers(url: str) -> set[str]:
     return set(re.findall(r'disagg_worker_kv_cache_usage_perc\{[^}]*worker_id="([^"]+)"', metrics))
 
 
-def ingresses(nodes: RayNodes) -> set[int]:
-    """Their processes."""
-    return {each.pid for each in nodes.processes() if is_named(each, "disagg:Ingress")}
+def replicas(nodes: RayNodes, words: str = "ServeReplica:disagg") -> set[psutil.Process]:
+    """The processes of ingresses and workers, or of those with these words in their title."""
+    return {each for each in nodes.processes() if is_named(each, words)}
 
 
 def with_decodes(config: dict[str, Any], num_replicas: int) -> dict[str, Any]:
@@ -272,7 +272,8 @@ async def test_no_request_notices_a_change(
     config, path, url = deployed
     expected = {prompt: reference.chat(prompt, MAX_TOKENS) for prompt in PROMPTS}
     until(lambda: len(workers(url)) == 3 + 2)
-    old, old_ingresses = workers(url), ingresses(nodes)
+    old, old_processes = workers(url), replicas(nodes)
+    assert len(old_processes) == 2 + 3 + 2  # ingresses, and the workers of two tiers
     async with Load(url, "small", expected) as load:
         scaled = with_decodes(config, 1)
         await changed(nodes, path, scaled, lambda: len(workers(url)) == 2 + 2)
@@ -281,9 +282,9 @@ async def test_no_request_notices_a_change(
 
         def is_new() -> bool:
             now = workers(url)
-            return len(now) == 2 and not now & old and not ingresses(nodes) & old_ingresses
+            return len(now) == 2 and not now & old and not replicas(nodes) & old_processes
 
         await changed(nodes, path, updated(scaled), is_new)
         assert load.num_answers > num_before
     assert load.failures == []
-    assert len(ingresses(nodes)) == 2
+    assert len(replicas(nodes, "disagg:Ingress")) == 2
