@@ -125,6 +125,7 @@ class ColdTier:
             read: called once, if any are stored, with their numbers; returns the blocks, or
                 functions that the store's thread calls for them.
         """
+        self._take_done()  # once, since it asks every rank
         stats, before_nbytes = self.stats, self.stats.queued_nbytes
         wanted: list[tuple[int, BlockHash]] = []
         for each in blocks:
@@ -246,7 +247,6 @@ class ColdTier:
             self._known.move_to_end(block_hash)
             self.stats.num_known += 1
             return False
-        self._take_done()
         queued_nbytes = self._block_nbytes + self.stats.queued_nbytes
         if self._is_away:
             self.probe(block_hash)

@@ -12,6 +12,7 @@ class FakeRankStore:
 
     puts, fetches: what it was told.
     waited: called by `wait`.
+    num_asked: how often `take_put` was called.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class FakeRankStore:
         self.fetches: list[tuple[int, list[BlockHash], list[int]]] = []
         self.put_errors: list[str | None] = []
         self.fetched: list[tuple[int, str | None]] = []
-        self.num_damaged = 0
+        self.num_damaged = self.num_asked = 0
         self.is_gone = False
         self.waited: Callable[[], object] = lambda: None
 
@@ -27,6 +28,7 @@ class FakeRankStore:
         self.puts.append(([*blocks], in_host))
 
     def take_put(self) -> list[str | None]:
+        self.num_asked += 1
         errors, self.put_errors = self.put_errors, []
         return errors
 

@@ -312,7 +312,7 @@ def test_a_failing_store_is_a_miss_and_counted(
     assert str(error) in said
     assert times.figures() == ()
     gate.error = None
-    wait_until(lambda: offer(tier, 0))
+    wait_until(lambda: offer(tier, 2))
     settle(tier)
     again = tier.lookup(names(0))
     finish(tier, again)

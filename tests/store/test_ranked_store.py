@@ -102,6 +102,15 @@ def test_the_slowest_rank_bounds_the_queue(tier: ColdTier, ranks: list[FakeRankS
     assert offer(tier, 5) and not offer(tier, 6)
 
 
+def test_ranks_are_asked_once_for_blocks_that_are_evicted_together(
+    tier: ColdTier, ranks: list[FakeRankStore]
+) -> None:
+    """A system call for each block and rank took 4 ms of a step that evicts 256 on 8 ranks."""
+    blocks = [(i, name(i)) for i in range(100)]
+    tier.offer(blocks, lambda numbers: [block(i) for i in numbers])
+    assert [rank.num_asked for rank in ranks] == [1, 1]
+
+
 def test_a_tier_that_closes_waits_for_the_parts_of_all_ranks(
     tier: ColdTier, ranks: list[FakeRankStore]
 ) -> None:
