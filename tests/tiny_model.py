@@ -1,4 +1,7 @@
-"""A small random checkpoint with a real tokenizer and chat template, written by transformers."""
+"""A small random checkpoint with a real tokenizer and chat template.
+
+Written without transformers and torch, whose imports take two seconds of each process of tests.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +11,69 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
 from disagg.config import ServeConfig, TierConfig
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.time_model import StepTimeModel
 from disagg.worker.parts import Parts, build_parts
 
+_ATTENTION = (("q", 64), ("k", 32), ("v", 32))  # rows of its matrices
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 0) -> Path:
+def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 8) -> Path:
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
     Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
     workers of `tiny_parts`. Hence few layers, as each has KV, and wide ones, which cost most.
     """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     directory.mkdir(parents=True, exist_ok=True)
     end_id = write_tiny_tokenizer(directory)
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=128,
-        intermediate_size=1536,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=max_model_len,
-        tie_word_embeddings=True,
-        eos_token_id=end_id,
-        initializer_range=0.3,  # far from uniform, so that a wrong KV block changes the answer
-    )
-    Qwen3ForCausalLM(config).eval().save_pretrained(directory)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": 260,
+        "hidden_size": 128,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "max_position_embeddings": max_model_len,
+        "tie_word_embeddings": True,
+        "eos_token_id": end_id,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
+    save_file(_tiny_weights(seed), directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def _tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
+    """By Hugging Face's names; all norms are 1."""
+    drawn = {"model.embed_tokens": (260, 128)}
+    norms = {"model.norm": 128}
+    for layer in ("model.layers.0", "model.layers.1"):
+        drawn |= {f"{layer}.self_attn.{name}_proj": (rows, 128) for name, rows in _ATTENTION}
+        drawn |= {f"{layer}.mlp.{name}_proj": (1536, 128) for name in ("gate", "up")}
+        drawn |= {f"{layer}.self_attn.o_proj": (128, 64), f"{layer}.mlp.down_proj": (128, 1536)}
+        norms |= {f"{layer}.{name}_layernorm": 128 for name in ("input", "post_attention")}
+        norms |= {f"{layer}.self_attn.{name}_norm": 16 for name in ("q", "k")}
+    rng = np.random.default_rng(seed)
+    # Far from uniform, so that a wrong KV block changes the answer.
+    weights = {name: rng.normal(0, 0.3, shape) for name, shape in drawn.items()}
+    weights |= {name: np.ones(size) for name, size in norms.items()}
+    return {f"{name}.weight": each.astype(np.float32) for name, each in weights.items()}
 
 
 def tiny_parts() -> Callable[..., Parts]:

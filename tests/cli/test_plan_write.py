@@ -177,7 +177,7 @@ def test_what_cannot_be_served_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = ("--write", str(tmp_path / "fleet"))
-    load = ("llama-3-8b", "--requests-per-s", "20")
+    load = ("llama-3-8b", "--requests-per-s", "20", "--no-play")
     assert "There is a fleet only for a load" in refused(capsys, "llama-3-8b", *to)
     assert "add --write DIR, or leave it out" in refused(capsys, *load, "--force")
     assert "multiplies fp8 weights in 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
