@@ -12,12 +12,17 @@ from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
 
-_DEFAULTS = {
+DEFAULTS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # Ray runs its workers at nice 15, behind whatever else the machine does; ours are the service.
     "RAY_worker_niceness": "0",
     # Serve kills a proxy that is not there after 5 s, and with it a start on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Else Ray starts a worker for each core at once. Ours need an environment of their own, so they
+    # cannot use them.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_task_events_report_interval_ms": "0",  # nobody asks what ran when
     "NO_COLOR": "1",  # what Ray says goes to files
 }
 
@@ -28,7 +33,7 @@ def prepare_environment(order: Order) -> None:
     Raises:
         StartupError: there is no HAProxy.
     """
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if order.ray_address is not None:
         _use_token_of(order.ray_address)

@@ -46,8 +46,7 @@ ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever worke
 # Who may listen on a port: ours, Serve's and Ray's (docs/security.md).
 OURS = {"haproxy", "python", "valkey-server", "ServeReplica", "_Steps"}
 SERVES = {"HAProxyManager", "ProxyActor", "SERVE_REPLICA", "ServeController"}
-RAYS = {"DashboardAgent", "IDLE", "RuntimeEnvAgent", "dashboard.py", "gcs_server", "monitor.py",
-        "raylet"}  # fmt: skip
+RAYS = {"DashboardAgent", "IDLE", "RuntimeEnvAgent", "gcs_server", "raylet"}
 
 
 def _kind(process: psutil.Process) -> str:

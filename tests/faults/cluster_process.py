@@ -17,10 +17,10 @@ import tempfile
 import threading
 from itertools import chain
 from pathlib import Path
-from unittest import mock
 
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
+from disagg.cli.ray_environment import DEFAULTS
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import parse_config
 
@@ -28,18 +28,8 @@ START_TIMEOUT_S = 180.0
 # Without what Ray reports of itself; and Serve's controller looks less often (default: 0.1 s).
 BARE = {
     "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
 }
-# Of `ray._private.node.Node`: a dashboard, and monitors of logs and of Ray's own autoscaler.
-OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
-
-
-def start_no_observers() -> None:
-    from ray._private.node import Node
-
-    for each in OBSERVERS:
-        setattr(Node, each, mock.Mock())
 
 
 def serve_until_told(config: ServeConfig, scratch: Path) -> None:
@@ -101,19 +91,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--haproxy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--bare", action="store_true", help="only processes of Ray that we use")
+    parser.add_argument("--bare", action="store_true", help="without what Ray reports of itself")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as directory:
         scratch = Path(directory)
         if arguments.haproxy:
             os.environ.update(haproxy_environment(scratch / "h", HttpConfig(), free_port))
-        # As `disagg serve` does.
-        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+        for name, value in DEFAULTS.items():  # as `disagg serve` does
+            os.environ.setdefault(name, value)
         if arguments.bare:
             os.environ.update(BARE)
-            start_no_observers()
         serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
 
 

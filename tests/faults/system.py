@@ -251,7 +251,7 @@ def running_system(
     """Start everything, wait until the fleet is whole, stop it; nothing may be left.
 
     More than one ingress can be told apart with `haproxy` only, where each has a port. `bare`:
-    without the processes and reports of Ray that are for those who watch it.
+    without the reports of Ray that are for those who watch it.
     """
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         directory = Path(name)
