@@ -13,6 +13,8 @@ Sources: Williams, Waterman and Patterson (CACM 2009) for the roofline; Pope et 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from disagg.errors import NotEnoughMemory
@@ -30,7 +32,7 @@ ALL_REDUCES_PER_LAYER = 2
 ACTIVATION_NBYTES = 2  # bf16, whatever the weights are
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
     """One worker: a model split over `num_gpus` of a node by tensor parallelism."""
 
     shape: ModelShape
@@ -48,7 +50,7 @@ class Placement(msgspec.Struct, frozen=True):
     def kv_nbytes_per_token(self) -> int:
         return self.shape.kv_nbytes_per_token(self.kv)
 
-    @property
+    @cached_property
     def kv_nbytes_per_gpu_token(self) -> float:
         """More GPUs than KV heads hold copies of them."""
         num_heads = self.shape.num_kv_heads
@@ -111,7 +113,7 @@ class Placement(msgspec.Struct, frozen=True):
         coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
         return StepTimeModel(tuple(max(each, 1e-12) for each in coefficients))
 
-    @property
+    @cached_property
     def attended_s(self) -> float:
         """Of one prompt token and one position it sees: a product for the score, one for the sum.
 
@@ -121,7 +123,7 @@ class Placement(msgspec.Struct, frozen=True):
         num_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
 
-    @property
+    @cached_property
     def context_s(self) -> float:
         """Of reading one token's KV; of latent KV, of multiplying with it, if that takes longer."""
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
@@ -129,7 +131,7 @@ class Placement(msgspec.Struct, frozen=True):
         multiply_s = self.shape.num_latent_flop / flops
         return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
 
-    @property
+    @cached_property
     def _matmul_flops(self) -> float:
         """Of the datasheet. Experts of 4 bits without wide products are widened to 16."""
         return self.gpu.flops("bf16" if self.shape.has_mxfp4_experts else self.weights)

@@ -5,6 +5,7 @@ Shapes come from a checkpoint directory or from the table below. Knows no GPU an
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ TABLE_NBYTES = 2
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
     """A decoder with grouped-query attention, and in each layer a gated MLP or experts.
 
     Attributes:
@@ -68,12 +69,12 @@ class ModelShape(msgspec.Struct, frozen=True):
     attention_params: int = 0
     repository: str = ""
 
-    @property
+    @cached_property
     def num_layer_params(self) -> int:
         """Of the matrix products that a token goes through; norms and biases are < 0.1 %."""
         return self._num_common_params + self.num_experts_per_tok * self._num_params_per_expert
 
-    @property
+    @cached_property
     def num_head_params(self) -> int:
         """Of the product that makes logits: of a prompt, only its last token goes through it."""
         return self.hidden_size * self.vocab_size
@@ -125,7 +126,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Of a decoding sequence for one token of its context, which all heads multiply with."""
         return 4 * self.num_layers * self.num_heads * self.latent_size
 
-    @property
+    @cached_property
     def _num_common_params(self) -> int:
         """Of all layers, without their experts."""
         of_heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
@@ -136,7 +137,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         router = num_sparse * self.num_experts * self.hidden_size
         return self.num_layers * attention + 3 * self.hidden_size * mlp + router
 
-    @property
+    @cached_property
     def _num_params_per_expert(self) -> int:
         """Of one expert in each layer that has them."""
         num_sparse = self.num_layers - self.num_dense_layers
