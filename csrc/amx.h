@@ -87,14 +87,23 @@ struct TileColumns {
   }
 };
 
-// Sums of 16 rows and up to 64 columns; out: [16, PANEL].
-template <int num_vectors>
-inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& columns, float* out) {
+// Sums of 16 rows and up to 64 columns. The rows of `out` lie `stride` bytes apart; with `adds`, the
+// sums begin with what is there.
+template <int num_vectors, bool adds = false>
+inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& columns, float* out,
+                         int64_t stride = PANEL * sizeof(float)) {
   asm volatile("" ::: "memory");  // the compiler does not know that tiles read memory
-  _tile_zero(0);
-  if constexpr (num_vectors > 1) _tile_zero(1);
-  if constexpr (num_vectors > 2) _tile_zero(2);
-  if constexpr (num_vectors > 3) _tile_zero(3);
+  if constexpr (adds) {
+    _tile_loadd(0, out, stride);
+    if constexpr (num_vectors > 1) _tile_loadd(1, out + LANES, stride);
+    if constexpr (num_vectors > 2) _tile_loadd(2, out + 2 * LANES, stride);
+    if constexpr (num_vectors > 3) _tile_loadd(3, out + 3 * LANES, stride);
+  } else {
+    _tile_zero(0);
+    if constexpr (num_vectors > 1) _tile_zero(1);
+    if constexpr (num_vectors > 2) _tile_zero(2);
+    if constexpr (num_vectors > 3) _tile_zero(3);
+  }
   for (int k = 0; k < rows.length; k += TILE_DEPTH) {
     const TileRows::Place some = rows.place(0, k);
     _tile_loadd(4, some.at, some.stride);
@@ -114,10 +123,10 @@ inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& c
     }
     columns.bring_closer(k);
   }
-  _tile_stored(0, out, PANEL * sizeof(float));
-  if constexpr (num_vectors > 1) _tile_stored(1, out + LANES, PANEL * sizeof(float));
-  if constexpr (num_vectors > 2) _tile_stored(2, out + 2 * LANES, PANEL * sizeof(float));
-  if constexpr (num_vectors > 3) _tile_stored(3, out + 3 * LANES, PANEL * sizeof(float));
+  _tile_stored(0, out, stride);
+  if constexpr (num_vectors > 1) _tile_stored(1, out + LANES, stride);
+  if constexpr (num_vectors > 2) _tile_stored(2, out + 2 * LANES, stride);
+  if constexpr (num_vectors > 3) _tile_stored(3, out + 3 * LANES, stride);
 }
 
 // Sums of 32 rows and 32 columns: each tile is read once for two products. out: [32, PANEL].

@@ -24,6 +24,7 @@ constexpr int KEY_PAIRS = KEY_TILE / 2;
 constexpr int DEPTH = 32;  // what a head's size is filled up to a multiple of, with zeros
 constexpr int ROWS_OF_ITEM = 128;  // queries times heads that share packed keys and values
 constexpr float LOG2_E = 1.44269504f;
+constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
 
 // Tokens `start` to `end` of a step: the last ones of a sequence's context.
 struct PromptChunk {
@@ -46,7 +47,7 @@ struct Prompts {
 struct PromptScratch {
   Buffer<bf16> queries;     // [ROWS_OF_ITEM, depth]
   Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
-  Buffer<float> peaks;      // [ROWS_OF_ITEM]: the largest score so far, times log2(e)
+  Buffer<float> peaks;      // [ROWS_OF_ITEM]: scores times log2(e) that weigh 1
   Buffer<float> totals;     // [ROWS_OF_ITEM, LANES], of weights
   Buffer<uint32_t> keys;    // [depth / 2, KEY_TILE]: pairs of a key's neighbours
   Buffer<uint32_t> values;  // [panels of head_dim, KEY_PAIRS, PANEL]: pairs of neighbouring keys
@@ -55,7 +56,7 @@ struct PromptScratch {
 
   bool hold(int num_rows, int64_t dim, int64_t depth) {
     const int64_t num_panels = (dim + PANEL - 1) / PANEL;
-    if (!queries.hold(filled_rows(num_rows) * depth) || !sums.hold(num_rows * dim) ||
+    if (!queries.hold(filled_rows(num_rows) * depth) || !sums.hold(filled_rows(num_rows) * dim) ||
         !peaks.hold(num_rows) || !totals.hold(num_rows * LANES) ||
         !keys.hold(depth / 2 * KEY_TILE) || !values.hold(num_panels * KEY_PAIRS * PANEL) ||
         !widened.hold(KEY_TILE * dim))
@@ -95,6 +96,32 @@ inline void turn(__m512i (&rows)[LANES]) {
   }
 #pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) rows[i] = other[i];
+}
+
+// The largest number of each of 16 rows.
+inline __m512 row_maxima(const float (*rows)[KEY_TILE]) {
+  __m512 some[LANES];
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; ++r) {
+    auto part = [&](int v) { return _mm512_load_ps(rows[r] + v * LANES); };
+    some[r] = _mm512_max_ps(_mm512_max_ps(part(0), part(1)), _mm512_max_ps(part(2), part(3)));
+  }
+  // Quarter q of some[4 i] has, of rows 4 i to 4 i + 3, the largest number of quarter q.
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES; i += 4) {
+    auto pair = [&](int r) {
+      return _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(some[r], some[r + 1]),
+                                            _mm512_unpackhi_ps(some[r], some[r + 1])));
+    };
+    const __m512d upper = pair(i), lower = pair(i + 2);
+    some[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower)),
+                            _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower)));
+  }
+  auto quarters = [](__m512 left, __m512 right) {
+    return _mm512_max_ps(_mm512_shuffle_f32x4(left, right, 0x88),
+                         _mm512_shuffle_f32x4(left, right, 0xDD));
+  };
+  return quarters(quarters(some[0], some[4]), quarters(some[8], some[12]));
 }
 
 // Keys, or zeros where `keys[i]` is null, as `tile` reads a panel of a weight.
@@ -278,33 +305,18 @@ class PromptAttention {
 
   // Rows `first` to `end` see some keys. `position` is that of row 0, `key` that of key 0.
   void attend_rows(PromptScratch& own, int first, int end, int position, int key) {
-#ifdef __AMX_BF16__
     // Rows before `first`, which see none of these keys, are not changed by them.
     for (int begin = first / TILE_ROWS * TILE_ROWS; begin < end; begin += TILE_ROWS) {
       alignas(64) float scores[TILE_ROWS][KEY_TILE];
       alignas(64) uint32_t weights[TILE_ROWS][KEY_PAIRS];
-      float factors[TILE_ROWS];
       const int num_rows = end - begin < TILE_ROWS ? end - begin : TILE_ROWS;
-      const int64_t stride = depth() * int64_t(sizeof(bf16));
-      const TileRows queries{own.queries.get() + int64_t(begin) * depth(), stride, depth(), nullptr};
-      tile_product(queries, near_columns<4>(own.keys.get()), scores[0]);
-      for (int r = 0; r < num_rows; ++r)
-        factors[r] = weigh(own, begin + r, position, key, scores[r], weights[r]);
-      const TileRows its_weights{reinterpret_cast<bf16*>(weights[0]), sizeof weights[0], KEY_TILE,
-                                 nullptr};
-      in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
-        alignas(64) float some[TILE_ROWS][PANEL];
-        tile_product(its_weights, near_columns<num_vectors()>(columns), some[0]);
-        for (int r = 0; r < num_rows; ++r)
-          for (int v = 0; v < num_vectors(); ++v)
-            add(own, begin + r, d + v * LANES, factors[r], _mm512_load_ps(some[r] + v * LANES));
-      });
+      score(own, begin, num_rows, scores);
+      if (cache_.scales_offset != 0) scale_scores(own, num_rows, scores);
+      const int from = position + begin / group(), to = position + (begin + num_rows - 1) / group();
+      if (!see_all(from, to, key)) hide_scores(begin, num_rows, position - key, scores);
+      weigh(own, begin, num_rows, scores, weights);
+      add(own, begin, num_rows, weights);
     }
-#else
-    in_tiles(end - first, [&](int, int begin, auto size) {
-      attend_tile<size()>(own, first + begin, position, key);
-    });
-#endif
   }
 
 #ifdef __AMX_BF16__
@@ -315,25 +327,49 @@ class PromptAttention {
     for (int v = 0; v < num_vectors; ++v) columns.of[v] = panel + v * LANES;
     return columns;
   }
-#else
-  template <int num_rows>
-  void attend_tile(PromptScratch& own, int first, int position, int key) {
-    const int num_pairs = depth() / 2;
-    alignas(64) float scores[num_rows][KEY_TILE];
-    alignas(64) uint32_t weights[num_rows][KEY_PAIRS];
-    float factors[num_rows];
-    auto in_cache = [](int, const uint32_t*) {};  // nothing needs to be brought closer
-    const auto* queries = reinterpret_cast<const uint32_t*>(own.queries.get());
-    tile<num_rows, 4>(own.keys.get(), queries + int64_t(first) * num_pairs, num_pairs,
-                      in_cache,
-                      [&](int r, int v, __m512 sums) { _mm512_store_ps(&scores[r][v * LANES], sums); });
-    for (int r = 0; r < num_rows; ++r)
-      factors[r] = weigh(own, first + r, position, key, scores[r], weights[r]);
+
+  // Queries times keys, of up to 16 rows.
+  void score(PromptScratch& own, int begin, int, float (*scores)[KEY_TILE]) {
+    const int64_t stride = depth() * int64_t(sizeof(bf16));
+    const TileRows queries{own.queries.get() + int64_t(begin) * depth(), stride, depth(), nullptr};
+    tile_product(queries, near_columns<4>(own.keys.get()), scores[0]);
+  }
+
+  // Weights times values, added to the rows' sums.
+  void add(PromptScratch& own, int begin, int, const uint32_t (*weights)[KEY_PAIRS]) {
+    const int dim = prompts_.head_dim;
+    const TileRows rows{reinterpret_cast<const bf16*>(weights[0]), sizeof weights[0], KEY_TILE,
+                        nullptr};
     in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
-      tile<num_rows, num_vectors()>(columns, weights[0], KEY_PAIRS, in_cache,
-                                    [&](int r, int v, __m512 some) {
-                                      add(own, first + r, d + v * LANES, factors[r], some);
-                                    });
+      tile_product<num_vectors(), true>(rows, near_columns<num_vectors()>(columns),
+                                        own.sums.get() + int64_t(begin) * dim + d,
+                                        dim * int64_t(sizeof(float)));
+    });
+  }
+#else
+  static void no_fetch(int, const uint32_t*) {}  // nothing needs to be brought closer
+
+  void score(PromptScratch& own, int begin, int num_rows, float (*scores)[KEY_TILE]) {
+    const int num_pairs = depth() / 2;
+    const auto* queries = reinterpret_cast<const uint32_t*>(own.queries.get());
+    in_tiles(num_rows, [&](int, int first, auto size) {
+      tile<size(), 4>(own.keys.get(), queries + int64_t(begin + first) * num_pairs, num_pairs,
+                      no_fetch, [&](int r, int v, __m512 sums) {
+                        _mm512_store_ps(&scores[first + r][v * LANES], sums);
+                      });
+    });
+  }
+
+  void add(PromptScratch& own, int begin, int num_rows, const uint32_t (*weights)[KEY_PAIRS]) {
+    in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
+      in_tiles(num_rows, [&](int, int first, auto size) {
+        float* sums = own.sums.get() + int64_t(begin + first) * prompts_.head_dim + d;
+        tile<size(), num_vectors()>(
+            columns, weights[first], KEY_PAIRS, no_fetch, [&](int r, int v, __m512 some) {
+              float* at = sums + int64_t(r) * prompts_.head_dim + v * LANES;
+              _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), some));
+            });
+      });
     });
   }
 #endif
@@ -352,50 +388,83 @@ class PromptAttention {
       work(d, column(d), std::integral_constant<int, 1>());
   }
 
-  // Weighted values are added to a row's, which are multiplied by the factor.
-  void add(PromptScratch& own, int row, int d, float factor, __m512 some) {
-    float* at = own.sums.get() + int64_t(row) * prompts_.head_dim + d;
-    _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), _mm512_set1_ps(factor), some));
+  void scale_scores(PromptScratch& own, int num_rows, float (*scores)[KEY_TILE]) {
+    for (int r = 0; r < num_rows; ++r)
+      for (int k = 0; k < KEY_TILE; k += LANES) {
+        const __m512 scales = _mm512_loadu_ps(own.key_scales + k);
+        _mm512_store_ps(scores[r] + k, _mm512_mul_ps(_mm512_load_ps(scores[r] + k), scales));
+      }
   }
 
-  // Weights e^(score - peak) of the keys of a tile that a row sees, as pairs of bfloat16. Returns the
-  // factor of what was summed up before. `position` is that of row 0, `key` that of the first key.
-  float weigh(PromptScratch& own, int row, int position, int key, const float* scores,
-              uint32_t* pairs) {
-    auto* weights = reinterpret_cast<bf16*>(pairs);
-    const int end = position + row / group() + 1 - key;
-    const int begin = prompts_.window > 0 ? end - prompts_.window : 0;
-    const bool has_scales = cache_.scales_offset != 0;
-    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  // Whether tokens at all positions `from` to `to` see all keys of the tile at `key`.
+  bool see_all(int from, int to, int key) const {
+    return key + KEY_TILE - 1 <= from && (prompts_.window <= 0 || key > to - prompts_.window);
+  }
+
+  // Scores of keys that a row does not see become -infinity. `position` is that of row 0, counted
+  // from the first key.
+  void hide_scores(int begin, int num_rows, int position, float (*scores)[KEY_TILE]) const {
+    for (int r = 0; r < num_rows; ++r) {
+      const int end = position + (begin + r) / group() + 1;
+      const int first = prompts_.window > 0 ? end - prompts_.window : 0;
+      for (int k = 0; k < KEY_TILE; k += LANES) {
+        const __mmask16 seen = first_lanes(end - k) & ~first_lanes(first - k);
+        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        _mm512_store_ps(scores[r] + k,
+                        _mm512_mask_mov_ps(lowest, seen, _mm512_load_ps(scores[r] + k)));
+      }
+    }
+  }
+
+  // Weights 2^(score * scale - peak) of up to 16 rows, as pairs of bfloat16. A row's peak follows its
+  // largest score only when that is HEADROOM above it, so sums are seldom multiplied.
+  void weigh(PromptScratch& own, int begin, int num_rows, const float (*scores)[KEY_TILE],
+             uint32_t (*weights)[KEY_PAIRS]) {
+    constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     const __m512 scale = _mm512_set1_ps(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));
-    __m512 largest = lowest, seen[KEY_TILE / LANES];
+    float* peaks = own.peaks.get() + begin;
+    const __mmask16 rows = first_lanes(num_rows);
+    const __m512 before = _mm512_maskz_loadu_ps(rows, peaks);
+    const __m512 largest = _mm512_mul_ps(row_maxima(scores), scale);
+    const __m512 highest = _mm512_add_ps(before, _mm512_set1_ps(HEADROOM));
+    const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, largest, highest, _CMP_GT_OQ);
+    if (grown != 0) {
+      _mm512_mask_storeu_ps(peaks, grown, largest);
+      multiply_sums(own, begin, grown, power_of_two(_mm512_sub_ps(before, largest)));
+    }
+    const bool has_scales = cache_.scales_offset != 0;
+    for (int r = 0; r < num_rows; ++r) {
+      auto* to = reinterpret_cast<bf16*>(weights[r]);
+      // A row that has seen nothing yet has scores of -infinity, and weights of 0.
+      const __m512 peak = _mm512_set1_ps(peaks[r] == LOWEST ? 0.0f : peaks[r]);
+      float* totals = own.totals.get() + int64_t(begin + r) * LANES;
+      __m512 total = _mm512_loadu_ps(totals);
 #pragma GCC unroll 4
-    for (int v = 0; v < KEY_TILE / LANES; ++v) {
-      const __mmask16 mask = first_lanes(end - v * LANES) & ~first_lanes(begin - v * LANES);
-      __m512 some = _mm512_mul_ps(_mm512_load_ps(scores + v * LANES), scale);
-      if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.key_scales + v * LANES));
-      seen[v] = _mm512_mask_mov_ps(lowest, mask, some);
-      largest = _mm512_max_ps(largest, seen[v]);
+      for (int k = 0; k < KEY_TILE; k += LANES) {
+        __m512 some = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores[r] + k), scale, peak));
+        total = _mm512_add_ps(total, some);
+        if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.value_scales + k));
+        store(to + k, some);
+      }
+      _mm512_storeu_ps(totals, total);
     }
-    const float before = own.peaks.get()[row];
-    const float peak = std::fmax(before, _mm512_reduce_max_ps(largest));
-    if (peak == -std::numeric_limits<float>::infinity()) {  // nothing seen so far
-      memset(weights, 0, sizeof(bf16) * KEY_TILE);
-      return 1.0f;
+  }
+
+  // What was summed up of the rows in the mask is multiplied by their factors.
+  void multiply_sums(PromptScratch& own, int begin, __mmask16 rows, __m512 factors) {
+    alignas(64) float its_factors[LANES];
+    _mm512_store_ps(its_factors, factors);
+    auto multiply = [](float* at, __m512 factor) {
+      _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), factor));
+    };
+    for (int r = 0; r < LANES; ++r) {
+      if ((rows >> r & 1) == 0) continue;
+      const int64_t row = begin + r;
+      const __m512 factor = _mm512_set1_ps(its_factors[r]);
+      multiply(own.totals.get() + row * LANES, factor);
+      for (int d = 0; d < prompts_.head_dim; d += LANES)
+        multiply(own.sums.get() + row * prompts_.head_dim + d, factor);
     }
-    const float factor = before == peak ? 1.0f : std::exp2(before - peak);
-    own.peaks.get()[row] = peak;
-    float* totals = own.totals.get() + int64_t(row) * LANES;
-    __m512 total = _mm512_mul_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(factor));
-#pragma GCC unroll 4
-    for (int v = 0; v < KEY_TILE / LANES; ++v) {
-      __m512 some = power_of_two(_mm512_sub_ps(seen[v], _mm512_set1_ps(peak)));
-      total = _mm512_add_ps(total, some);
-      if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.value_scales + v * LANES));
-      store(weights + v * LANES, some);
-    }
-    _mm512_storeu_ps(totals, total);
-    return factor;
   }
 
   void end_rows(PromptScratch& own, const Span& span, int kv_head) {

@@ -109,6 +109,7 @@ def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: PromptAtte
     name = data.draw(st.sampled_from(COMPILED_FORMATS))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3)))
     whole = _inputs([(length, length)], group=2, head_dim=32, format=FORMATS[name])
+    whole.qkv[:, :4] *= 8  # queries: later keys have scores far above those of earlier ones
     expected = _attend(attention, whole, window)
     parts, start = [], 0
     for end in [*cuts, length]:
@@ -156,6 +157,13 @@ def test_odd_head_sizes_and_exact_formats_are_torchs(attention: PromptAttention)
         assert not attention.takes(inputs.kv_cache)
         paging = TorchOps(prompts=attention).plan(inputs, inputs.kv_cache, [None])
         assert paging.prompts is None
+
+
+def test_scores_that_grow(attention: PromptAttention) -> None:
+    """What was summed up before a far larger score is multiplied by a factor."""
+    inputs = _inputs([(300, 400)], group=3, head_dim=64)
+    inputs.qkv[:, :6] *= 6  # queries
+    _assert_close(_attend(attention, inputs), inputs.expected(None))
 
 
 def test_large_scores_do_not_overflow(attention: PromptAttention) -> None:
