@@ -19,10 +19,14 @@ from disagg.errors import StartupError
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.packed_linear import PackedProduct
+from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.triton_experts import TritonExperts
+from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.quantized_config import QuantizedFormat
-from disagg.models.rank_parts import weights_nbytes
+from disagg.models.rank_parts import quantized_on_gpu_nbytes, weights_nbytes
 from disagg.models.share import WHOLE
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
@@ -41,6 +45,10 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
             _tensors(each, seen)
     elif isinstance(held, Int8Linear | Int4Linear):
         _tensors(list(vars(held).values()), seen)
+    elif isinstance(held, PackedProduct):
+        _tensors([held.weight, held.bias], seen)
+    elif isinstance(held, TritonExperts):
+        _tensors(held._experts, seen)
     elif hasattr(held, "__dataclass_fields__"):
         _tensors([getattr(held, name) for name in held.__dataclass_fields__], seen)
     return seen
@@ -65,6 +73,22 @@ def test_what_is_counted_is_what_is_kept(
         widened = config.num_layers * num_copies * config.head_dim * 4
     assert nbytes - widened == weights_nbytes(config, 4, quantization=quantization)
     assert nbytes < (0.5 if quantization == "int8" else 0.35) * weights_nbytes(config, 4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2-moe", "mixtral"])
+def test_what_is_counted_is_what_a_gpu_keeps(variant: str, kind: Kind, tmp_path: Path) -> None:
+    """Experts are quantised too; routers and tables are not."""
+    write_checkpoint(tmp_path, variant)
+    model = describe_model(tmp_path)
+    ops = TritonOps(model.config.num_heads, 1, quantization=kind)
+    decoder = load_model(model, torch.float32, CPU, quantization=kind, ops=ops)
+    kept: dict[int, torch.Tensor] = {}
+    for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
+        _tensors(each, kept)
+    nbytes = sum(each.nbytes for each in kept.values())
+    assert nbytes == quantized_on_gpu_nbytes(model.config, 4, kind)
+    assert nbytes < weights_nbytes(model.config, 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -100,9 +124,17 @@ def test_gpus_quantise_in_their_own_way_and_keep_their_kv_apart(
 
 def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral")
-    with pytest.raises(StartupError, match="MixtralForCausalLM has experts, and only dense") as it:
-        check_engine(INT8, describe_model(tmp_path))
+    mixtral = describe_model(tmp_path)
+    with pytest.raises(
+        StartupError, match="MixtralForCausalLM has experts, which are multip"
+    ) as it:
+        check_engine(INT8, mixtral)
     assert it.value.param == "quantization"
+    check_quantization(INT8, mixtral.config, "cuda")
+    assert mixtral.config.experts is not None
+    narrow = replace(mixtral.config, experts=replace(mixtral.config.experts, is_mxfp4=True))
+    with pytest.raises(StartupError, match=r"the experts have 4 bits already \(MXFP4\), and stay"):
+        check_quantization(INT8, narrow, "cuda")
     dense = describe_model(ASSETS / "demo-small").config
     check_quantization(INT8, dense, "cpu")
     check_quantization(INT8, dense, "cuda")

@@ -209,7 +209,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("int8", "int4", "fp8", "packed"),
         help="of weights, when they are loaded: int8 and, on GPUs, fp8 have a scale for each row of"
         " a matrix, int4 for 32 numbers of one; on CPUs, packed keeps the bits that a quantised"
-        " checkpoint has, as GPUs do; dense models (docs/models.md#quantised-weights)",
+        " checkpoint has, as GPUs do, and models must be dense (docs/models.md#quantised-weights)",
     )
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU for each worker if there is one"

@@ -92,8 +92,8 @@ class Ops(Protocol):
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""
         ...
 
-    def pack_table(self, weight: Tensor | PackedMatrix) -> Weight:
-        """As `pack`, of the matrix that makes logits."""
+    def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Weight:
+        """As `pack`, of a matrix that decides: it makes logits, chooses or weighs experts."""
         ...
 
     def pack_gated(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:

@@ -64,8 +64,8 @@ class TorchOps:
             return of_packed(weight, bias, self._dtype)
         return self._linear(weight, bias)
 
-    def pack_table(self, weight: Tensor | PackedMatrix) -> Linear:
-        return self.pack(weight, None)
+    def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Linear:
+        return self.pack(weight, bias)
 
     def pack_gated(
         self, weight: Tensor | PackedMatrix, bias: Tensor | None

@@ -5,7 +5,7 @@ rest.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -84,7 +84,8 @@ class TritonOps:
         use_sdpa: for the prompts that `sdpa_prompt` can do.
         long_rows: of a tile of a prompt, a power of two.
         major: of the device's compute capability.
-        quantization: of matrices that are packed, but not of the table that makes logits.
+        quantization: of matrices that are packed, those of experts included, but not of what makes
+            logits or chooses experts.
         dtype: of activations; products with packed matrices, and experts, are then compiled when
             they are packed, not while a request waits. None: at their first use.
     """
@@ -111,13 +112,18 @@ class TritonOps:
         self._compiled: set[tuple[object, ...]] = set()
 
     def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Matrix | PackedProduct:
-        if isinstance(weight, Tensor) and self._quantization is not None:
-            weight = quantized(weight, self._quantization)
+        weight = self._quantized(weight)
         if isinstance(weight, Tensor):
             return Matrix(weight, bias)
         product = PackedProduct(weight, bias, self._num_programs, self._major)
         self._compile(product)
         return product
+
+    def _quantized(self, weight: Tensor | PackedMatrix) -> Tensor | PackedMatrix:
+        """Of a matrix, or those of all experts, [num_experts, out, in]: their rows."""
+        if self._quantization is None or isinstance(weight, PackedMatrix):
+            return weight
+        return quantized(weight.flatten(0, -2), self._quantization)
 
     def _compile(self, made: PackedProduct | TritonExperts) -> None:
         """Its programs; layers that are alike have the same ones."""
@@ -125,8 +131,10 @@ class TritonOps:
             made.compile(self._dtype)
             self._compiled.add(made.variant)
 
-    def pack_table(self, weight: Tensor | PackedMatrix) -> Matrix | PackedProduct:
-        return Matrix(weight, None) if isinstance(weight, Tensor) else self.pack(weight, None)
+    def pack_table(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None = None
+    ) -> Matrix | PackedProduct:
+        return Matrix(weight, bias) if isinstance(weight, Tensor) else self.pack(weight, bias)
 
     def pack_gated(
         self, weight: Tensor | PackedMatrix, bias: Tensor | None
@@ -134,6 +142,9 @@ class TritonOps:
         return self.pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
+        if experts.gate_up_scales is None:  # else they have 4 bits already
+            gate_up, down = self._quantized(experts.gate_up), self._quantized(experts.down)
+            experts = replace(experts, gate_up=gate_up, down=down)
         made = TritonExperts(experts)
         self._compile(made)
         return made

@@ -158,7 +158,7 @@ class Decoder:
             gate_up = ops.pack_gated(layer.shared_gate_up, None)
             shared = _Mlp(gate_up, ops.pack(layer.shared_down, None))
         if layer.shared_gate is not None:
-            shared_gate = ops.pack(layer.shared_gate, None)
+            shared_gate = ops.pack_table(layer.shared_gate)
         matrices = Experts(
             gate_up=by_expert(layer.gate_up),
             down=by_expert(layer.down),
@@ -173,7 +173,7 @@ class Decoder:
             limit=experts.swiglu_limit,
             alpha=experts.swiglu_alpha,
         )
-        router = ops.pack(layer.router, layer.router_bias)
+        router = ops.pack_table(layer.router, layer.router_bias)
         return _ExpertMlp(router, ops.pack_experts(matrices), shared, shared_gate)
 
     def _dense(self) -> DenseModel | None:

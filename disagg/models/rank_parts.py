@@ -108,7 +108,7 @@ def weights_nbytes(
 
 
 def quantized_on_gpu_nbytes(config: ModelConfig, itemsize: int, kind: Kind) -> int:
-    """As `weights_nbytes`, of a dense model of floats whose layers are quantised on a GPU."""
+    """As `weights_nbytes`, of a model of floats whose layers are quantised on a GPU."""
     nbytes = 0
     for _, fields in _all_fields(config, WHOLE):
         for field, parts in fields.items():

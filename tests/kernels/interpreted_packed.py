@@ -18,6 +18,7 @@ from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
+from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import DecoderWeights, LayerWeights, random_weights
 from tests.kernels.packed_cases import random_packed
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
@@ -178,7 +179,8 @@ def _packed_and_wide(
     for layer in layers:
         matrices: dict[str, Any] = {
             name: quantized(getattr(layer, name), kind)
-            for name in ("qkv", "output", "gate_up", "down")
+            for name in LAYER_FIELDS
+            if getattr(layer, name) is not None
         }
         packed.append(replace(layer, **matrices))
         floats: dict[str, Any] = {
@@ -211,13 +213,21 @@ def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) 
         torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_decoder_with_packed_experts_equals_one_with_the_widened(kind: Kind) -> None:
-    experts = ExpertsConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=40)
-    config = replace(SMALL, family="Qwen3MoeForCausalLM", experts=experts)
+    """Quantised before, or by the operations, which leave alone what chooses experts."""
+    experts = ExpertsConfig(
+        num_experts=5,
+        num_experts_per_tok=2,
+        intermediate_size=40,
+        shared_intermediate_size=24,
+    )
+    config = replace(SMALL, family="Qwen2MoeForCausalLM", experts=experts)
     weights = random_weights(config, torch.float32, CPU, seed=2)
     packed, wide = _packed_and_wide(weights.layers, kind)
     wanted = _logits(config, replace(weights, layers=wide), None)
-    found = _logits(config, replace(weights, layers=packed), TritonOps(6, 1))
     assert wanted.abs().max() > 0.1
-    torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)
+    quantizing = TritonOps(6, 1, quantization=kind)
+    for layers, ops in ((packed, TritonOps(6, 1)), (weights.layers, quantizing)):
+        found = _logits(config, replace(weights, layers=layers), ops)
+        torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)

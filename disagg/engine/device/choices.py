@@ -57,10 +57,10 @@ def check_quantization(
     asked, why = config.quantization, ""
     if asked is None:
         return
-    if model.experts is not None:
-        why = (
-            f"{model.family} has experts, and only dense models are quantised when they are loaded"
-        )
+    if model.experts is not None and device == "cpu":
+        why = f"{model.family} has experts, which are multiplied in few bits on GPUs only"
+    elif model.experts is not None and model.experts.is_mxfp4:
+        why = "the experts have 4 bits already (MXFP4), and stay so on a GPU"
     elif asked == "packed" and not is_quantized:
         why = "the checkpoint has floats, and no bits to keep; set 'int8' or 'int4'"
     elif asked == "packed" and device != "cpu":
