@@ -84,8 +84,6 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that may be shown now. After a match `found` is set and nothing follows."""
-        if not self._stops:
-            return text
         self._held += text
         matches = [
             (start + len(stop), start, stop)
@@ -134,26 +132,31 @@ class Detokenizer:
         num_unchecked: int = 0,
     ) -> None:
         self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, kept=kept)
-        self._stops = StopStrings(stops, include=include_stop)
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._num_unchecked = num_unchecked
         self.num_tokens = 0
         self.num_chars = 0  # of the text so far, shown or held back
-
-    @property
-    def found(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.found
+        self.found: str | None = None  # the stop string that ended the text
 
     def push(self, token_id: int) -> str:
         """The text that may be shown after one more token."""
         self.num_tokens += 1
         text = self._text.push(token_id)
         self.num_chars += len(text)
-        return text if self.num_tokens <= self._num_unchecked else self._stops.push(text)
+        if self._stops is None or self.num_tokens <= self._num_unchecked:
+            return text
+        return self._shown(self._stops, text)
 
     def finish(self) -> str:
         """The rest, when the answer ended without a stop string. May still set `found`."""
         text = self._text.flush()
         self.num_chars += len(text)
-        shown = self._stops.push(text)
+        if self._stops is None:
+            return text
+        shown = self._shown(self._stops, text)
         return shown if self.found is not None else shown + self._stops.flush()
+
+    def _shown(self, stops: StopStrings, text: str) -> str:
+        shown = stops.push(text)
+        self.found = stops.found
+        return shown
