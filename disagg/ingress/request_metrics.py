@@ -62,7 +62,7 @@ class RequestMetrics:
         self, model: str, place: Literal["local", "remote"], reason: Cause | Literal["moved"]
     ) -> None:
         """A prompt was routed to the worker that computes it."""
-        self._prefills.labels(model, place, reason).inc()
+        self._api.of(self._prefills, model, place, reason).inc()
 
     def at_worker(self, model: str, times: StageTimes) -> None:
         """A worker has generated its first token of a request."""

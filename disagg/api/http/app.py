@@ -174,7 +174,8 @@ class HttpApp:
             if not work.done():
                 self._metrics.disconnects.inc()
             status = writer.status or 499
-            self._metrics.http_requests.labels(request.route or "other", str(status)).inc()
+            answered = self._metrics.http_requests
+            self._metrics.of(answered, request.route or "other", str(status)).inc()
             for task in (work, gone):
                 task.cancel()
             try:
