@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "product.h"
+#include "rows.h"
 
 namespace disagg {
 
@@ -19,7 +20,6 @@ inline bool reads_panels(int width) { return width == PANEL; }
 
 #else
 
-constexpr int TILE_DEPTH = 32;  // numbers of bfloat16 in a row of a tile
 constexpr int TILE_PAIRS = TILE_DEPTH / 2;
 
 // A thread's tiles are configured as these products need them while one of these lives; torch

@@ -6,13 +6,13 @@
 
 #include <type_traits>
 
+#include "rows.h"
 #include "vectors.h"
 
 namespace disagg {
 
 constexpr int PANEL = 64;
 constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
-constexpr int TILE_ROWS = 16;     // of a tile of AMX
 constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
 
 struct Matrix {

@@ -34,13 +34,14 @@ struct PromptChunk {
 
 struct Prompts {
   const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], turned
-  bf16* out;        // [num_tokens, num_heads, head_dim]
+  bf16* out;        // [num_tokens, num_heads * head_dim]
   const PromptChunk* chunks;
   int32_t num_chunks;
   int32_t num_heads, num_kv_heads, head_dim;
   int32_t layer;
   int32_t window;      // positions that a token sees, itself included; 0: all
   const float* sinks;  // [num_heads]; null: none
+  int32_t is_out_tiled;  // `out` is as `TiledRows` has it
 };
 
 // What the threads do not share. A row is a query of one head.
@@ -159,25 +160,33 @@ inline void pack_values(const bf16* const* values, int head_dim, uint32_t* out) 
     }
 }
 
-// Attention of all chunks of a step in one layer.
+// Attention of all chunks of a step in one layer, cut into items.
 class PromptAttention {
  public:
-  PromptAttention() : team_(1, &PromptAttention::program, this) {}
-  ~PromptAttention() {
-    if (is_usable()) team_.clear();
-    delete[] own_;
-  }
+  PromptAttention() = default;
+  ~PromptAttention() { delete[] own_; }
+  PromptAttention(const PromptAttention&) = delete;
+  PromptAttention& operator=(const PromptAttention&) = delete;
 
-  bool is_usable() const { return team_.is_usable(); }
-
-  Status run(const Prompts& prompts, const KVPages& cache, int num_threads) {
-    team_.clear();
-    num_threads = team_.reserve(num_threads);
+  // Returns false where there is no memory.
+  bool prepare(const Prompts& prompts, const KVPages& cache, int num_threads) {
     prompts_ = prompts;
     cache_ = cache;
-    if (!make_room(num_threads)) return NO_MEMORY;
-    team_.run(num_threads);
-    return DONE;
+    return make_room(num_threads);
+  }
+
+  // The same for another layer, while no thread attends.
+  void set_layer(int layer, int window) {
+    prompts_.layer = layer;
+    prompts_.window = window;
+  }
+
+  int num_items() const { return num_spans_ * prompts_.num_kv_heads; }
+
+  // `thread` is less than what was prepared for, and in one item at a time.
+  void attend(int thread, int item) {
+    const Span& span = spans_.get()[item / prompts_.num_kv_heads];
+    attend(own_[thread], span, item % prompts_.num_kv_heads);
   }
 
  private:
@@ -220,18 +229,6 @@ class PromptAttention {
         spans_.get()[num_spans_++] = {i, begin > chunk.start ? begin : chunk.start, end};
       }
     }
-  }
-
-  static void program(void* attention, Member& member) {
-    static_cast<PromptAttention*>(attention)->program(member);
-  }
-
-  void program(Member& member) {
-    const Tiles tiles;
-    member.phase(num_spans_ * prompts_.num_kv_heads, [&](int item) {
-      const Span& span = spans_.get()[item / prompts_.num_kv_heads];
-      attend(own_[member.id], span, item % prompts_.num_kv_heads);
-    });
   }
 
   void attend(PromptScratch& own, const Span& span, int kv_head) {
@@ -471,16 +468,23 @@ class PromptAttention {
     const int dim = prompts_.head_dim, size = group() * dim;
     const int num_queries = span.end - span.begin;
     for (int i = 0; i < num_queries; ++i) {
-      bf16* out = prompts_.out + int64_t(span.begin + i) * prompts_.num_heads * dim + kv_head * size;
+      const int64_t token = span.begin + i;
       for (int g = 0; g < group(); ++g) {
         const int row = i * group() + g;
         const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(own.totals.get() + row * LANES));
         const __m512 inverse = _mm512_set1_ps(1.0f / total);
         const float* sums = own.sums.get() + int64_t(row) * dim;
         for (int d = 0; d < dim; d += LANES)
-          store(out + g * dim + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse));
+          store(place(token, kv_head * size + g * dim + d),
+                _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse));
       }
     }
+  }
+
+  bf16* place(int64_t token, int column) const {
+    const int num_columns = prompts_.num_heads * prompts_.head_dim;
+    if (prompts_.is_out_tiled) return TiledRows{prompts_.out, num_columns}.at(token, column);
+    return prompts_.out + token * num_columns + column;
   }
 
   Prompts prompts_{};
@@ -489,6 +493,34 @@ class PromptAttention {
   int num_own_ = 0;
   Buffer<Span> spans_;
   int num_spans_ = 0;
+};
+
+// Attention alone, for a model whose other operations are torch's.
+class PromptCall {
+ public:
+  PromptCall() : team_(1, &PromptCall::program, this) {}
+  ~PromptCall() {
+    if (is_usable()) team_.clear();
+  }
+
+  bool is_usable() const { return team_.is_usable(); }
+
+  Status run(const Prompts& prompts, const KVPages& cache, int num_threads) {
+    team_.clear();
+    num_threads = team_.reserve(num_threads);
+    if (!attention_.prepare(prompts, cache, num_threads)) return NO_MEMORY;
+    team_.run(num_threads);
+    return DONE;
+  }
+
+ private:
+  static void program(void* call, Member& member) {
+    PromptAttention& attention = static_cast<PromptCall*>(call)->attention_;
+    const Tiles tiles;
+    member.phase(attention.num_items(), [&](int item) { attention.attend(member.id, item); });
+  }
+
+  PromptAttention attention_;
   Team team_;
 };
 

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "chunks.h"
+#include "large_step.h"
 #include "model.h"
 #include "norm.h"
 #include "product.h"
@@ -29,21 +30,16 @@ struct Own {
 
 class Step {
  public:
-  explicit Step(const Model& model)
-      : model_(model),
-        layers_(new (std::nothrow) Layer[model.num_layers]),
-        team_(5 * model.num_layers + 1, &Step::program, this) {
-    if (layers_ != nullptr)
-      memcpy(layers_, model.layers, sizeof(Layer) * model.num_layers);
-  }
+  // `layers` stay the caller's.
+  Step(const Model& model, const Layer* layers)
+      : model_(model), layers_(layers), team_(5 * model.num_layers + 1, &Step::program, this) {}
 
   ~Step() {
     if (is_usable()) team_.clear();  // a thread that woke up late may still be in the last step
     delete[] own_;
-    delete[] layers_;
   }
 
-  bool is_usable() const { return layers_ != nullptr && team_.is_usable(); }
+  bool is_usable() const { return team_.is_usable(); }
 
   Status run(const Batch& batch, const KVPages& cache, int num_threads) {
     for (int row = 0; row < batch.num_rows; ++row)
@@ -290,7 +286,7 @@ class Step {
   }
 
   const Model model_;
-  Layer* const layers_;
+  const Layer* const layers_;
   Batch batch_{};
   KVPages cache_{};
   Own* own_ = nullptr;
@@ -300,6 +296,29 @@ class Step {
   ChunkLists chunks_;
   Buffer<std::atomic<int>> arrived_;  // chunks that are done, [num_rows, num_kv_heads]
   Team team_;
+};
+
+// Both ways to compute a step of one model.
+class Steps {
+ public:
+  explicit Steps(const Model& model)
+      : has_layers_(layers_.hold(model.num_layers)),
+        decodes(model, layers_.get()),
+        large(model, layers_.get()) {
+    if (has_layers_) memcpy(layers_.get(), model.layers, sizeof(Layer) * model.num_layers);
+  }
+  Steps(const Steps&) = delete;
+  Steps& operator=(const Steps&) = delete;
+
+  bool is_usable() const { return has_layers_ && decodes.is_usable() && large.is_usable(); }
+
+ private:
+  Buffer<Layer> layers_;  // outlives the threads below
+  const bool has_layers_;
+
+ public:
+  Step decodes;
+  LargeStep large;
 };
 
 }  // namespace
@@ -319,36 +338,45 @@ int32_t disagg_step_reads_panels(int32_t width) { return disagg::reads_panels(wi
 
 // Returns null where there is no memory. The layers are copied, the weights are not.
 void* disagg_step_new(const disagg::Model* model) {
-  auto* step = new (std::nothrow) disagg::Step(*model);
+  auto* step = new (std::nothrow) disagg::Steps(*model);
   if (step != nullptr && step->is_usable()) return step;
   delete step;
   return nullptr;
 }
 
-void disagg_step_free(void* step) { delete static_cast<disagg::Step*>(step); }
+void disagg_step_free(void* step) { delete static_cast<disagg::Steps*>(step); }
 
 // Returns a `Status`; nothing is computed unless it is 0. One call at a time.
 int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
                         int32_t num_threads) {
-  return static_cast<disagg::Step*>(step)->run(*batch, *cache, num_threads);
+  return static_cast<disagg::Steps*>(step)->decodes.run(*batch, *cache, num_threads);
+}
+
+// Whether `disagg_step_run_large` computes anything.
+int32_t disagg_step_has_large() { return disagg::HAS_LARGE_STEP; }
+
+// As `disagg_step_run`, of a model whose weights are all in panels.
+int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,
+                              const disagg::KVPages* cache, int32_t num_threads) {
+  return static_cast<disagg::Steps*>(step)->large.run(*tokens, *cache, num_threads);
 }
 
 // Returns null where there is no memory.
 void* disagg_step_prompts_new() {
-  auto* attention = new (std::nothrow) disagg::PromptAttention();
+  auto* attention = new (std::nothrow) disagg::PromptCall();
   if (attention != nullptr && attention->is_usable()) return attention;
   delete attention;
   return nullptr;
 }
 
 void disagg_step_prompts_free(void* attention) {
-  delete static_cast<disagg::PromptAttention*>(attention);
+  delete static_cast<disagg::PromptCall*>(attention);
 }
 
 // Returns a `Status`, as `disagg_step_run` does. One call at a time.
 int32_t disagg_step_prompts_run(void* attention, const disagg::Prompts* prompts,
                                 const disagg::KVPages* cache, int32_t num_threads) {
-  return static_cast<disagg::PromptAttention*>(attention)->run(*prompts, *cache, num_threads);
+  return static_cast<disagg::PromptCall*>(attention)->run(*prompts, *cache, num_threads);
 }
 
 // Some panels of x W^T + b with a weight of 8 or 4 bits: x [num_rows, num_in], out [num_rows,

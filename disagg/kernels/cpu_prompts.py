@@ -40,6 +40,7 @@ class _PromptFields(Structure):
         ("layer", c_int32),
         ("window", c_int32),
         ("sinks", c_void_p),
+        ("is_out_tiled", c_int32),
     )
 
 
@@ -51,13 +52,14 @@ class PromptChunks:
     block_tables: Tensor  # the chunks point into it
 
 
-def chunks_of(batch: PagedBatch) -> PromptChunks:
-    """All sequences of a batch but its decodes."""
+def chunks_of(batch: PagedBatch, *, with_decodes: bool = False) -> PromptChunks:
+    """All sequences of a batch, or all but its decodes."""
     tables = batch.block_tables
     assert tables.dtype == torch.int32 and tables.stride(1) == 1
-    rows = range(batch.num_decodes, len(batch.query_lens))
+    num_left_out = 0 if with_decodes else batch.num_decodes
+    rows = range(num_left_out, len(batch.query_lens))
     chunks = (_ChunkFields * len(rows))()
-    start = batch.num_decodes
+    start = num_left_out
     for chunk, row in zip(chunks, rows, strict=True):
         end = start + batch.query_lens[row]
         chunk.start, chunk.end, chunk.context_len = start, end, batch.context_lens_host[row]

@@ -1,8 +1,8 @@
-"""A decode step as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
+"""Steps as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
 
 With few rows, a step in torch is some hundred calls, and starting them takes as long as their
-work. The program reads the weights in oneDNN's packed layout, or of 8 or 4 bits, so that prompts
-are computed from the same copy.
+work. The program reads the weights in oneDNN's packed layout, or of 8 or 4 bits, so that torch can
+compute prompts from the same copy. With AMX, steps with prompts are one call too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from disagg.kernels.cpu_library import find_step
 from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.cpu_pages import FORMATS, LANES, PagesOfSlab
+from disagg.kernels.cpu_prompts import chunks_of
 from disagg.kernels.huge_pages import use_huge_pages
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
@@ -116,6 +117,20 @@ class _Batch(Structure):
     )
 
 
+class _Tokens(Structure):
+    _fields_ = (
+        ("hidden", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("chunks", c_void_p),
+        ("logits_rows", c_void_p),
+        ("out", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_chunks", c_int32),
+        ("num_logits", c_int32),
+    )
+
+
 class CpuStep:
     """The compiled step of one model. One thread at a time may use it.
 
@@ -127,10 +142,14 @@ class CpuStep:
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
         library.disagg_step_new.restype = c_void_p
         library.disagg_step_free.argtypes, library.disagg_step_free.restype = [c_void_p], None
-        library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+        for run in (library.disagg_step_run, library.disagg_step_run_large):
+            run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
+        self._has_large = bool(library.disagg_step_has_large()) and all(
+            isinstance(each, PackedLinear) for each in _matrices(model)
+        )
         _lay_in_panels(model, library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
@@ -202,6 +221,41 @@ class CpuStep:
         if status:
             raise MemoryError(f"no memory for a decode step of {num_rows} sequences")
         return logits
+
+    def takes_large(self, kv_cache: KVPages) -> bool:
+        """Whether it computes batches of any sequences."""
+        return self._has_large and kv_cache.format.name in FORMATS
+
+    def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
+        """As `Decoder.hidden`, for a slab that it takes.
+
+        Args:
+            embedded: [num_tokens, hidden_size], of the batch's tokens. It is overwritten.
+
+        Raises:
+            MemoryError: no memory for the step.
+        """
+        num_tokens, hidden_size = embedded.shape
+        num_logits = batch.logits_rows.shape[0]
+        out = torch.empty(num_logits, hidden_size, dtype=embedded.dtype)
+        prompts = chunks_of(batch, with_decodes=True)
+        described = _Tokens(
+            hidden=embedded.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            chunks=ctypes.addressof(prompts.chunks),
+            logits_rows=batch.logits_rows.data_ptr(),
+            out=out.data_ptr(),
+            num_tokens=num_tokens,
+            num_chunks=len(prompts.chunks),
+            num_logits=num_logits,
+        )
+        status = self._library.disagg_step_run_large(
+            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
+        )
+        if status:
+            raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+        return out
 
 
 def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:

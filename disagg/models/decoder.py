@@ -248,6 +248,8 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         """As `forward`, up to where logits are made: [num_logits, hidden_size], normed."""
+        if self.step is not None and self.step.takes_large(kv_cache):
+            return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
         ops, eps = self.ops, self.config.rms_norm_eps
         num_turned = self.config.num_heads + self.config.num_kv_heads
         num_tokens = batch.token_ids.shape[0]

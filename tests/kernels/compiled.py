@@ -45,9 +45,13 @@ def can_run_step() -> bool:
     return can_compile() and not set(STEP.needed) - cpu_flags()
 
 
+def can_run_amx() -> bool:
+    return can_compile() and not set(AMX_STEP.needed) - cpu_flags()
+
+
 def compiled(directory: Path) -> Found:
     """The step that this CPU gets."""
-    library = STEP if set(AMX_STEP.needed) - cpu_flags() else AMX_STEP
+    library = AMX_STEP if can_run_amx() else STEP
     return load(library, _built(directory, library.file), cpu_flags())
 
 

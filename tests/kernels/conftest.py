@@ -8,21 +8,50 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.kernels.compiled import can_compile, can_run_step
+from disagg.kernels import cpu_step as cpu_step_module
+from disagg.kernels.dispatch import Quantization
+from disagg.models.decoder import Decoder
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import DecoderWeights, random_weights
+from tests.kernels.compiled import can_compile, can_run_amx, can_run_step, compiled
 from tests.kernels.compiling import Assembler, assembled
+from tests.kernels.step_cases import CPU, NewDecoder
 
 collect_ignore = [
     name
     for name, can_run in (
         ("test_cpu_step.py", can_run_step()),
         ("test_cpu_step_packed.py", can_run_step()),
+        ("test_large_step.py", can_run_amx()),
         ("test_cpu_prompts.py", can_run_step()),
         ("test_int4_compiled.py", can_run_step()),
         ("test_cpu_sampling.py", can_compile()),
     )
     if not can_run
 ]
+
+
+@pytest.fixture
+def new_decoder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> NewDecoder:
+    """Makes decoders in bfloat16, which have the compiled step."""
+    found = compiled(tmp_path_factory.getbasetemp() / "compiled")
+    monkeypatch.setattr(cpu_step_module, "find_step", lambda: found)
+
+    def new(
+        config: ModelConfig,
+        weights: DecoderWeights | None = None,
+        quantization: Quantization | None = None,
+    ) -> Decoder:
+        weights = weights or random_weights(config, torch.bfloat16, CPU, seed=2)
+        decoder = Decoder(config, weights, quantization=quantization)
+        assert decoder.step is not None, decoder.step_sentence
+        return decoder
+
+    return new
 
 
 @pytest.fixture

@@ -2,138 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
 from disagg.kernels.cpu_library import Found
 from disagg.kernels.cpu_step import MOST_ROWS
 from disagg.kernels.dispatch import Quantization
-from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
+from disagg.kernels.kv_pages import FORMATS, new_pages
 from disagg.kernels.torch_ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import DecoderWeights, random_weights
-from tests.kernels.compiled import compiled
+from disagg.models.weights import random_weights
+from tests.kernels.step_cases import (
+    CASES,
+    CPU,
+    LLAMA,
+    NewDecoder,
+    assert_as_close,
+    in_float32,
+    loud_weights,
+    prompts_and_step,
+    random_sequences,
+    slab_of,
+)
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab, run_step
-
-CPU = torch.device("cpu")
-NewDecoder = Callable[..., Decoder]
-LLAMA = replace(SMALL, qkv_bias=False, qk_norm=False, sliding_windows=(None, None))
-
-
-@pytest.fixture
-def new_decoder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> NewDecoder:
-    """Makes decoders in bfloat16, which have the compiled step."""
-    found = compiled(tmp_path_factory.getbasetemp() / "compiled")
-    monkeypatch.setattr(cpu_step_module, "find_step", lambda: found)
-
-    def new(
-        config: ModelConfig,
-        weights: DecoderWeights | None = None,
-        quantization: Quantization | None = None,
-    ) -> Decoder:
-        weights = weights or random_weights(config, torch.bfloat16, CPU, seed=2)
-        decoder = Decoder(config, weights, quantization=quantization)
-        assert decoder.step is not None, decoder.step_sentence
-        return decoder
-
-    return new
-
-
-def _loud_weights(config: ModelConfig) -> DecoderWeights:
-    """Weights whose biases and norms matter, of which attention is not flat."""
-    weights = random_weights(config, torch.bfloat16, CPU, seed=2)
-    generator = torch.Generator().manual_seed(3)
-
-    def louder(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        if tensor.dim() == 2:
-            return tensor * 6
-        return (1 + torch.randn(tensor.shape, generator=generator) / 2).to(tensor.dtype)
-
-    layers = [
-        replace(
-            layer, **{name: louder(getattr(layer, name)) for name in layer.__dataclass_fields__}
-        )
-        for layer in weights.layers
-    ]
-    embedding, head = weights.embedding * 20, weights.lm_head * 6
-    if config.tie_word_embeddings:
-        embedding = head = weights.embedding * 5
-    return replace(weights, layers=layers, embedding=embedding, lm_head=head)
-
-
-def _in_float32(weights: DecoderWeights) -> DecoderWeights:
-    def wide(each: Any) -> Any:
-        return each.float() if isinstance(each, Tensor) else each
-
-    layers = [
-        replace(layer, **{name: wide(getattr(layer, name)) for name in layer.__dataclass_fields__})
-        for layer in weights.layers
-    ]
-    names = ("embedding", "norm", "lm_head")
-    return replace(weights, layers=layers, **{name: wide(getattr(weights, name)) for name in names})
-
-
-def _sequences(lengths: list[int], block_size: int, vocab_size: int) -> list[Tokens]:
-    """Random tokens in shuffled blocks."""
-    generator = torch.Generator().manual_seed(5)
-    counts = [-(-(length + 2) // block_size) for length in lengths]
-    order = torch.randperm(sum(counts), generator=generator).tolist()
-    sequences = []
-    for length, count in zip(lengths, counts, strict=True):
-        ids = torch.randint(0, vocab_size, (length + 2,), generator=generator).tolist()
-        sequences.append(Tokens(ids, [order.pop() for _ in range(count)]))
-    return sequences
-
-
-def _slab(
-    config: ModelConfig,
-    sequences: list[Tokens],
-    block_size: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> KVPages:
-    num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
-    return new_slab(config, num_blocks, block_size, dtype, fill=math.nan)
-
-
-CASES: dict[str, tuple[ModelConfig, list[int], int]] = {
-    # A model, the lengths of its sequences, and the size of blocks.
-    "one sequence": (SMALL, [40], 16),
-    "windows, groups, biases, norms of heads": (SMALL, [3, 30, 1, 17, 100, 64, 15, 16], 4),
-    "blocks of an odd size": (SMALL, [25, 7, 12, 13], 12),
-    "llama": (LLAMA, [20, 31, 32, 33, 5, 6, 7], 16),
-    "biases of everything": (
-        replace(LLAMA, family="LlamaForCausalLM", qkv_bias=True, output_bias=True, mlp_bias=True),
-        [9, 50],
-        16,
-    ),
-    "one head for each KV head": (replace(LLAMA, num_kv_heads=6), [9, 50, 23], 16),
-    "one KV head for six": (replace(SMALL, num_kv_heads=1), [9, 50, 23], 16),
-    "heads of 48": (replace(SMALL, head_dim=48), [9, 50, 23], 16),
-    "heads of 128": (replace(SMALL, head_dim=128), [9, 50], 16),
-    "hidden sizes in no multiple of 16": (
-        replace(SMALL, hidden_size=54, intermediate_size=74),
-        [9, 50],
-        16,
-    ),
-    "a context in several chunks": (
-        replace(SMALL, max_model_len=2048, sliding_windows=(None, 600)),
-        [511, 512, 513, 1100, 1500],
-        64,
-    ),
-}
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
@@ -143,14 +39,14 @@ def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> No
     it reads there, also in several chunks and in blocks that begin, gives torch's logits."""
     config = replace(SMALL, head_dim=head_dim, max_model_len=1024, num_layers=1)
     config = replace(config, sliding_windows=(None,))
-    weights = _loud_weights(config)
+    weights = loud_weights(config)
     ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
     torchs.step = None
     lengths, block_size = [7, 600, 15, 16], 16
     heads = (config.num_layers, config.num_kv_heads, block_size, head_dim)
     logits, slabs = {}, {}
     for name, decoder in (("bfloat16", ours), (format, ours), ("torch", torchs)):
-        sequences = _sequences(lengths, block_size, config.vocab_size)
+        sequences = random_sequences(lengths, block_size, config.vocab_size)
         num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
         slab = new_pages(FORMATS[name if name in FORMATS else format], num_blocks, *heads, CPU)
         for sequence, length in zip(sequences, lengths, strict=True):
@@ -169,30 +65,6 @@ def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> No
     assert torch.equal(found.scales != 0, slabs["torch"].scales != 0)
 
 
-def _prompts_and_step(
-    decoder: Decoder, config: ModelConfig, lengths: list[int], block_size: int
-) -> tuple[list[Tensor], Tensor]:
-    """Logits of prompts, and of a step after them; in a compiled one neighbours change no bit."""
-    sequences = _sequences(lengths, block_size, config.vocab_size)
-    slab = _slab(config, sequences, block_size, decoder.dtype)
-    for sequence, length in zip(sequences, lengths, strict=True):
-        run_step(decoder, slab, [(sequence, length)], block_size)
-    batch = make_batch([(sequence, 1) for sequence in sequences], block_size)
-    after = decoder.forward(batch, slab)
-    if decoder.step is not None:
-        alone = make_batch([(sequences[0], 1)], block_size)
-        assert torch.equal(decoder.forward(alone, slab)[0], after[0])
-    return [row for sequence in sequences for row in sequence.logits], after
-
-
-def _assert_as_close(truth: Tensor, own: Tensor, other: Tensor) -> None:
-    """`own` is as close to the truth as `other`."""
-    own_error, other_error = ((each - truth).square().mean() for each in (own, other))
-    assert truth.abs().max() > 0.5
-    assert own_error <= 2 * other_error  # of so few values; a wrong one is off by far more
-    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
-
-
 @pytest.mark.parametrize("case", [*CASES, "tied", "odd sizes"])
 def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
     """The logits of torch with the same int8 weights, and in float32 with what they stand for."""
@@ -201,14 +73,12 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
         config = replace(config, tie_word_embeddings=True)
     if case == "odd sizes":
         config = replace(config, hidden_size=53, intermediate_size=75)
-    weights = _loud_weights(config)
+    weights = loud_weights(config)
     ours, torchs = new_decoder(config, weights, "int8"), new_decoder(config, weights, "int8")
     torchs.step = None
-    exact = Decoder(config, _in_float32(weights), TorchOps(bits=8))
+    exact = Decoder(config, in_float32(weights), TorchOps(bits=8))
     decoders = exact, ours, torchs
-    _assert_as_close(
-        *(_prompts_and_step(each, config, lengths, block_size)[1] for each in decoders)
-    )
+    assert_as_close(*(prompts_and_step(each, config, lengths, block_size)[1] for each in decoders))
 
 
 WITH_4_BITS = {
@@ -228,29 +98,29 @@ def test_weights_of_4_bits(
 ) -> None:
     """Prompts and steps: the logits of torch with the same numbers, widened, and in float32."""
     config, lengths, block_size = WITH_4_BITS[case]
-    weights = _loud_weights(config)
+    weights = loud_weights(config)
     ours = new_decoder(config, weights, "int4")
     with monkeypatch.context() as patched:
         patched.setattr(cpu_step_module, "find_step", lambda: Found(None, "torch"))
         torchs = Decoder(config, weights, quantization="int4")
-        exact = Decoder(config, _in_float32(weights), TorchOps(bits=4))
+        exact = Decoder(config, in_float32(weights), TorchOps(bits=4))
     assert torchs.step is None and exact.step is None
-    found = (_prompts_and_step(each, config, lengths, block_size) for each in (exact, ours, torchs))
-    _assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))
+    found = (prompts_and_step(each, config, lengths, block_size) for each in (exact, ours, torchs))
+    assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> None:
     """The logits of two steps, and the KV that they write."""
     config, lengths, block_size = CASES[case]
-    weights = _loud_weights(config)
-    exact = Decoder(config, _in_float32(weights))
+    weights = loud_weights(config)
+    exact = Decoder(config, in_float32(weights))
     ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
     torchs.step = None
     logits, caches = [], []
     for decoder in (exact, ours, torchs):
-        sequences = _sequences(lengths, block_size, config.vocab_size)
-        slab = _slab(config, sequences, block_size, decoder.dtype)
+        sequences = random_sequences(lengths, block_size, config.vocab_size)
+        slab = slab_of(config, sequences, block_size, decoder.dtype)
         for sequence, length in zip(sequences, lengths, strict=True):
             run_step(decoder, slab, [(sequence, length)], block_size)
             sequence.logits.clear()
@@ -259,7 +129,7 @@ def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> Non
         logits.append(torch.stack([row for sequence in sequences for row in sequence.logits]))
         caches.append(slab.values.float())
     for found in (logits, caches):
-        _assert_as_close(*(each.nan_to_num(0.0) for each in found))
+        assert_as_close(*(each.nan_to_num(0.0) for each in found))
     written = [~cache.isnan() for cache in caches]
     assert torch.equal(written[1], written[2])
 
@@ -267,7 +137,7 @@ def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> Non
 def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:
     """silu of what is huge is itself or nothing; its exponential is beyond what a float32 has."""
     config = replace(LLAMA, num_layers=1, sliding_windows=(None,))
-    weights = _loud_weights(config)
+    weights = loud_weights(config)
     (layer,) = weights.layers
     gate, up = layer.gate_up.chunk(2)
     weights = replace(weights, layers=[replace(layer, gate_up=torch.cat((gate * 2.0**48, up)))])
@@ -275,8 +145,8 @@ def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:
     torchs.step = None
     logits = []
     for decoder in (ours, torchs):
-        (sequence,) = _sequences([5], 16, config.vocab_size)
-        slab = _slab(config, [sequence], 16)
+        (sequence,) = random_sequences([5], 16, config.vocab_size)
+        slab = slab_of(config, [sequence], 16)
         run_step(torchs, slab, [(sequence, 5)], 16)
         logits.append(decoder.forward(make_batch([(sequence, 1)], 16), slab))
     own, other = logits
@@ -286,9 +156,9 @@ def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:
 
 def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) -> None:
     lengths = [3, 30, 1, 17, 100, 64, 15, 16, 9]
-    decoder = new_decoder(SMALL, _loud_weights(SMALL))
-    sequences = _sequences(lengths, 4, SMALL.vocab_size)
-    slab = _slab(SMALL, sequences, 4)
+    decoder = new_decoder(SMALL, loud_weights(SMALL))
+    sequences = random_sequences(lengths, 4, SMALL.vocab_size)
+    slab = slab_of(SMALL, sequences, 4)
     for sequence, length in zip(sequences, lengths, strict=True):
         run_step(decoder, slab, [(sequence, length)], 4)
     before = slab.values.clone()
@@ -312,8 +182,8 @@ def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) ->
 def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
     """Many short steps of changing numbers of threads, more of them than processors."""
     decoder = new_decoder(LLAMA)
-    (sequence,) = _sequences([5], 16, LLAMA.vocab_size)
-    slab = _slab(LLAMA, [sequence], 16)
+    (sequence,) = random_sequences([5], 16, LLAMA.vocab_size)
+    slab = slab_of(LLAMA, [sequence], 16)
     run_step(decoder, slab, [(sequence, 5)], 16)
     batch = make_batch([(sequence, 1)], 16)
     expected = decoder.forward(batch, slab)
@@ -332,8 +202,8 @@ def test_only_a_few_decodes_are_taken(
     """Prompts, drafts and many sequences are torch's."""
     decoder = new_decoder(LLAMA)
     assert decoder.step is not None
-    sequences = _sequences([4] * (MOST_ROWS + 1), 16, LLAMA.vocab_size)
-    slab = _slab(LLAMA, sequences, 16)
+    sequences = random_sequences([4] * (MOST_ROWS + 1), 16, LLAMA.vocab_size)
+    slab = slab_of(LLAMA, sequences, 16)
     for sequence in sequences:
         run_step(decoder, slab, [(sequence, 4)], 16)
     decodes = [(sequence, 1) for sequence in sequences]

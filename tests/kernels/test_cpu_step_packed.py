@@ -17,17 +17,14 @@ from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import DecoderWeights, random_weights
 from tests.kernels.packed_cases import random_packed
-from tests.kernels.test_cpu_step import (
+from tests.kernels.step_cases import (
     CPU,
     LLAMA,
     NewDecoder,
-    _assert_as_close,
-    _in_float32,
-    _prompts_and_step,
-    new_decoder,
+    assert_as_close,
+    in_float32,
+    prompts_and_step,
 )
-
-__all__ = ["new_decoder"]  # a fixture
 
 # Kinds that take turns: numbers, groups, zeros, least values.
 KINDS: dict[str, list[tuple[Any, int | None, bool, bool]]] = {
@@ -114,6 +111,6 @@ def test_logits_are_those_of_the_widened_matrices(
     ours = new_decoder(config, weights, "packed")
     torchs = Decoder(config, _as_kept(weights, torch.bfloat16), TorchOps())
     torchs.step = None
-    exact = Decoder(config, _in_float32(_as_kept(weights, torch.float32)), TorchOps())
-    found = (_prompts_and_step(each, config, [9, 50, 3], 16) for each in (exact, ours, torchs))
-    _assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))
+    exact = Decoder(config, in_float32(_as_kept(weights, torch.float32)), TorchOps())
+    found = (prompts_and_step(each, config, [9, 50, 3], 16) for each in (exact, ours, torchs))
+    assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))

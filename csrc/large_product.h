@@ -1,0 +1,78 @@
+// Products of many rows with a weight in panels, by AMX. A result is, to the bit, that of
+// `tiles_product`, and does not depend on the other rows.
+#pragma once
+
+#include "amx.h"
+#include "product.h"
+#include "rows.h"
+
+#ifdef __AMX_BF16__
+
+namespace disagg {
+
+constexpr int BLOCK = 2 * TILE_ROWS;   // rows and columns that are multiplied with four tiles of sums
+constexpr int BLOCK_SIZE = BLOCK * BLOCK;
+constexpr int BLOCK_DEPTH = 256;       // numbers of each row that stay in the L1 cache meanwhile
+constexpr int MOST_COLUMNS = 128;      // of an item: their part of a weight stays in the L2 cache
+
+// Adds the products of 32 rows and 32 columns, over the numbers `begin` to `end` of each, to `sums`,
+// [BLOCK, BLOCK], or begins with them.
+inline void multiply_block(const TiledRows& x, int64_t row, const TileColumns<2>& columns, int begin,
+                           int end, float* sums) {
+  constexpr int STRIDE = BLOCK * sizeof(float);
+  float* lower = sums + TILE_ROWS * BLOCK;
+  const bf16 *upper_rows = x.tile(row, begin), *lower_rows = x.tile(row + TILE_ROWS, begin);
+  asm volatile("" ::: "memory");  // the compiler does not know that tiles read memory
+  if (begin == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, STRIDE);
+    _tile_loadd(1, sums + LANES, STRIDE);
+    _tile_loadd(2, lower, STRIDE);
+    _tile_loadd(3, lower + LANES, STRIDE);
+  }
+  for (int k = begin; k < end; k += TILE_DEPTH) {
+    _tile_loadd(4, upper_rows, TILE_DEPTH * sizeof(bf16));
+    _tile_loadd(6, columns.at(0, k), columns.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, columns.at(1, k), columns.stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, lower_rows, TILE_DEPTH * sizeof(bf16));
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    columns.bring_closer(k);
+    upper_rows += TILE_SIZE;
+    lower_rows += TILE_SIZE;
+  }
+  _tile_stored(0, sums, STRIDE);
+  _tile_stored(1, sums + LANES, STRIDE);
+  _tile_stored(2, lower, STRIDE);
+  _tile_stored(3, lower + LANES, STRIDE);
+}
+
+// The products of 32 rows from `row` on with the columns `first` to `end`, of which there are at most
+// MOST_COLUMNS: `take(row of 32, column, sums)` gets 16 columns at a time. sums: [MOST_COLUMNS / BLOCK,
+// BLOCK, BLOCK].
+template <class Take>
+inline void multiply_rows(const Matrix& matrix, const TiledRows& x, int64_t row, int num_rows,
+                          int first, int end, float* sums, Take&& take) {
+  const int depth = 2 * matrix.num_filled_pairs();
+  for (int k = 0; k < depth; k += BLOCK_DEPTH) {
+    const int next = k + BLOCK_DEPTH < depth ? k + BLOCK_DEPTH : depth;
+    float* block = sums;
+    for (int column = first; column < end; column += BLOCK, block += BLOCK_SIZE) {
+      multiply_block(x, row, columns_of<2>(matrix, column), k, next, block);
+      if (next < depth) continue;
+      for (int r = 0; r < num_rows; ++r)
+        for (int v = 0; v < BLOCK && column + v < end; v += LANES)
+          take(r, column + v, _mm512_load_ps(block + r * BLOCK + v));
+    }
+  }
+}
+
+}  // namespace disagg
+
+#endif

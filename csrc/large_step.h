@@ -1,0 +1,304 @@
+// A step with prompts, of a dense decoder whose weights are in panels, by AMX: all layers in one
+// call. The twin of `Decoder.hidden` (disagg/models/decoder.py). A token's result does not depend on
+// the other sequences of a step, on threads, or on how its prompt was cut into chunks.
+#pragma once
+
+#include "amx.h"
+#include "large_product.h"
+#include "model.h"
+#include "norm.h"
+#include "prompt.h"
+#include "team.h"
+
+namespace disagg {
+
+// Tokens of a step. Those of a sequence are a chunk, and a decode is a chunk of one token.
+struct Tokens {
+  bf16* hidden;              // [num_tokens, hidden]: embeddings; what the layers add is added here
+  const int64_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens]: block * block_size + offset, where KV goes
+  const PromptChunk* chunks;
+  const int64_t* logits_rows;  // [num_logits]: tokens that matter after the last attention
+  bf16* out;                   // [num_logits, hidden]: after the last norm
+  int32_t num_tokens, num_chunks, num_logits;
+};
+
+#ifndef __AMX_BF16__
+
+constexpr bool HAS_LARGE_STEP = false;
+
+struct LargeStep {
+  LargeStep(const Model&, const Layer*) {}
+  bool is_usable() const { return true; }
+  Status run(const Tokens&, const KVPages&, int) { return NO_MEMORY; }
+};
+
+#else
+
+constexpr bool HAS_LARGE_STEP = true;
+
+class LargeStep {
+ public:
+  // `layers` stay the caller's.
+  LargeStep(const Model& model, const Layer* layers)
+      : model_(model), layers_(layers), team_(NUM_PHASES * model.num_layers + 2, &program, this) {}
+
+  ~LargeStep() {
+    if (is_usable()) team_.clear();
+    delete[] own_;
+  }
+
+  bool is_usable() const { return team_.is_usable(); }
+
+  Status run(const Tokens& tokens, const KVPages& cache, int num_threads) {
+    team_.clear();
+    num_threads = team_.reserve(num_threads);
+    tokens_ = tokens;
+    cache_ = cache;
+    if (!make_room(num_threads)) return NO_MEMORY;
+    team_.run(num_threads);
+    return DONE;
+  }
+
+ private:
+  static constexpr int NUM_PHASES = 8;     // of a layer
+  static constexpr int ROWS_OF_ITEM = 128; // of a product
+
+  struct Own {
+    Buffer<float> sums, gates;  // [MOST_COLUMNS / BLOCK, BLOCK, BLOCK]
+  };
+
+  // Rows whose padding is filled with zeros, once.
+  class Rows {
+   public:
+    bool hold(int num_rows, int num_columns) {
+      TiledRows rows{nullptr, num_columns};
+      const int64_t size = TiledRows::filled(num_rows, BLOCK) * rows.num_filled_columns();
+      if (size > size_) {
+        size_ = 0;
+        if (!memory_.hold(size)) return false;
+        memset(memory_.get(), 0, sizeof(bf16) * size);
+        size_ = size;
+      }
+      num_columns_ = num_columns;
+      return true;
+    }
+    TiledRows get() const { return {memory_.get(), num_columns_}; }
+
+   private:
+    Buffer<bf16> memory_;
+    int64_t size_ = 0;
+    int num_columns_ = 0;
+  };
+
+  int q_size() const { return model_.num_heads * model_.head_dim; }
+  int qkv_size() const { return q_size() + 2 * model_.num_kv_heads * model_.head_dim; }
+
+  bool make_room(int num_threads) {
+    if (num_threads > num_own_) {
+      auto* grown = new (std::nothrow) Own[num_threads];
+      if (grown == nullptr) return false;
+      delete[] own_;
+      own_ = grown;
+      num_own_ = num_threads;
+    }
+    for (int i = 0; i < num_threads; ++i)
+      if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK) || !own_[i].gates.hold(MOST_COLUMNS * BLOCK))
+        return false;
+    const int num_tokens = tokens_.num_tokens;
+    if (!normed_.hold(num_tokens, model_.hidden) || !attended_.hold(num_tokens, q_size()) ||
+        !inner_.hold(num_tokens, model_.inner) || !picked_.hold(tokens_.num_logits, q_size()) ||
+        !qkv_.hold(int64_t(num_tokens) * qkv_size()) ||
+        !picked_hidden_.hold(int64_t(tokens_.num_logits) * model_.hidden))
+      return false;
+    const Prompts prompts{qkv_.get(), attended_.get().base, tokens_.chunks, tokens_.num_chunks,
+                          model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, 0, nullptr, 1};
+    return attention_.prepare(prompts, cache_, num_threads);
+  }
+
+  static void program(void* step, Member& member) {
+    const Tiles tiles;
+    static_cast<LargeStep*>(step)->program(member);
+  }
+
+  void program(Member& member) {
+    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+    const bf16* hidden = only_some_matter() ? picked_hidden_.get() : tokens_.hidden;
+    for_rows(member, tokens_.num_logits, [&](int row) {
+      const int64_t begin = int64_t(row) * model_.hidden;
+      rms_norm(hidden + begin, model_.norm, model_.hidden, model_.eps, tokens_.out + begin);
+    });
+  }
+
+  bool only_some_matter() const { return tokens_.num_logits != tokens_.num_tokens; }
+
+  void compute_layer(Member& member, int index) {
+    const Layer& layer = layers_[index];
+    int num_rows = tokens_.num_tokens;
+    bf16* hidden = tokens_.hidden;
+    TiledRows attended = attended_.get();
+    for_rows(member, num_rows, [&](int row) {
+      clear_begun_block(index, row);
+      norm_row(hidden, layer.input_norm, row);
+    });
+    multiply(member, layer.qkv, normed_.get(), num_rows, [&](int row, int column, __m512 sums) {
+      store(qkv_.get() + int64_t(row) * qkv_size() + column, finished(layer.qkv, column, sums),
+            first_lanes(qkv_size() - column));
+    });
+    for_rows(member, num_rows, [&](int row) {
+      if (row == 0) attention_.set_layer(index, layer.window);
+      turn_and_write(index, row);
+    });
+    member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
+    if (index + 1 == model_.num_layers && only_some_matter()) {
+      for_rows(member, tokens_.num_logits, [&](int row) { pick(row); });
+      num_rows = tokens_.num_logits;
+      hidden = picked_hidden_.get();
+      attended = picked_.get();
+    }
+    auto add_to_hidden = [&](const Matrix& matrix) {
+      return [&, hidden](int row, int column, __m512 sums) {
+        bf16* at = hidden + int64_t(row) * model_.hidden + column;
+        const __mmask16 mask = first_lanes(model_.hidden - column);
+        store(at, _mm512_add_ps(load(at, mask), finished(matrix, column, sums)), mask);
+      };
+    };
+    multiply(member, layer.output, attended, num_rows, add_to_hidden(layer.output));
+    for_rows(member, num_rows, [&](int row) { norm_row(hidden, layer.post_norm, row); });
+    compute_inner(member, layer, num_rows);
+    multiply(member, layer.down, inner_.get(), num_rows, add_to_hidden(layer.down));
+  }
+
+  // Phases that go through rows one by one.
+  template <class Work>
+  static void for_rows(Member& member, int num_rows, Work&& work) {
+    member.phase((num_rows + TILE_ROWS - 1) / TILE_ROWS, [&](int item) {
+      const int begin = item * TILE_ROWS;
+      for (int row = begin; row < begin + TILE_ROWS && row < num_rows; ++row) work(row);
+    });
+  }
+
+  // How many columns an item has, so that there is enough for all threads.
+  static int columns_of_item(const Member& member, const Matrix& matrix, int num_row_items) {
+    int num_columns = MOST_COLUMNS;
+    while (num_columns > 2 * BLOCK &&
+           (matrix.num_out + num_columns - 1) / num_columns * num_row_items < 4 * member.num_threads)
+      num_columns /= 2;
+    return num_columns;
+  }
+
+  // A phase whose items are some rows and some columns of a product; those with the same columns
+  // follow each other, as they read the same part of the weight. `work(row, rows, first, end)` is
+  // called for 32 rows.
+  template <class Work>
+  static void for_blocks(Member& member, const Matrix& matrix, int num_rows, Work&& work) {
+    const int num_row_items = (num_rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+    const int num_columns = columns_of_item(member, matrix, num_row_items);
+    const int num_column_items = (matrix.num_out + num_columns - 1) / num_columns;
+    member.phase(num_row_items * num_column_items, [&](int item) {
+      const int first = item / num_row_items * num_columns;
+      const int end = first + num_columns < matrix.num_out ? first + num_columns : matrix.num_out;
+      const int begin = item % num_row_items * ROWS_OF_ITEM;
+      for (int row = begin; row < begin + ROWS_OF_ITEM && row < num_rows; row += BLOCK)
+        work(row, num_rows - row < BLOCK ? num_rows - row : BLOCK, first, end);
+    });
+  }
+
+  template <class Take>
+  void multiply(Member& member, const Matrix& matrix, const TiledRows& x, int num_rows, Take&& take) {
+    float* sums = own_[member.id].sums.get();
+    for_blocks(member, matrix, num_rows, [&](int row, int count, int first, int end) {
+      multiply_rows(matrix, x, row, count, first, end, sums,
+                    [&](int r, int column, __m512 some) { take(row + r, column, some); });
+    });
+  }
+
+  // silu(gate) * up.
+  void compute_inner(Member& member, const Layer& layer, int num_rows) {
+    float *sums = own_[member.id].sums.get(), *gates = own_[member.id].gates.get();
+    const TiledRows x = normed_.get(), inner = inner_.get();
+    for_blocks(member, layer.gate, num_rows, [&](int row, int count, int first, int end) {
+      auto gate_at = [&](int r, int column) {
+        return gates + int64_t(column - first) * BLOCK + r * LANES;
+      };
+      multiply_rows(layer.gate, x, row, count, first, end, sums,
+                    [&](int r, int column, __m512 some) {
+                      _mm512_store_ps(gate_at(r, column), silu(finished(layer.gate, column, some)));
+                    });
+      multiply_rows(layer.up, x, row, count, first, end, sums,
+                    [&](int r, int column, __m512 some) {
+                      const __m512 gate = _mm512_load_ps(gate_at(r, column));
+                      store(inner.at(row + r, column),
+                            _mm512_mul_ps(gate, finished(layer.up, column, some)),
+                            first_lanes(model_.inner - column));
+                    });
+    });
+  }
+
+  void norm_row(const bf16* hidden, const bf16* weight, int row) {
+    const bf16* x = hidden + int64_t(row) * model_.hidden;
+    const TiledRows out = normed_.get();
+    const __m512 inverse = _mm512_set1_ps(inverse_rms(x, model_.hidden, model_.eps));
+    for (int i = 0; i < model_.hidden; i += LANES) {
+      const __mmask16 mask = first_lanes(model_.hidden - i);
+      const __m512 some = _mm512_mul_ps(load(x + i, mask), inverse);
+      store(out.at(row, i), _mm512_mul_ps(some, load(weight + i, mask)), mask);
+    }
+  }
+
+  // Other code reads whole blocks, so a block that begins here has zeros behind its tokens.
+  void clear_begun_block(int index, int row) {
+    const int64_t slot = tokens_.slots[row];
+    if (slot % cache_.block_size != 0) return;
+    for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head) {
+      memset(cache_.page(slot / cache_.block_size, index, KEYS, kv_head), 0, cache_.page_nbytes);
+      memset(cache_.page(slot / cache_.block_size, index, VALUES, kv_head), 0, cache_.page_nbytes);
+    }
+  }
+
+  // Heads of queries and keys are turned to their position, and keys and values go where they belong.
+  void turn_and_write(int index, int row) {
+    const int dim = model_.head_dim, num_kv_heads = model_.num_kv_heads;
+    const int num_turned = model_.num_heads + num_kv_heads;
+    bf16* heads = qkv_.get() + int64_t(row) * qkv_size();
+    const bf16* norms = layers_[index].qk_norm;
+    const bf16* rope = model_.rope + tokens_.positions[row] * 2 * dim;
+    for (int head = 0; head < num_turned; ++head) {
+      bf16* at = heads + head * dim;
+      norm_rope(at, norms == nullptr ? nullptr : norms + head * dim, model_.eps, rope, dim, at);
+    }
+    const int64_t block = tokens_.slots[row] / cache_.block_size;
+    const int offset = static_cast<int>(tokens_.slots[row] % cache_.block_size);
+    for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      const bf16* key = heads + (model_.num_heads + kv_head) * dim;
+      cache_.write(cache_.page(block, index, KEYS, kv_head), offset, dim, key);
+      cache_.write(cache_.page(block, index, VALUES, kv_head), offset, dim,
+                   key + num_kv_heads * dim);
+    }
+  }
+
+  // A token whose logits are wanted.
+  void pick(int row) {
+    const int64_t token = tokens_.logits_rows[row];
+    memcpy(picked_hidden_.get() + int64_t(row) * model_.hidden,
+           tokens_.hidden + token * model_.hidden, sizeof(bf16) * model_.hidden);
+    const TiledRows from = attended_.get(), to = picked_.get();
+    for (int i = 0; i < q_size(); i += LANES)
+      memcpy(to.at(row, i), from.at(token, i), sizeof(bf16) * LANES);
+  }
+
+  const Model model_;
+  const Layer* const layers_;
+  Tokens tokens_{};
+  KVPages cache_{};
+  Own* own_ = nullptr;
+  int num_own_ = 0;
+  Rows normed_, attended_, inner_, picked_;
+  Buffer<bf16> qkv_, picked_hidden_;
+  PromptAttention attention_;
+  Team team_;
+};
+
+#endif
+
+}  // namespace disagg
