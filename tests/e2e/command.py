@@ -24,6 +24,7 @@ from tests import plain_http
 TIMEOUT_S = 240.0
 NUM_STREAMS = 12
 LONG = 1900  # tokens of a stream, which last longer than a test waits
+DONE = "data: [DONE]"
 _MARK = "DISAGG_TEST_MARK"
 
 
@@ -201,8 +202,9 @@ class Streams:
         ]
         for thread in self._threads:
             thread.start()
-        until(lambda: self._num_begun == number or self.ends)
-        assert not self.ends, self.ends
+        until(lambda: self._num_begun == number or set(self.ends) - {DONE})
+        # Where steps are quick, some may have ended before the last has begun.
+        assert not set(self.ends) - {DONE} and len(self.ends) < number, self.ends
 
     def wait(self) -> list[str | int]:
         for thread in self._threads:

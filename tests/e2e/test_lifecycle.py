@@ -23,6 +23,7 @@ import pytest
 from disagg.cli.ports import free_port
 from tests import plain_http
 from tests.e2e.command import (
+    DONE,
     LONG,
     NUM_STREAMS,
     TIMEOUT_S,
@@ -36,8 +37,7 @@ from tests.e2e.test_gpus import Opened, machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SHORT = 900  # tokens of a stream: a few seconds, in which all streams of a test begin
-DONE = "data: [DONE]"
+SHORT = 600  # tokens of a stream: a few seconds, in which all streams of a test begin
 ROOT = Path(__file__).parents[2]
 MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
 ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever workers there are
@@ -150,15 +150,16 @@ def test_lines_are_json_and_logs_outlive_the_command(served: Command) -> None:
 
 def test_sigterm_lets_streams_end_and_a_second_one_does_not(served: Command) -> None:
     """Last of those with this server."""
-    long, short = Streams(served.url, 2, LONG), Streams(served.url, NUM_STREAMS, SHORT)
+    # Many are long, so that they last where steps are quick.
+    long, short = Streams(served.url, NUM_STREAMS, LONG), Streams(served.url, 4, SHORT)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
     until(lambda: not takes_requests(served))  # the ingress hears of it a bit later
-    assert short.wait() == [DONE] * NUM_STREAMS
+    assert short.wait() == [DONE] * 4
     served.process.send_signal(signal.SIGTERM)
     assert served.ended() == 128 + signal.SIGTERM
     ends = long.wait()
-    assert len(ends) == 2 and DONE not in ends, "they were waited for"
+    assert len(ends) == NUM_STREAMS and DONE not in ends, "they were waited for"
     served.assert_only_own_lines()
     served.assert_nothing_left()
     assert (Path(served.events("logs")[0]["directory"]) / "ray").is_dir()

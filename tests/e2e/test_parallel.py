@@ -14,10 +14,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.command import Command, Streams, until
+from tests.e2e.command import DONE, Command, Streams, until
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, streamed, streams_of
-from tests.e2e.test_lifecycle import DONE
 from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
