@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ from disagg.cli.cascade_report import as_yaml
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
-from disagg.config import CascadeConfig, PromptJudge, ServeConfig, TierConfig
+from disagg.config import CascadeConfig, EngineConfig, PromptJudge, ServeConfig, TierConfig
 from disagg.errors import DisaggError
 
 GOOD = '{"prompt": "What is 2 + 3?", "label": "5"}'
@@ -23,6 +24,13 @@ PROMPTS = [
     ("What is 86517 + 97768?", "184285"),
     ("Calculate 937 times 8.", "7496"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made NaN before its first use (`tests/poison.py`), and thousands take a second."""
+    few = partial(EngineConfig, num_gpu_blocks_override=256)
+    monkeypatch.setattr("disagg.cli.cascade.EngineConfig", few)
 
 
 def calibrate(file: Path, *more: str) -> int:
