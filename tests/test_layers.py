@@ -41,6 +41,7 @@ LAYERS = {
     "kvtransfer": 0,
     "blocks": 0,
     "errors": -1,  # everybody may raise them
+    "lasting": -1,  # how libraries are imported
     "metric": -1,  # names of figures
     "telemetry": 0,
     "logs": 0,

@@ -45,6 +45,7 @@ from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
 from disagg.kernels.cpu_library import find_step
 from disagg.kernels.devices import Gpus, gpus_here
+from disagg.lasting import lasting_imports
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 from disagg.planner.node_check import check_nodes
@@ -234,7 +235,8 @@ def _with_store(
 
 def _cluster(order: Order) -> Cluster:
     prepare_environment(order)
-    from disagg.app.cluster import Cluster
+    with lasting_imports():
+        from disagg.app.cluster import Cluster
 
     return Cluster(order.ray_address, Path(order.directory))
 

@@ -25,6 +25,7 @@ from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
+from disagg.lasting import lasting_imports
 from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
@@ -133,7 +134,8 @@ def _build(
     ranks: Ranks | None,
 ) -> Parts:
     # Here, and not above: the scheduler's users must not need torch to import this package.
-    from disagg.engine.device.build import build_engine
+    with lasting_imports():
+        from disagg.engine.device.build import build_engine
 
     made: list[Stamps] = []
 

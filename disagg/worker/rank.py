@@ -27,6 +27,7 @@ from disagg.errors import DisaggError, TransferFailed
 from disagg.kvtransfer.ranked_transport import QuietTransport
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
+from disagg.lasting import lasting_imports
 from disagg.models.description import describe_model
 from disagg.models.share import Share
 from disagg.planner.step_sizes import largest_step
@@ -163,7 +164,8 @@ def _follow(
 def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, SimpleQueue[Job]]:
     """Load this rank's part, meet the others, and begin to move KV."""
     # Here, since torch takes seconds, in which the first rank may end.
-    from disagg.engine.device.follower import Follower
+    with lasting_imports():
+        from disagg.engine.device.follower import Follower
 
     engine, model = start.tier.engine, describe_model(start.tier.directory)
     follower = Follower(
